@@ -123,8 +123,9 @@ class Work:
 
         replay, new = zip(*(self.cycle[(row + by) % len(self.cycle)] for row in range(self.rows)), strict=True)
         start, loc = [100 if self.is_round else 0] * self.rows, range(0, (self.rows + 1) * self.tokens, self.tokens)
-        arrays = map(sent, (loc, range(1, self.rows + 1), start, replay, new))
-        return StateRows(*arrays, self.tokens, self.rule.most_replayed)
+        arrays = map(sent, (range(1, self.rows + 1), start, replay, new))
+        most = {"max_query_len": self.tokens, "max_replay": self.rule.most_replayed}
+        return StateRows(*arrays, query_start_loc=sent(loc), **most)
 
 
 @dataclass(frozen=True)

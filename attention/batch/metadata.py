@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic
 
 import numpy as np
 import torch
 
 from attention.batch.host import HostBatch
-from attention.batch.staging import Bucket, Field, Staged, StagingArena, bucket_of
+from attention.batch.staging import Bucket, Staged, StagingArena, bucket_of
 from attention.checking import checking, require
+from attention.declared import A, Section, array
+from attention.recurrence.index import StateArrays, StateIndex
 from attention.recurrence.rows import StateRows
 
-BATCH_FIELDS: tuple[tuple[str, type[np.generic], tuple[str, ...]], ...] = (
-    ("query_start_loc", np.int32, ("rows_plus_1",)),
-    ("seq_lens", np.int32, ("rows",)),
-    ("block_table", np.int32, ("rows", "pages")),
-    ("slot_mapping", np.int64, ("tokens",)),
-    ("positions", np.int64, ("tokens",)),
-    ("page_indices", np.int32, ("rows_times_pages",)),
-    ("page_indptr", np.int32, ("rows_plus_1",)),
-    ("last_page_len", np.int32, ("rows",)),
-)
-"""Arrays of a HostBatch that travel to the device: name, dtype, symbolic dimensions."""
 
-_GROUP_FIELDS = tuple(field for field in BATCH_FIELDS if field[0] in ("slot_mapping", "page_indices", "page_indptr"))
-"""What each further cache group has of its own; lengths, positions and query_start_loc travel once."""
+@dataclass(frozen=True)
+class BatchArrays(Generic[A]):
+    """The arrays of a HostBatch that travel to the device; see `CommonAttentionMetadata`."""
 
-STATE_FIELDS = ("slots", "start", "replay", "num_new")
-"""Arrays of a StateIndex, [B] int32."""
+    query_start_loc: A = array(np.int32, "rows_plus_1")
+    seq_lens: A = array(np.int32, "rows")
+    slot_mapping: A = array(np.int64, "tokens")
+    positions: A = array(np.int64, "tokens")
+    page_indices: A = array(np.int32, "entries")
+    page_indptr: A = array(np.int32, "rows_plus_1")
+    last_page_len: A = array(np.int32, "rows")
+    block_table: A | None = array(np.int32, "rows", "pages", optional=True)
+
+
+@dataclass(frozen=True)
+class GroupArrays(Generic[A]):
+    """What each further cache group has of its own; lengths, positions and query_start_loc travel once."""
+
+    slot_mapping: A = array(np.int64, "tokens")
+    page_indices: A = array(np.int32, "entries")
+    page_indptr: A | None = array(np.int32, "rows_plus_1", optional=True)
+
 
 ROW_FIELDS = ("query_start_loc", "seq_lens", "page_indices", "page_indptr", "last_page_len")
 """The flat ones that change with the rows; all int32."""
 
 
 @dataclass(frozen=True)
-class CommonAttentionMetadata:
+class CommonAttentionMetadata(BatchArrays[torch.Tensor]):
     """A batch's attention: exact host arrays, and the device views of those that kernels read.
 
     It is never edited in place. Builders plan from `host`; kernels read the device side.
@@ -54,16 +63,8 @@ class CommonAttentionMetadata:
         states: the rows as recurrences read them; None where the model has none.
     """
 
-    host: HostBatch
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor | None
-    slot_mapping: torch.Tensor
-    positions: torch.Tensor
-    page_indices: torch.Tensor
-    page_indptr: torch.Tensor
-    last_page_len: torch.Tensor
-    staged: Staged
+    host: HostBatch = field(kw_only=True)
+    staged: Staged = field(kw_only=True)
     other_groups: tuple[CommonAttentionMetadata, ...] = ()
     states: StateRows | None = None
 
@@ -83,124 +84,97 @@ class CommonAttentionMetadata:
         return int(self.host.query_lens.max(initial=0))
 
 
-def batch_fields(prefix: str) -> list[Field]:
-    """Arena fields of one HostBatch; names and dimensions carry `prefix`, so that several batches share an arena."""
-    return [
-        Field(f"{prefix}.{name}", dtype, tuple(f"{prefix}.{d}" for d in dims)) for name, dtype, dims in BATCH_FIELDS
-    ]
+class BatchSection:
+    """One HostBatch in an arena: its arrays, those of its further cache groups and of its recurrent states.
+
+    Attributes:
+        fields: their places.
+    """
+
+    def __init__(self, name: str, num_groups: int = 0, states: bool = False, table: bool = True) -> None:
+        """table: with the block table; a fixed shape sends none."""
+        self._name = name
+        self._own = Section(BatchArrays, name, () if table else ("block_table",))
+        shared = {dim: f"{name}.{dim}" for dim in ("rows", "rows_plus_1", "tokens")}
+        self._groups = tuple(Section(GroupArrays, f"{name}.group{n}", shared=shared) for n in range(1, num_groups + 1))
+        self._states = Section(StateArrays, f"{name}.states", shared=shared) if states else None
+        sections: list[Section[Any]] = [self._own, *self._groups, *([] if self._states is None else [self._states])]
+        self.fields = tuple(field for section in sections for field in section.fields)
+
+    def sizes(
+        self, rows: int, tokens: int, pages: int, entries: int | None = None, groups: Sequence[int] = ()
+    ) -> dict[str, int]:
+        """See `batch_sizes`."""
+        return batch_sizes(self._name, rows, tokens, pages, entries, groups)
+
+    def values(self, batch: HostBatch) -> dict[str, np.ndarray]:
+        """What is sent of a batch."""
+        found = self._own.values(batch)
+        if self._states is not None and batch.states is not None:
+            found |= self._states.values(batch.states)
+        for section, group in zip(self._groups, batch.other_groups, strict=True):
+            found |= section.values(group)
+        return found
+
+    def metadata(self, batch: HostBatch, staged: Staged) -> CommonAttentionMetadata:
+        """A batch with its device views out of a transfer. Validates the batch under SPECDEC_CHECK=1."""
+        if checking():
+            for each in (batch, *batch.other_groups):
+                each.validate()
+        views = staged.views
+        own: CommonAttentionMetadata = self._own.of(views, CommonAttentionMetadata, host=batch, staged=staged)
+        if self._states is not None and batch.states is not None:
+            longest = {"max_query_len": own.max_query_len, "max_replay": batch.states.max_replay}
+            states = self._states.of(views, StateRows, query_start_loc=own.query_start_loc, **longest)
+            own = replace(own, states=states)
+        if not batch.other_groups:
+            return own
+        groups = zip(self._groups, batch.other_groups, strict=True)
+        return replace(own, other_groups=tuple(on_pages(own, section, group, views) for section, group in groups))
+
+    def buffers(self, host: Mapping[str, np.ndarray]) -> BatchArrays[np.ndarray]:
+        """One of the arena's host buffers as the arrays of a batch, whole, for rounds that are written in place."""
+        return self._own.of(host)
+
+    def group_buffers(self, host: Mapping[str, np.ndarray]) -> tuple[BatchArrays[np.ndarray], ...]:
+        """The same batch with the buffers of each further cache group."""
+        own = self.buffers(host)
+        return tuple(replace(own, **vars(section.of(host))) for section in self._groups)
+
+    def state_buffers(self, host: Mapping[str, np.ndarray], most_replayed: int) -> StateIndex:
+        """The buffers of the recurrent states."""
+        assert self._states is not None
+        return self._states.of(host, StateIndex, most_replayed=most_replayed)
 
 
-def batch_sizes(prefix: str, rows: int, tokens: int, pages: int) -> dict[str, int]:
-    """Dimension sizes of one HostBatch's fields for a bucket: `pages` is P."""
-    sizes = {"rows": rows, "rows_plus_1": rows + 1, "tokens": tokens, "pages": pages, "rows_times_pages": rows * pages}
-    return {f"{prefix}.{name}": size for name, size in sizes.items()}
+def batch_sizes(
+    name: str, rows: int, tokens: int, pages: int, entries: int | None = None, groups: Sequence[int] = ()
+) -> dict[str, int]:
+    """Sizes of the dimensions of a `BatchSection` of this name for at most so many rows, tokens and pages a row.
+
+    Args:
+        entries: of the list of pages; default rows · pages. groups: the same of each further cache group.
+    """
+    sizes = {"rows": rows, "rows_plus_1": rows + 1, "tokens": tokens, "pages": pages}
+    sizes["entries"] = rows * pages if entries is None else entries
+    own = {f"{name}.{dimension}": size for dimension, size in sizes.items()}
+    return own | {f"{name}.group{number}.entries": most for number, most in enumerate(groups, 1)}
 
 
-def state_fields(prefix: str) -> list[Field]:
-    """Arena fields of a HostBatch's recurrent states, beside `batch_fields(prefix)`."""
-    return [Field(f"{prefix}.states.{name}", np.int32, (f"{prefix}.rows",)) for name in STATE_FIELDS]
+def on_pages(
+    metadata: CommonAttentionMetadata, section: Section[Any], batch: HostBatch, views: Mapping[str, torch.Tensor]
+) -> CommonAttentionMetadata:
+    """The rows of `metadata` on other pages, whose arrays (of GroupArrays) the section has in these views."""
+    own = {name: view for name, view in vars(section.of(views)).items() if view is not None}
+    return replace(metadata, host=batch, block_table=None, other_groups=(), **own)
 
 
-def group_fields(prefix: str, num_groups: int) -> list[Field]:
-    """Arena fields of the further cache groups of one HostBatch, beside `batch_fields(prefix)`."""
-    return [
-        Field(
-            f"{own}.{name}",
-            dtype,
-            tuple(f"{own}.entries" if d == "rows_times_pages" else f"{prefix}.{d}" for d in dims),
-        )
-        for own in _group_prefixes(prefix, num_groups)
-        for name, dtype, dims in _GROUP_FIELDS
-    ]
-
-
-def group_sizes(prefix: str, entries: Sequence[int]) -> dict[str, int]:
-    """Dimension sizes of `group_fields` beside `batch_sizes(prefix)`: entries of each group's page list."""
-    return {f"{own}.entries": most for own, most in zip(_group_prefixes(prefix, len(entries)), entries, strict=True)}
-
-
-def _group_prefixes(prefix: str, num_groups: int) -> tuple[str, ...]:
-    return tuple(f"{prefix}.group{number}" for number in range(1, num_groups + 1))
-
-
-def batch_arrays(prefix: str, batch: HostBatch) -> dict[str, np.ndarray]:
-    """The arrays of a HostBatch under their arena names, those of its further cache groups included."""
-    arrays = {f"{prefix}.{name}": getattr(batch, name) for name, _, _ in BATCH_FIELDS}
-    if batch.states is not None:
-        arrays |= {f"{prefix}.states.{name}": getattr(batch.states, name) for name in STATE_FIELDS}
-    if not batch.other_groups:
-        return arrays
-    for own, group in zip(_group_prefixes(prefix, len(batch.other_groups)), batch.other_groups, strict=True):
-        arrays |= {f"{own}.{name}": getattr(group, name) for name, _, _ in _GROUP_FIELDS}
-    return arrays
-
-
-@dataclass(frozen=True)
-class BatchBuffers:
-    """One host buffer of an arena as the arrays of a HostBatch, whole, for rounds that are written in place."""
-
-    query_start_loc: np.ndarray
-    seq_lens: np.ndarray
-    slot_mapping: np.ndarray
-    positions: np.ndarray
-    page_indices: np.ndarray
-    page_indptr: np.ndarray
-    last_page_len: np.ndarray
-
-    @classmethod
-    def of(cls, prefix: str, host: Mapping[str, np.ndarray]) -> BatchBuffers:
-        """The fields of `batch_fields(prefix)` in `host`, see `StagingArena.hosts`."""
-        return cls(**{field.name: host[f"{prefix}.{field.name}"] for field in fields(cls)})
-
-    def groups(self, prefix: str, num_groups: int, host: Mapping[str, np.ndarray]) -> tuple[BatchBuffers, ...]:
-        """The same batch with the buffers of each further cache group, see `group_fields(prefix, num_groups)`."""
-        return tuple(
-            replace(self, **{name: host[f"{own}.{name}"] for name, _, _ in _GROUP_FIELDS})
-            for own in _group_prefixes(prefix, num_groups)
-        )
-
-
-def from_staged(prefix: str, batch: HostBatch, staged: Staged) -> CommonAttentionMetadata:
-    """Join a HostBatch with its device views out of a transfer. Validates the batch under SPECDEC_CHECK=1."""
-    if checking():
-        for each in (batch, *batch.other_groups):
-            each.validate()
-    views = {name: staged[f"{prefix}.{name}"] for name, _, _ in BATCH_FIELDS if name != "block_table"}
-    table = staged.views.get(f"{prefix}.block_table")
-    states = _staged_states(prefix, batch, staged)
-    own = CommonAttentionMetadata(host=batch, staged=staged, block_table=table, other_groups=(), states=states, **views)
-    if not batch.other_groups:
-        return own
-    groups = zip(_group_prefixes(prefix, len(batch.other_groups)), batch.other_groups, strict=True)
-    return replace(own, other_groups=tuple(_of_group(own, group, staged, batch) for group, batch in groups))
-
-
-def _staged_states(prefix: str, batch: HostBatch, staged: Staged) -> StateRows | None:
-    if batch.states is None:
-        return None
-    return StateRows(
-        query_start_loc=staged[f"{prefix}.query_start_loc"],
-        **{name: staged[f"{prefix}.states.{name}"] for name in STATE_FIELDS},
-        max_query_len=int(batch.query_lens.max(initial=0)),
-        max_replay=batch.states.max_replay,
-    )
-
-
-def _of_group(own: CommonAttentionMetadata, prefix: str, staged: Staged, batch: HostBatch) -> CommonAttentionMetadata:
-    """The rows of `own` on another group's pages."""
-    return replace(
-        own,
-        host=batch,
-        block_table=None,
-        slot_mapping=staged[f"{prefix}.slot_mapping"],
-        page_indices=staged[f"{prefix}.page_indices"],
-        page_indptr=staged[f"{prefix}.page_indptr"],
-    )
-
-
-def stage(batch: HostBatch, arena: StagingArena, bucket: Bucket, prefix: str = "batch") -> CommonAttentionMetadata:
-    """Send one HostBatch to the device in one copy and wrap it."""
-    return from_staged(prefix, batch, arena.send(bucket, batch_arrays(prefix, batch)))
+def stage(
+    batch: HostBatch, arena: StagingArena, bucket: Bucket, section: BatchSection | None = None
+) -> CommonAttentionMetadata:
+    """Send one HostBatch to the device in one copy and wrap it. section: default that of `single_batch_arena`."""
+    own = section or _SINGLE
+    return own.metadata(batch, arena.send(bucket, own.values(batch)))
 
 
 def with_rows(metadata: CommonAttentionMetadata, host: HostBatch) -> CommonAttentionMetadata:
@@ -225,5 +199,8 @@ def with_rows(metadata: CommonAttentionMetadata, host: HostBatch) -> CommonAtten
 
 def single_batch_arena(rows: int, tokens: int, pages: int, device: torch.device) -> tuple[StagingArena, Bucket]:
     """An arena for one batch at a time (probes, self-tests, tests), and its bucket."""
-    bucket = bucket_of(**batch_sizes("batch", rows, tokens, pages))
-    return StagingArena([*batch_fields("batch"), *state_fields("batch")], bucket, device), bucket
+    bucket = bucket_of(**_SINGLE.sizes(rows, tokens, pages))
+    return StagingArena(_SINGLE.fields, bucket, device), bucket
+
+
+_SINGLE = BatchSection("batch", states=True)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from attention.checking import checking
+from attention.declared import Field
 from attention.errors import InvalidInputError, StaleMetadataError
 
 _ALIGN = 64
@@ -31,15 +32,6 @@ Bucket = tuple[tuple[str, int], ...]
 def bucket_of(**sizes: int) -> Bucket:
     """Make a bucket from dimension sizes."""
     return tuple(sorted(sizes.items()))
-
-
-@dataclass(frozen=True)
-class Field:
-    """One array of the arena: its dtype and the symbolic names of its dimensions."""
-
-    name: str
-    dtype: type[np.generic]
-    dims: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -35,17 +35,19 @@ Source: the state is checkpointed and inputs are replayed as in vllm-project/vll
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
 from attention.checking import require
+from attention.declared import A, array
 
 NULL_SLOT = 0
 """The slot of padding rows: it may be written and is never read as a state."""
 
 
 @dataclass(frozen=True)
-class StateIndex:
+class StateArrays(Generic[A]):
     """Which states the rows of one launch continue, and from where. All [B] int32.
 
     Attributes:
@@ -55,13 +57,22 @@ class StateIndex:
             is stored yet, and the row begins with zeros.
         num_new: how many of the row's tokens go into the state, after the replayed ones: committed ones. 0: none of
             either, the state stays as it is.
+    """
+
+    slots: A = array(np.int32, "rows")
+    start: A = array(np.int32, "rows")
+    replay: A = array(np.int32, "rows")
+    num_new: A = array(np.int32, "rows")
+
+
+@dataclass(frozen=True)
+class StateIndex(StateArrays[np.ndarray]):
+    """StateArrays on the host.
+
+    Attributes:
         most_replayed: a bound of `replay` where launches of other rows are to have the same shape, else None.
     """
 
-    slots: np.ndarray
-    start: np.ndarray
-    replay: np.ndarray
-    num_new: np.ndarray
     most_replayed: int | None = None
 
     @classmethod

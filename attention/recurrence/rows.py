@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from attention.cached import cached_property
+from attention.recurrence.index import StateArrays
 
 _SHORT = 16
 """Inputs of a row that decodes, or of a short chunk."""
 
 
 @dataclass(frozen=True)
-class StateRows:
-    """The rows of one launch on the device, see `attention.recurrence.index.StateIndex`.
+class StateRows(StateArrays[torch.Tensor]):
+    """The rows of one launch on the device.
 
     Attributes:
         query_start_loc: [B+1] int32, row r's tokens are query_start_loc[r] … query_start_loc[r+1]-1.
-        slots, start, replay, num_new: [B] int32.
         max_query_len, max_replay: most tokens and most replayed inputs of a row, or more: a launch may be shaped by
             them.
     """
 
-    query_start_loc: torch.Tensor
-    slots: torch.Tensor
-    start: torch.Tensor
-    replay: torch.Tensor
-    num_new: torch.Tensor
-    max_query_len: int
-    max_replay: int
+    query_start_loc: torch.Tensor = field(kw_only=True)
+    max_query_len: int = field(kw_only=True)
+    max_replay: int = field(kw_only=True)
 
     @cached_property
     def committed(self) -> tuple[Padded, ...]:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.batch.staging import Field, Staged
+from attention.batch.staging import Staged
 from attention.cached import cached_property
+from attention.declared import A, Field, array
 from attention.runner import GroupRunner, PlannedBatch
 from drafters.attend import Attend
 
@@ -182,16 +183,35 @@ class LoopArrays(Protocol):
         """Their sizes, for the choice of a bucket."""
 
 
-A = TypeVar("A", bound=LoopArrays)
+L = TypeVar("L", bound=LoopArrays)
 D = TypeVar("D")
+Sent = TypeVar("Sent", contravariant=True)
+Arrived = TypeVar("Arrived", covariant=True)
+
+
+class LoopSection(Protocol[Sent, Arrived]):
+    """The places of a draft loop's arrays in the round's arena."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The places."""
+
+    def sizes(self, size: LoopSize) -> dict[str, int]:
+        """Sizes of the symbolic dimensions of `fields` for arrays of at most this size."""
+
+    def values(self, arrays: Sent) -> dict[str, np.ndarray]:
+        """What is sent, under the names of `fields`."""
+
+    def of(self, arrays: Sent, staged: Staged) -> Arrived:
+        """What arrived."""
 
 
 @runtime_checkable
-class DraftLoop(Protocol[A, D]):
+class DraftLoop(Protocol[L, D]):
     """One kind of draft loop, for one engine.
 
-    A is its host arrays, D the same on the device. An executor calls, in this order: `arrays`, `values` (into a
-    transfer that others share), `views`, and `run` once the target's forward is launched.
+    L is its host arrays, D the same on the device. An executor calls `arrays`, sends them by `section`, in a transfer
+    that others share, and calls `run` once the target's forward is launched.
     """
 
     name: str
@@ -199,20 +219,13 @@ class DraftLoop(Protocol[A, D]):
     num_modules: int
     """M modules that take turns, 1 for a loop of one head. A request with fewer than M committed states has none for
     the later modules: it gets at most as many drafts as it has states (`drafters.loops.modules.index`)."""
-    fields: tuple[Field, ...]
-    """Its places in the round's arena."""
 
-    def dimensions(self, size: LoopSize) -> dict[str, int]:
-        """Sizes of the symbolic dimensions of `fields` for arrays of at most this size."""
+    @property
+    def section(self) -> LoopSection[L, D]:
+        """Where its arrays are in the round's arena."""
 
-    def arrays(self, draft: DraftInput) -> A:
+    def arrays(self, draft: DraftInput) -> L:
         """All numpy arrays of a round."""
-
-    def values(self, arrays: A) -> dict[str, np.ndarray]:
-        """What is sent, under the names of `fields`."""
-
-    def views(self, arrays: A, staged: Staged) -> D:
-        """What arrived."""
 
     def run(self, inputs: D, runner: GroupRunner, aux: torch.Tensor, choose: Choose) -> Draft:
         """Launch the loop.
@@ -242,15 +255,15 @@ class StaticShape:
 
 
 @dataclass(frozen=True)
-class CarriedRows:
-    """How the static draft prefill of M > 1 modules finds what each request's last one left, all on the device.
+class CarriedRows(Generic[A]):
+    """How a draft prefill of M > 1 modules finds what each request's last one left.
 
     request_rows: [rows] int64, see `DraftInput`, -1 for an added row; sources: [T] int64, where the row before each
     token row stands in [rows vectors of the requests, T outputs of the module before].
     """
 
-    request_rows: torch.Tensor
-    sources: torch.Tensor
+    request_rows: A = array(np.int64, "requests")
+    sources: A = array(np.int64, "tokens")
 
 
 @dataclass(frozen=True)
@@ -263,7 +276,7 @@ class StaticPrefill:
 
     token_ids: torch.Tensor
     last_row: torch.Tensor
-    carried: CarriedRows | None = None
+    carried: CarriedRows[torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -324,7 +337,7 @@ class StaticLoop(Protocol):
 
 
 @runtime_checkable
-class GraphLoop(DraftLoop[A, D], Protocol[A, D]):
+class GraphLoop(DraftLoop[L, D], Protocol[L, D]):
     """A loop that CUDA graphs can hold. Capturing it is the executor's business."""
 
     def static_form(

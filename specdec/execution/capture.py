@@ -20,7 +20,7 @@ from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.ops.argmax import greedy_ids
 from specdec.ops.draws import Proposal
 from specdec.parallel.ranks import note_graph
-from specdec.rounds.fields import DeviceRound, StaticSampling
+from specdec.rounds.fields import DeviceRound, DeviceSampling
 from specdec.target.target import Target
 
 T = TypeVar("T")
@@ -246,7 +246,7 @@ def capture_bucket(
     model: Callable[..., Any],
     drafts: DraftCapture | None,
     round_: EmptyRound,
-    sampling: StaticSampling,
+    sampling: DeviceSampling,
     pool: Any,
     recorder: Recorder | None = None,
 ) -> Bucket:

@@ -62,7 +62,7 @@ from specdec.ops.experts import mixtures, using_capturable_experts
 from specdec.rounds.ahead import ahead_inputs
 from specdec.rounds.buckets import graph_rows, loop_limits, static_shape
 from specdec.rounds.drafting import accepted_by_row, rows_after
-from specdec.rounds.fields import DeviceRound, HeadPagesSection, VerificationSection
+from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.static import FixedSampling, fixed_target
 from specdec.rounds.transfer import AheadTransfer
@@ -363,15 +363,12 @@ class GraphExecutor:
     def _empty_round(self, rows: int) -> EmptyRound:
         """A round without rows in the fixed shape, at the addresses that the graphs read."""
         target = self._nobody
-        batch, passes, staged = self._fixed[rows].send(target)
-        device = VerificationSection.static_views(batch, staged, rows * (self._query_len - 1))
-        if not passes:
+        device, prefill, carried = self._fixed[rows].device(target)
+        if not prefill:
             return EmptyRound(device)
         steps = self._steps[rows]
-        batches, step_staged = steps.send(rows_after(target, target.start))
-        first, later = HeadPagesSection.metadata(device.metadata, staged, passes[0]), self._fixed[rows].later
-        prefill = (first, *later.metadata(passes[1:], staged))
-        return EmptyRound(device, prefill, steps.views(batches, step_staged), later.carried(staged))
+        batches, staged = steps.send(rows_after(target, target.start))
+        return EmptyRound(device, prefill, steps.views(batches, staged), carried)
 
     def _fuse(self, rows: int, drafter: Drafter | None, drafts: DraftCapture | None) -> int:
         log.info("fusing sibling projections")

@@ -10,7 +10,7 @@ import torch
 from specdec.acceptance.packed import PackedResult
 from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.ops.argmax import greedy_ids
-from specdec.rounds.fields import StaticSampling
+from specdec.rounds.fields import DeviceSampling
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def kernels_compiled_together(device: torch.device) -> Iterator[None]:
 
 
 def rehearse_decisions(
-    logits: torch.Tensor, rows: int, most_drafts: int, sampling: StaticSampling, drawn: SampledDrafts | None
+    logits: torch.Tensor, rows: int, most_drafts: int, sampling: DeviceSampling, drawn: SampledDrafts | None
 ) -> None:
     """Decide sampled rows as rounds of any shape do, which have no more drafts than the row with most of them has.
 

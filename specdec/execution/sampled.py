@@ -16,7 +16,7 @@ from drafters.loops.chain.passes import target_ids_of
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.draws import DraftPlaces, Proposal, accept_drafts, draw_drafts, inverse_map
 from specdec.ops.filters import Filtered, filter_rows
-from specdec.rounds.fields import StaticSampling
+from specdec.rounds.fields import DeviceSampling
 
 
 class SampledDrafts:
@@ -25,7 +25,7 @@ class SampledDrafts:
     By row of the last verification, like `StaticLoop.drafts`.
     """
 
-    def __init__(self, head: Head, loop: StaticLoop, sampling: StaticSampling, vocab_size: int) -> None:
+    def __init__(self, head: Head, loop: StaticLoop, sampling: DeviceSampling, vocab_size: int) -> None:
         """sampling: of the round that the drafts follow, in its fixed places; vocab_size: V of the target."""
         self._target_ids = target_ids_of(head, loop.drafts.device)
         self._drafts = loop.drafts
@@ -99,7 +99,7 @@ def decide_sampled(
     greedy: torch.Tensor,
     index: torch.Tensor,
     num_drafts: torch.Tensor,
-    sampling: StaticSampling,
+    sampling: DeviceSampling,
     result: PackedResult,
     proposal: Proposal | None,
 ) -> None:

@@ -6,36 +6,47 @@ end and is overwritten. Only the tokens that the verification decides are missin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic
 
 import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within, rows_batch
+from attention.declared import A, array
+from drafters.loops.base import CarriedRows
 from drafters.loops.modules.index import rows_before, shifted_batch
 from specdec.rounds.verification import TargetArrays
 
 
 @dataclass(frozen=True)
-class AheadInputs:
-    """Host arrays of a draft prefill that is launched before its verification is read.
+class AheadArrays(Generic[A]):
+    """A draft prefill that is launched before its verification is read.
 
     Attributes:
-        batches: its attention on the head's pages in each pass: rows and tokens of the verification; pass m, of module
-            m, stands m positions further back.
         token_ids: [T] int64, the token at p+1 of every token row, 0 where the verification decides it.
         token_sources: [R'] int64, for every logits index the place of its token in the result's tokens [J·(n+1)].
         last_row: [B] int64, token row of each row's last committed token.
         decided_place: [B] int64, each row's place among the J decided ones; J where it is none of them.
-        request_rows: [B] RowTable rows. sources: [T] int64, see `drafters.loops.base.CarriedRows`; None of one pass.
     """
 
-    batches: tuple[HostBatch, ...]
-    token_ids: np.ndarray
-    token_sources: np.ndarray
-    last_row: np.ndarray
-    decided_place: np.ndarray
-    request_rows: np.ndarray
-    sources: np.ndarray | None
+    token_ids: A = array(np.int64, "tokens")
+    token_sources: A = array(np.int64, "tokens")
+    last_row: A = array(np.int64, "rows")
+    decided_place: A = array(np.int64, "rows")
+
+
+@dataclass(frozen=True)
+class AheadInputs(AheadArrays[np.ndarray]):
+    """The same on the host.
+
+    Attributes:
+        batches: its attention on the head's pages in each pass: rows and tokens of the verification; pass m, of module
+            m, stands m positions further back.
+        carried: None of one pass.
+    """
+
+    batches: tuple[HostBatch, ...] = field(kw_only=True)
+    carried: CarriedRows[np.ndarray] | None = field(kw_only=True)
 
 
 def ahead_inputs(target: TargetArrays, num_modules: int = 1, num_carried: int = 0) -> AheadInputs:
@@ -73,6 +84,5 @@ def ahead_inputs(target: TargetArrays, num_modules: int = 1, num_carried: int = 
         token_sources=np.repeat(np.arange(len(counts)) * (target.max_drafts + 1), counts) + offsets_within(counts),
         last_row=starts[:-1] + num_new - 1,
         decided_place=decided_place,
-        request_rows=target.request_rows,
-        sources=None if num_modules < 2 else rows_before(starts, num_carried),
+        carried=None if num_modules < 2 else CarriedRows(target.request_rows, rows_before(starts, num_carried)),
     )

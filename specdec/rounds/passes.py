@@ -1,81 +1,95 @@
-"""The draft prefill of M > 1 modules in the arena: its passes after the first, and where they find what they carry.
+"""The passes of a draft prefill over the rows of a verification, in an arena: their attention on the head's pages.
 
-Pass m stands m positions further back than the verification, so it has lengths, slots and pages of its own.
+Pass m > 0, of module m, stands m positions further back than the verification, so it has lengths and positions of its
+own; pass 0 has slots and pages of its own alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 
 from attention.batch.host import HostBatch
 from attention.batch.metadata import (
-    BatchBuffers,
+    BatchArrays,
+    BatchSection,
     CommonAttentionMetadata,
-    batch_arrays,
-    batch_fields,
+    GroupArrays,
     batch_sizes,
-    from_staged,
+    on_pages,
 )
-from attention.batch.staging import Field, Staged
+from attention.batch.staging import Staged
+from attention.declared import Field, Section
 from drafters.loops.base import CarriedRows
-from specdec.rounds.ahead import AheadInputs
+
+TARGET = "target"
+"""A verification's name in the arena."""
+OF_TARGET = {name: f"target.{name}" for name in ("rows", "tokens", "entries", "drafts_plus_1")}
+"""Dimensions of a verification by their names in the arena."""
 
 
-class LaterPassesSection:
-    """Passes 1 … M-1 in the arena; nothing for a draft prefill of one pass."""
+def target_sizes(
+    rows: int, tokens: int, pages: int, drafts: int, entries: int | None = None, groups: Sequence[int] = ()
+) -> dict[str, int]:
+    """Sizes of a verification of at most so many rows, tokens, pages and drafts a row; others: see `batch_sizes`."""
+    return batch_sizes(TARGET, rows, tokens, pages, entries, groups) | {OF_TARGET["drafts_plus_1"]: drafts + 1}
 
-    _carried = (
-        Field("passes.request_rows", np.int64, ("passes.requests",)),
-        Field("passes.sources", np.int64, ("passes.tokens",)),
-    )
+
+class PassesSection:
+    """All M passes of a draft prefill.
+
+    Attributes:
+        fields: their places; () where there is no head.
+    """
 
     def __init__(self, num_passes: int) -> None:
         """num_passes: M; 0 without a head."""
-        self._prefixes = tuple(f"passes.{m}" for m in range(1, num_passes))
-        self._tables = {f"{prefix}.block_table" for prefix in self._prefixes}  # kernels read the flat lists of pages
-        batches = (field for prefix in self._prefixes for field in batch_fields(prefix))
-        own = (*self._carried, *(field for field in batches if field.name not in self._tables))
-        self.fields: tuple[Field, ...] = own if self._prefixes else ()
+        self._first = Section(GroupArrays, "head", ("page_indptr",), OF_TARGET)
+        self._later = tuple(BatchSection(f"passes.{m}", table=False) for m in range(1, num_passes))
+        self._carried = Section(CarriedRows, "passes")
+        first = self._first.fields if num_passes else ()
+        later = tuple(field for section in self._later for field in section.fields)
+        self.fields: tuple[Field, ...] = (*first, *later, *(self._carried.fields if self._later else ()))
 
-    def dimensions(self, rows: int, tokens: int, pages: int) -> dict[str, int]:
-        """Sizes of `fields` for at most so many rows, tokens and pages a row of a verification.
+    def sizes(self, rows: int, tokens: int, pages: int, entries: int | None = None) -> dict[str, int]:
+        """Sizes beside those of the verification, for at most so many of its rows, tokens and pages a row.
 
-        A request may be two rows of a pass, see `drafters.loops.modules.index.shifted_batch`.
+        A request may be two rows of a pass, see `drafters.loops.modules.index.shifted_batch`; but not in a fixed shape,
+        of which `entries` on the lists of pages are given.
         """
-        sizes = {"passes.requests": rows, "passes.tokens": tokens}
-        for prefix in self._prefixes:
-            sizes |= batch_sizes(prefix, 2 * rows, tokens, pages)
-        return sizes
+        found = {"passes.requests": rows, "passes.tokens": tokens}
+        for section in self._later:
+            found |= section.sizes(2 * rows if entries is None else rows, tokens, pages, entries)
+        return found
 
-    def static_dimensions(self, rows: int, query_len: int, page_entries: int) -> dict[str, int]:
-        """The same for rounds of one fixed shape."""
-        tokens = rows * query_len
-        sizes = {"passes.requests": rows, "passes.tokens": tokens}
-        for prefix in self._prefixes:
-            sizes |= batch_sizes(prefix, rows, tokens, 0) | {f"{prefix}.rows_times_pages": page_entries}
-        return sizes
-
-    def values(self, ahead: AheadInputs) -> dict[str, np.ndarray]:
+    def values(self, batches: Sequence[HostBatch], carried: CarriedRows[np.ndarray] | None) -> dict[str, np.ndarray]:
         """What is sent of a round of any shape."""
-        if ahead.sources is None:
-            return {}
-        found = {"passes.request_rows": ahead.request_rows, "passes.sources": ahead.sources}
-        for prefix, batch in zip(self._prefixes, ahead.batches[1:], strict=True):
-            found |= batch_arrays(prefix, batch)
-        return {name: array for name, array in found.items() if name not in self._tables}
+        first, *later = batches
+        found = self._first.values(first)
+        for section, batch in zip(self._later, later, strict=True):
+            found |= section.values(batch)
+        return found if carried is None else found | self._carried.values(carried)
 
-    def buffers(self, host: Mapping[str, np.ndarray]) -> tuple[list[BatchBuffers], np.ndarray, np.ndarray]:
-        """One of the arena's host buffers, of several passes: each of them, and the arrays of `CarriedRows`."""
-        passes = [BatchBuffers.of(prefix, host) for prefix in self._prefixes]
-        return passes, host["passes.request_rows"], host["passes.sources"]
+    def buffers(
+        self, host: Mapping[str, np.ndarray], target: BatchArrays[np.ndarray]
+    ) -> tuple[list[BatchArrays[np.ndarray]], CarriedRows[np.ndarray] | None]:
+        """One of the arena's host buffers: of every pass, and of what is carried. target: the verification's."""
+        first = self._first.of(host)
+        own = replace(target, slot_mapping=first.slot_mapping, page_indices=first.page_indices)
+        later = [section.buffers(host) for section in self._later]
+        return [own, *later], self._carried.of(host) if self._later else None
 
-    def metadata(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
-        """The attention of passes 1 … M-1 as it arrived."""
-        passes = zip(self._prefixes, batches, strict=True)
-        return tuple(from_staged(prefix, batch, staged) for prefix, batch in passes)
+    def metadata(
+        self, target: CommonAttentionMetadata, batches: Sequence[HostBatch], staged: Staged
+    ) -> tuple[CommonAttentionMetadata, ...]:
+        """The attention of every pass as it arrived. target: the verification's."""
+        first, *later = batches
+        passes = (section.metadata(batch, staged) for section, batch in zip(self._later, later, strict=True))
+        return (on_pages(target, self._first, first, staged.views), *passes)
 
-    def carried(self, staged: Staged) -> CarriedRows | None:
+    def carried(self, staged: Staged) -> CarriedRows[torch.Tensor] | None:
         """What the passes carry as it arrived; None of one pass."""
-        return CarriedRows(staged["passes.request_rows"], staged["passes.sources"]) if self._prefixes else None
+        return self._carried.of(staged.views) if self._later else None

@@ -20,26 +20,28 @@ import torch
 
 from attention.batch.host import HostBatch, page_counts_of, slots_at
 from attention.batch.live import LiveBatch
-from attention.batch.metadata import STATE_FIELDS, BatchBuffers, group_fields, group_sizes, state_fields
+from attention.batch.metadata import BatchArrays, CommonAttentionMetadata
 from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
 from attention.recurrence.index import FoldRule, StateIndex
-from drafters.loops.base import StaticShape
+from drafters.loops.base import CarriedRows, StaticShape
 from drafters.loops.modules.index import rows_before
 from specdec.config import EngineConfig
 from specdec.rounds.buckets import static_entries, static_shape
-from specdec.rounds.fields import HeadPagesSection, StaticSamplingSection, VerificationSection
-from specdec.rounds.passes import LaterPassesSection
+from specdec.rounds.fields import DeviceRound, SamplingSection, VerificationSection
+from specdec.rounds.passes import PassesSection, target_sizes
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetArrays, WindowedTable
+
+Carried = CarriedRows[torch.Tensor] | None
 
 
 class _Pages:
     """Where the pages of one group stand: slots [rows, query_len], the flat list of pages, and the batch over them."""
 
     def __init__(
-        self, buffers: BatchBuffers, start: np.ndarray, shape: StaticShape, states: StateIndex | None = None
+        self, buffers: BatchArrays[np.ndarray], start: np.ndarray, shape: StaticShape, states: StateIndex | None = None
     ) -> None:
         self.slots = buffers.slot_mapping.reshape(shape.rows, shape.query_len)
         self.indices = buffers.page_indices
@@ -59,7 +61,7 @@ class _Pages:
 class _WindowedPages:
     """Where the pages of one of the target's windowed cache groups stand: lists that begin near the window."""
 
-    def __init__(self, buffers: BatchBuffers, window: int, shape: StaticShape) -> None:
+    def __init__(self, buffers: BatchArrays[np.ndarray], window: int, shape: StaticShape) -> None:
         self._window = window
         self._start, self._seq_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
         self._buffers = buffers
@@ -95,21 +97,26 @@ class _WindowedPages:
 class _States:
     """Which recurrent states the rows continue; rows that are added are on the null slot."""
 
-    def __init__(self, host: Mapping[str, np.ndarray], rule: FoldRule) -> None:
-        self.index = VerificationSection.states(host, rule.most_replayed)
+    def __init__(self, index: StateIndex) -> None:
+        """index: its buffers."""
+        self.index = index
 
     def write(self, target: TargetArrays) -> None:
         """Those of verifications of bonus tokens."""
-        count, states = len(target.start), target.states
-        for name in STATE_FIELDS:
-            place = getattr(self.index, name)
-            place[:count], place[count:] = getattr(states, name), 0
+        count, states, own = len(target.start), target.states, self.index
+        assert states is not None
+        for place, values in zip(
+            (own.slots, own.start, own.replay, own.num_new),
+            (states.slots, states.start, states.replay, states.num_new),
+            strict=True,
+        ):
+            place[:count], place[count:] = values, 0
 
 
 class _LaterPass:
     """The draft prefill of module m > 0: the verification, m positions further back, on the head's pages."""
 
-    def __init__(self, buffers: BatchBuffers, m: int, shape: StaticShape) -> None:
+    def __init__(self, buffers: BatchArrays[np.ndarray], m: int, shape: StaticShape) -> None:
         self._m = m
         self._start = np.zeros(shape.rows, np.int64)
         self._buffers = buffers
@@ -125,7 +132,7 @@ class _LaterPass:
         return _write_lengths(self._buffers, self._start, shape)
 
 
-def _write_lengths(buffers: BatchBuffers, start: np.ndarray, shape: StaticShape) -> np.ndarray:
+def _write_lengths(buffers: BatchArrays[np.ndarray], start: np.ndarray, shape: StaticShape) -> np.ndarray:
     """Lengths as the kernels see them, padding tokens included; returns the page counts [rows]."""
     last = start + (shape.query_len - 1)
     counts, within = np.divmod(last, shape.page_size)
@@ -143,31 +150,33 @@ class _TargetPlace:
         self,
         host: Mapping[str, np.ndarray],
         shape: StaticShape,
-        passes: int,
-        later: LaterPassesSection,
+        section: VerificationSection,
+        passes: PassesSection | None,
         windows: Sequence[int],
         fold_rule: FoldRule | None,
     ) -> None:
         rows, query_len = shape.rows, shape.query_len
-        batch, own = VerificationSection.buffers(host)
+        batch, own = section.batch.buffers(host), section.own.of(host)
         self.start = np.zeros(rows, np.int64)
         self.positions = batch.positions.reshape(rows, query_len)
         self.token_ids = own.token_ids.reshape(rows, query_len)
         self.num_drafts, self.sources = own.num_drafts, own.sources
         self.batch = batch
-        buffers = [batch, HeadPagesSection.buffers(host, batch)] if passes else [batch]
-        self.states = None if fold_rule is None else _States(host, fold_rule)
-        index = None if self.states is None else self.states.index
-        self.groups = [_Pages(each, self.start, shape, index if each is batch else None) for each in buffers]
-        windowed = zip(batch.groups("target", len(windows), host), windows, strict=True)
-        self.windowed = [_WindowedPages(own, window, shape) for own, window in windowed]
-        places = np.arange(rows * query_len).reshape(rows, query_len)
+        index = None if fold_rule is None else section.batch.state_buffers(host, fold_rule.most_replayed)
+        self.states = None if index is None else _States(index)
+        self.groups = [_Pages(batch, self.start, shape, index)]
+        windowed = zip(section.batch.group_buffers(host), windows, strict=True)
+        self.windowed = [_WindowedPages(each, window, shape) for each, window in windowed]
         batch.query_start_loc[:] = np.arange(0, rows * query_len + 1, query_len)
         self.later: list[_LaterPass] = []
-        if passes > 1:
-            batches, self.request_rows, sources = later.buffers(host)
-            self.later = [_LaterPass(each, m, shape) for m, each in enumerate(batches, 1)]
-            sources[:] = rows_before(batch.query_start_loc, rows)
+        self.carried: CarriedRows[np.ndarray] | None = None
+        if passes is not None:
+            (first, *later), self.carried = passes.buffers(host, batch)
+            self.groups.append(_Pages(first, self.start, shape))
+            self.later = [_LaterPass(each, m, shape) for m, each in enumerate(later, 1)]
+        if self.carried is not None:
+            self.carried.sources[:] = rows_before(batch.query_start_loc, rows)
+        places = np.arange(rows * query_len).reshape(rows, query_len)
         own.logits_indices[:] = places.reshape(-1)
         own.logit_index[:] = places
         own.draft_places[: rows * (query_len - 1)] = places[:, 1:].reshape(-1)
@@ -192,20 +201,41 @@ class FixedTarget:
             a target with recurrent states.
         """
         self._shape = shape
-        self.later = LaterPassesSection(passes)
+        self._section = VerificationSection(len(windows), fold_rule is not None, table=False)
+        self._passes = PassesSection(passes) if passes else None
         self._offsets = np.arange(shape.query_len)
         self._rows = np.arange(shape.rows)
         self._lens = np.zeros(shape.rows, np.int64)
-        head = HeadPagesSection.fields if passes else ()
-        groups = group_fields("target", len(windows))
-        states = state_fields("target") if fold_rule is not None else ()
-        fields = (*VerificationSection.static_fields, *groups, *head, *self.later.fields, *states)
-        place = shape.rows, shape.query_len, shape.page_entries
-        sizes = VerificationSection.static_dimensions(*place) | self.later.static_dimensions(*place)
-        self._bucket = bucket_of(**sizes, **group_sizes("target", entries))
+        rows, tokens, most = shape.rows, shape.rows * shape.query_len, shape.page_entries
+        sizes = target_sizes(rows, tokens, 0, shape.query_len - 1, most, entries)
+        fields = self._section.fields
+        if self._passes is not None:
+            fields, sizes = (*fields, *self._passes.fields), sizes | self._passes.sizes(rows, tokens, 0, most)
+        self._bucket = bucket_of(**sizes)
         self._arena = StagingArena(fields, self._bucket, device)
-        hosts = self._arena.hosts(self._bucket)
-        self._places = [_TargetPlace(host, shape, passes, self.later, windows, fold_rule) for host in hosts]
+        hosts, sections = self._arena.hosts(self._bucket), (self._section, self._passes)
+        self._places = [_TargetPlace(host, shape, *sections, windows, fold_rule) for host in hosts]
+
+    def device(self, target: TargetArrays) -> tuple[DeviceRound, tuple[CommonAttentionMetadata, ...], Carried]:
+        """Send a verification, and give the views of what arrived: the same addresses every round.
+
+        Returns:
+            The verification, and the draft prefill after it: its attention in each pass, and what it carries.
+        """
+        batch, passes, staged = self.send(target)
+        places = self._shape.rows * (self._shape.query_len - 1)
+        views = self._section.own.of(staged.views)
+        round_ = DeviceRound(
+            **{
+                **vars(views),
+                "draft_places": views.draft_places[:places],
+                "draft_sources": views.draft_sources[:places],
+            },
+            metadata=self._section.batch.metadata(batch, staged),
+        )
+        if self._passes is None:
+            return round_, (), None
+        return round_, self._passes.metadata(round_.metadata, passes, staged), self._passes.carried(staged)
 
     def send(self, target: TargetArrays) -> tuple[HostBatch, tuple[HostBatch, ...], Staged]:
         """Lay out and send; the attention on the target's pages, and on the head's in each pass of the draft prefill.
@@ -252,8 +282,9 @@ class FixedTarget:
         self, place: _TargetPlace, target: TargetArrays, table: np.ndarray, own: np.ndarray | None
     ) -> list[HostBatch]:
         """The passes of later modules over the head's pages; table: [rows, P]; own: see `_write_tokens`."""
-        place.request_rows[: len(target.request_rows)] = target.request_rows
-        place.request_rows[len(target.request_rows) :] = -1
+        assert place.carried is not None
+        request_rows, count = place.carried.request_rows, len(target.request_rows)
+        request_rows[:count], request_rows[count:] = target.request_rows, -1
         batches: list[HostBatch] = []
         for each in place.later:
             counts = each.write(place.start, self._shape)
@@ -296,13 +327,15 @@ class FixedSampling:
 
     def __init__(self, rows: int, num_drafts: int, device: torch.device) -> None:
         """rows: the most there can be; num_drafts: K."""
-        self._bucket = bucket_of(**StaticSamplingSection.dimensions(rows, num_drafts))
-        self._arena = StagingArena(StaticSamplingSection.fields, self._bucket, device)
+        self._section = SamplingSection(ahead=True)
+        sizes = target_sizes(rows, 0, 0, num_drafts)
+        self._bucket = bucket_of(**sizes, **self._section.sizes(max(num_drafts, 1)))
+        self._arena = StagingArena(self._section.fields, self._bucket, device)
         self._hosts = self._arena.hosts(self._bucket)
         self._arena.begin()
-        self.device = StaticSamplingSection.views(self._arena.end(self._bucket))
+        self.device = self._section.of(self._arena.end(self._bucket).views, filters=True)
 
     def send(self, sampling: SamplingRound) -> None:
         """Lay out and send."""
-        StaticSamplingSection.write(sampling, self._hosts[self._arena.begin()])
+        self._section.write(sampling, self._hosts[self._arena.begin()])
         self._arena.end(self._bucket)

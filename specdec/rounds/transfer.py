@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from attention.batch.metadata import group_fields, group_sizes, state_fields
-from attention.batch.staging import Bucket, Field, StagingArena, bucket_of, layout_of
+from attention.batch.staging import Bucket, StagingArena, bucket_of, layout_of
+from attention.declared import Field
 from drafters.loops.base import DraftInput, DraftLoop, LoopSize
 from specdec.config import EngineConfig
 from specdec.rounds.ahead import AheadInputs
 from specdec.rounds.buckets import group_entries, loop_limits, power_of_two, rounded
 from specdec.rounds.fields import AheadSection, DeviceAhead, DeviceRound, SamplingSection, VerificationSection
+from specdec.rounds.passes import target_sizes
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetArrays
 
@@ -39,7 +40,7 @@ class RoundTransfer:
 
     def __init__(self, loop: DraftLoop[Any, Any] | None, config: EngineConfig, device: torch.device) -> None:
         """loop: of the head; None without one."""
-        self._loop = loop
+        self._loop, self._target, self._sampling = loop, _verification(config), SamplingSection(ahead=False)
         self._arena = StagingArena(*_largest(loop, config), device)
 
     @property
@@ -49,20 +50,20 @@ class RoundTransfer:
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> SentRound:
         """Send everything of a round in one copy; `draft` is None when no draft loop starts from aux hidden states."""
-        loop, inputs = self._loop, target.inputs
-        values = VerificationSection.values(inputs)
+        loop = None if draft is None else self._loop
         arrays = None if draft is None or loop is None else loop.arrays(draft)
-        if loop is not None and arrays is not None:
-            values |= loop.values(arrays)
+        values = self._target.values(target.inputs)
+        if loop is not None:
+            values |= loop.section.values(arrays)
         if sampling is not None:
-            values |= SamplingSection.values(sampling)
+            values |= self._sampling.values(sampling)
         drafting = LoopSize() if arrays is None else arrays.size
-        groups = _groups_of(target)
-        staged = self._arena.send(_bucket(loop, rounded(_size_of(target)), rounded(drafting), groups), values)
-        device = VerificationSection.views(inputs, staged)
+        bucket = _bucket(self._loop, rounded(_size_of(target)), rounded(drafting), _groups_of(target))
+        staged = self._arena.send(bucket, values)
+        device = self._target.of(target.inputs, staged)
         if sampling is not None:
-            device = replace(device, sampling=SamplingSection.views(sampling, staged))
-        return SentRound(device, None if loop is None or arrays is None else loop.views(arrays, staged))
+            device = replace(device, sampling=self._sampling.of(staged.views, sampling.decided.arrays.filters))
+        return SentRound(device, None if loop is None else loop.section.of(arrays, staged))
 
 
 class AheadTransfer:
@@ -74,7 +75,7 @@ class AheadTransfer:
 
     def __init__(self, num_modules: int, config: EngineConfig, device: torch.device) -> None:
         """num_modules: M of the loop whose draft prefills follow; 0 where none do."""
-        self._section = AheadSection(num_modules)
+        self._target, self._section = _verification(config), AheadSection(num_modules)
         self._verification = StagingArena(*_largest_verification(config), device)
         self._ahead = StagingArena(*_largest_ahead(num_modules, config), device) if num_modules else None
 
@@ -86,15 +87,15 @@ class AheadTransfer:
     def send(self, target: TargetArrays) -> SentRound:
         """Send a verification."""
         bucket = bucket_of(**_sizes(rounded(_size_of(target)), _groups_of(target)))
-        staged = self._verification.send(bucket, VerificationSection.values(target.inputs))
-        return SentRound(VerificationSection.views(target.inputs, staged), None)
+        staged = self._verification.send(bucket, self._target.values(target.inputs))
+        return SentRound(self._target.of(target.inputs, staged), None)
 
     def send_ahead(self, target: TargetArrays, ahead: AheadInputs, verification: DeviceRound) -> DeviceAhead:
         """Send the draft prefill after a verification that was sent."""
         assert self._ahead is not None
         bucket = _ahead_bucket(self._section, rounded(_size_of(target)))
         staged = self._ahead.send(bucket, self._section.values(ahead))
-        return self._section.views(ahead, verification.metadata, staged)
+        return self._section.of(ahead, verification.metadata, staged)
 
 
 def staging_bytes(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> int:
@@ -106,30 +107,28 @@ def staging_bytes(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> int
 def _largest(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> tuple[list[Field], Bucket]:
     """Every array that a round may send, and a bucket that every round fits in."""
     limits, groups = rounded(loop_limits(config)), _most_in_groups(config)
-    fields = [*_verification_fields(config), *SamplingSection.fields]
-    return [*fields, *(() if loop is None else loop.fields)], _bucket(loop, limits, limits, groups)
+    fields = [*_verification(config).fields, *SamplingSection(ahead=False).fields]
+    return [*fields, *(() if loop is None else loop.section.fields)], _bucket(loop, limits, limits, groups)
 
 
 def _largest_verification(config: EngineConfig) -> tuple[list[Field], Bucket]:
     """The same of a verification alone."""
-    groups = _most_in_groups(config)
-    return _verification_fields(config), bucket_of(**_sizes(rounded(loop_limits(config)), groups))
+    bucket = bucket_of(**_sizes(rounded(loop_limits(config)), _most_in_groups(config)))
+    return list(_verification(config).fields), bucket
 
 
-def _verification_fields(config: EngineConfig) -> list[Field]:
-    states = state_fields("target") if config.fold_rule is not None else []
-    rope = [] if config.long_rope is None else [VerificationSection.rope_field]
-    return [*VerificationSection.fields, *group_fields("target", len(config.windowed)), *states, *rope]
+def _verification(config: EngineConfig) -> VerificationSection:
+    return VerificationSection(len(config.windowed), config.fold_rule is not None, config.long_rope is not None)
 
 
 def _largest_ahead(num_modules: int, config: EngineConfig) -> tuple[list[Field], Bucket]:
     """The same of a draft prefill that is launched before its verification is read."""
     section = AheadSection(num_modules)
-    return list(section.fields), _ahead_bucket(section, rounded(loop_limits(config)))
+    return list(section.fields if num_modules else ()), _ahead_bucket(section, rounded(loop_limits(config)))
 
 
 def _ahead_bucket(section: AheadSection, size: LoopSize) -> Bucket:
-    return bucket_of(**_sizes(size, ()), **section.dimensions(size.rows, size.tokens, size.pages))
+    return bucket_of(**section.sizes(size.rows, size.tokens, size.pages))
 
 
 def _size_of(target: TargetArrays) -> LoopSize:
@@ -146,10 +145,9 @@ def _most_in_groups(config: EngineConfig) -> Groups:
 
 
 def _sizes(target: LoopSize, groups: Groups) -> dict[str, int]:
-    own = VerificationSection.dimensions(target.rows, target.tokens, target.pages, target.drafts)
-    return own | group_sizes("target", groups)
+    return target_sizes(target.rows, target.tokens, target.pages, target.drafts, groups=groups)
 
 
 def _bucket(loop: DraftLoop[Any, Any] | None, target: LoopSize, draft: LoopSize, groups: Groups) -> Bucket:
-    sizes = _sizes(target, groups) | SamplingSection.dimensions(target.drafts)
-    return bucket_of(**(sizes if loop is None else sizes | loop.dimensions(draft)))
+    sizes = _sizes(target, groups) | SamplingSection.sizes(target.drafts)
+    return bucket_of(**(sizes if loop is None else sizes | loop.section.sizes(draft)))

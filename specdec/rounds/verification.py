@@ -5,7 +5,8 @@ Pure functions of the schedule, the row table and the block tables. How they get
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Generic
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from attention.batch.host import HostBatch, offsets_within, rows_batch
 from attention.batch.transforms.windowed import windowed_batch
 from attention.cached import cached_property
 from attention.checking import checking
+from attention.declared import A, array
 from attention.recurrence.index import FoldRule, StateIndex, folded_after, replay_of, slots_of_rows
 from drafters.loops.lengths import draft_room, tokens_accepted
 from specdec.config import EngineConfig, LongRopeRule
@@ -52,11 +54,11 @@ class WindowedTable:
 
 
 @dataclass(frozen=True)
-class TargetInputs:
-    """What one target forward and the acceptance of its drafts read.
+class VerificationArrays(Generic[A]):
+    """What one target forward and the acceptance of its drafts read, beside its attention.
 
     Attributes:
-        batch: its attention. token_ids: [T] int64, 0 where a draft comes.
+        token_ids: [T] int64, 0 where a draft comes.
         draft_places: [sum n] int64 rows of token_ids that take a draft.
         draft_sources: [sum n] int64 flat indices of those drafts in [R, n].
         logits_indices: [R'] int64 token rows whose logits are computed; logit_index: [J, n+1] int64 into them.
@@ -64,15 +66,21 @@ class TargetInputs:
         rope_positions: [T] int64, see `LongRopeRule.encoded`; None where they are the batch's.
     """
 
-    batch: HostBatch
-    token_ids: np.ndarray
-    draft_places: np.ndarray
-    draft_sources: np.ndarray
-    logits_indices: np.ndarray
-    logit_index: np.ndarray
-    num_drafts: np.ndarray
-    sources: np.ndarray | None
-    rope_positions: np.ndarray | None = None
+    token_ids: A = array(np.int64, "tokens")
+    draft_places: A = array(np.int64, "tokens")
+    draft_sources: A = array(np.int64, "tokens")
+    logits_indices: A = array(np.int64, "tokens")
+    logit_index: A = array(np.int64, "rows", "drafts_plus_1")
+    num_drafts: A = array(np.int64, "rows")
+    sources: A | None = array(np.int64, "rows", optional=True)
+    rope_positions: A | None = array(np.int64, "tokens", optional=True)
+
+
+@dataclass(frozen=True)
+class TargetInputs(VerificationArrays[np.ndarray]):
+    """A verification on the host. batch: its attention."""
+
+    batch: HostBatch = field(kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,8 @@ import torch
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import (
+    BatchSection,
     CommonAttentionMetadata,
-    batch_arrays,
-    batch_fields,
-    batch_sizes,
-    from_staged,
-    group_fields,
-    group_sizes,
 )
 from attention.batch.staging import StagingArena, bucket_of
 from attention.batch.transforms.windowed import windowed_batch
@@ -61,11 +56,10 @@ def test_windows_that_no_layer_has_are_refused(windows: list[int]) -> None:
 
 
 def sent(batch: HostBatch, entries: list[int]) -> tuple[CommonAttentionMetadata, StagingArena]:
-    fields = [*batch_fields("b"), *group_fields("b", len(entries))]
-    width = batch.block_table.shape[1]
-    bucket = bucket_of(**batch_sizes("b", batch.num_reqs, batch.num_tokens, width), **group_sizes("b", entries))
-    arena = StagingArena(fields, bucket, CPU)
-    return from_staged("b", batch, arena.send(bucket, batch_arrays("b", batch))), arena
+    section, width = BatchSection("b", len(entries)), batch.block_table.shape[1]
+    bucket = bucket_of(**section.sizes(batch.num_reqs, batch.num_tokens, width, groups=entries))
+    arena = StagingArena(section.fields, bucket, CPU)
+    return section.metadata(batch, arena.send(bucket, section.values(batch))), arena
 
 
 def grouped_batch() -> HostBatch:
@@ -81,10 +75,11 @@ def grouped_batch() -> HostBatch:
 def test_only_slots_and_page_lists_travel_again() -> None:
     batch = grouped_batch()
     metadata, _ = sent(batch, [64, 64])
-    names = [field.name for field in group_fields("b", 2)]
+    section = BatchSection("b", 2)
+    names = [field.name for field in section.fields if ".group" in field.name]
     own = ("slot_mapping", "page_indices", "page_indptr")
     assert names == [f"b.group{g}.{name}" for g in (1, 2) for name in own]
-    arrays = batch_arrays("b", batch)
+    arrays = section.values(batch)
     assert sum(arrays[name].nbytes for name in names) == sum(
         8 * batch.num_tokens + 4 * len(g.page_indices) + 4 * (batch.num_reqs + 1) for g in batch.other_groups
     )

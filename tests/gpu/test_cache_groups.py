@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, P
 
 from attention.backends.invariant import InvariantBackend
 from attention.batch.host import HostBatch
-from attention.batch.metadata import CommonAttentionMetadata, batch_arrays, batch_fields, batch_sizes, from_staged
+from attention.batch.metadata import BatchSection, CommonAttentionMetadata
 from attention.batch.staging import StagingArena, bucket_of
 from attention.batch.transforms.windowed import windowed_batch
 from attention.cache.windowed import WindowedTables
@@ -51,9 +51,10 @@ def freed(batch: HostBatch, window: int) -> tuple[HostBatch, np.ndarray]:
 
 def sent(batch: HostBatch) -> CommonAttentionMetadata:
     """On the device, as the only group of a batch: page lists of its own beside lengths of whole rows."""
-    bucket = bucket_of(**batch_sizes("b", batch.num_reqs, batch.num_tokens, batch.block_table.shape[1]))
-    arena = StagingArena(batch_fields("b"), bucket, CUDA)
-    return from_staged("b", batch, arena.send(bucket, batch_arrays("b", batch)))
+    section = BatchSection("b")
+    bucket = bucket_of(**section.sizes(batch.num_reqs, batch.num_tokens, batch.block_table.shape[1]))
+    arena = StagingArena(section.fields, bucket, CUDA)
+    return section.metadata(batch, arena.send(bucket, section.values(batch)))
 
 
 @pytest.mark.parametrize("shape", BATCHES)

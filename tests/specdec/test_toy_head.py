@@ -6,9 +6,9 @@ The toy head makes one pass over the accepted rows and reads all drafts off its 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import pytest
@@ -18,8 +18,9 @@ from fakes import backend_of_ours, bigram_logits, free_everywhere, hf_greedy, ra
 from attention.backends.invariant import InvariantBackend
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch, slots_of
-from attention.batch.metadata import CommonAttentionMetadata, batch_arrays, batch_fields, batch_sizes, from_staged
-from attention.batch.staging import Field, Staged
+from attention.batch.metadata import BatchSection, CommonAttentionMetadata
+from attention.batch.staging import Staged
+from attention.declared import A, Section, array
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from drafters.base import Attend, Head
@@ -36,14 +37,20 @@ DIM, CONTEXT = 8, 0.03
 
 
 @dataclass(frozen=True)
-class ToyArrays:
-    """Host arrays: rows of the verification that the head reads, the tokens at p+1, and its attention."""
+class ToyRows(Generic[A]):
+    """Rows of the verification that the head reads, and the tokens at p+1."""
 
-    token_ids: np.ndarray
-    token_indices: np.ndarray
-    last_row: np.ndarray
-    batch: HostBatch
-    num_drafts: int
+    token_ids: A = array(np.int64, "tokens")
+    token_indices: A = array(np.int64, "tokens")
+    last_row: A = array(np.int64, "rows")
+
+
+@dataclass(frozen=True)
+class ToyArrays(ToyRows[np.ndarray]):
+    """The same on the host, and its attention."""
+
+    batch: HostBatch = field(kw_only=True)
+    num_drafts: int = field(kw_only=True)
 
     @property
     def size(self) -> LoopSize:
@@ -51,14 +58,28 @@ class ToyArrays:
 
 
 @dataclass(frozen=True)
-class ToyInputs:
+class ToyInputs(ToyRows[torch.Tensor]):
     """The same on the device."""
 
-    token_ids: torch.Tensor
-    token_indices: torch.Tensor
-    last_row: torch.Tensor
-    metadata: CommonAttentionMetadata
-    num_drafts: int
+    metadata: CommonAttentionMetadata = field(kw_only=True)
+    num_drafts: int = field(kw_only=True)
+
+
+class ToySection:
+    """Where they are in the arena."""
+
+    batch, rows = BatchSection("toy"), Section(ToyRows, "toy")
+    fields = (*batch.fields, *rows.fields)
+
+    def sizes(self, size: LoopSize) -> dict[str, int]:
+        return self.batch.sizes(size.rows, size.tokens, size.pages)
+
+    def values(self, arrays: ToyArrays) -> dict[str, np.ndarray]:
+        return self.batch.values(arrays.batch) | self.rows.values(arrays)
+
+    def of(self, arrays: ToyArrays, staged: Staged) -> ToyInputs:
+        metadata = self.batch.metadata(arrays.batch, staged)
+        return self.rows.of(staged.views, ToyInputs, metadata=metadata, num_drafts=arrays.num_drafts)
 
 
 class ToyLoop:
@@ -66,18 +87,10 @@ class ToyLoop:
 
     name = "toy heads"
     num_modules = 1
-    fields = (
-        *batch_fields("toy"),
-        Field("toy.token_ids", np.int64, ("toy.tokens",)),
-        Field("toy.token_indices", np.int64, ("toy.tokens",)),
-        Field("toy.last_row", np.int64, ("toy.rows",)),
-    )
+    section = ToySection()
 
     def __init__(self, head: ToyHead) -> None:
         self._head = head
-
-    def dimensions(self, size: LoopSize) -> dict[str, int]:
-        return batch_sizes("toy", size.rows, size.tokens, size.pages)
 
     def arrays(self, draft: DraftInput) -> ToyArrays:
         """Row by row, as slowly as it is plain."""
@@ -109,14 +122,6 @@ class ToyLoop:
             batch=batch,
             num_drafts=int(draft.num_drafts_next.max(initial=0)),
         )
-
-    def values(self, arrays: ToyArrays) -> dict[str, np.ndarray]:
-        own = {name: getattr(arrays, name) for name in ("token_ids", "token_indices", "last_row")}
-        return batch_arrays("toy", arrays.batch) | {f"toy.{name}": array for name, array in own.items()}
-
-    def views(self, arrays: ToyArrays, staged: Staged) -> ToyInputs:
-        own = (staged[f"toy.{name}"] for name in ("token_ids", "token_indices", "last_row"))
-        return ToyInputs(*own, from_staged("toy", arrays.batch, staged), arrays.num_drafts)
 
     def run(self, inputs: ToyInputs, runner: GroupRunner, aux: torch.Tensor, choose: Choose) -> Draft:
         head = self._head

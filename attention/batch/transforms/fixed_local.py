@@ -26,10 +26,11 @@ import torch
 
 from attention.batch.host import HostBatch, page_counts_of
 from attention.batch.metadata import ROW_FIELDS, CommonAttentionMetadata
-from attention.batch.staging import Field, Staged, StagingArena, bucket_of
+from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.transforms.local_attention import check_chunk_size
 from attention.batch.transforms.windowed import WindowedBatch, listed_pages
 from attention.checking import checking
+from attention.declared import Field
 from attention.errors import InvalidInputError
 
 

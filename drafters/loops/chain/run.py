@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.batch.staging import Staged
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Choose, Compile, Draft, DraftInput, Greedy, LoopSize, paged_attend
@@ -24,28 +22,16 @@ class ChainLoop:
     name = "chains of drafts"
     num_modules = 1
     num_following = 1
-    fields = ChainSection.fields
 
     def __init__(self, head: Head, passes: Callable[[], HeadPasses] | None = None) -> None:
         """passes: makes the head's passes as functions of tensors; default those of any head."""
+        self.section = ChainSection()
         self._head = head
         self._passes = passes or (lambda: HeadPasses(head))
-
-    def dimensions(self, size: LoopSize) -> dict[str, int]:
-        """See `DraftLoop.dimensions`."""
-        return ChainSection.dimensions(size)
 
     def arrays(self, draft: DraftInput) -> ChainArrays:
         """See `DraftLoop.arrays`."""
         return chain_arrays(draft)
-
-    def values(self, arrays: ChainArrays) -> dict[str, np.ndarray]:
-        """See `DraftLoop.values`."""
-        return ChainSection.values(arrays)
-
-    def views(self, arrays: ChainArrays, staged: Staged) -> ChainInputs:
-        """See `DraftLoop.views`."""
-        return ChainSection.views(arrays, staged)
 
     def run(self, inputs: ChainInputs, runner: GroupRunner, aux: torch.Tensor, choose: Choose) -> Draft:
         """See `DraftLoop.run`."""

@@ -1,36 +1,43 @@
-"""A chain's section of a staging arena: its fields, what is sent in them, and the views of what arrived."""
+"""A chain in a staging arena: the places of its arrays, and what arrived."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
+from typing import Generic
 
 import numpy as np
 import torch
 
 from attention.batch.host import HostBatch, flat_pages, last_page_lens, page_counts_of
-from attention.batch.metadata import CommonAttentionMetadata, batch_arrays, batch_fields, batch_sizes, from_staged
-from attention.batch.staging import Field, Staged
+from attention.batch.metadata import BatchArrays, BatchSection, CommonAttentionMetadata
+from attention.batch.staging import Staged
 from attention.checking import checking
+from attention.declared import A, Section, array
 from drafters.loops.base import LoopSize
-from drafters.loops.chain.arrays import ChainArrays, PrefillArrays, StepArrays
+from drafters.loops.chain.arrays import ChainArrays, StepArrays
 
 
 @dataclass(frozen=True)
-class DraftPrefill:
+class PrefillRows(Generic[A]):
     """Inputs of the draft prefill over T' rows.
 
     Attributes:
         token_ids: [T'] int64, shifted: the token at position p+1.
         token_indices: [T'] int64, rows of the target's aux hidden states.
         last_row: [R] int64, rows whose output gives draft 1; R may be 0 (prompt chunks only).
-        metadata: attention of the pass; its rows 0 … R-1 are the drafting rows.
     """
 
-    token_ids: torch.Tensor
-    token_indices: torch.Tensor
-    last_row: torch.Tensor
-    metadata: CommonAttentionMetadata
+    token_ids: A = array(np.int64, "tokens")
+    token_indices: A = array(np.int64, "tokens")
+    last_row: A = array(np.int64, "rows")
+
+
+@dataclass(frozen=True)
+class DraftPrefill(PrefillRows[torch.Tensor]):
+    """The same on the device. metadata: attention of the pass; its rows 0 … R-1 are the drafting rows."""
+
+    metadata: CommonAttentionMetadata = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -41,95 +48,34 @@ class ChainInputs:
     steps: tuple[CommonAttentionMetadata, ...]
 
 
-class PrefillSection:
-    """A draft prefill in the arena."""
-
-    fields = (
-        *batch_fields("prefill"),
-        Field("prefill.token_ids", np.int64, ("prefill.tokens",)),
-        Field("prefill.token_indices", np.int64, ("prefill.tokens",)),
-        Field("prefill.last_row", np.int64, ("prefill.rows",)),
-    )
-
-    @staticmethod
-    def dimensions(size: LoopSize) -> dict[str, int]:
-        """See `DraftLoop.dimensions`."""
-        return batch_sizes("prefill", size.rows, size.tokens, size.pages)
-
-    @staticmethod
-    def values(prefill: PrefillArrays, num_last: int) -> dict[str, np.ndarray]:
-        """What is sent; num_last: rows whose last row is wanted."""
-        return batch_arrays("prefill", prefill.batch) | {
-            "prefill.token_ids": prefill.token_ids,
-            "prefill.token_indices": prefill.accepted.token_indices,
-            "prefill.last_row": prefill.accepted.last_row[:num_last],
-        }
-
-    @staticmethod
-    def views(prefill: PrefillArrays, staged: Staged) -> DraftPrefill:
-        """What arrived."""
-        return DraftPrefill(
-            token_ids=staged["prefill.token_ids"],
-            token_indices=staged["prefill.token_indices"],
-            last_row=staged["prefill.last_row"],
-            metadata=from_staged("prefill", prefill.batch, staged),
-        )
-
-
-@dataclass(frozen=True)
-class StepBuffers:
-    """One host buffer of the steps, whole: every array [K-1, …] but the first."""
-
-    query_start_loc: np.ndarray
-    page_indices: np.ndarray
-    page_indptr: np.ndarray
-    last_page_len: np.ndarray
-    seq_lens: np.ndarray
-    slot_mapping: np.ndarray
-    positions: np.ndarray
+_PER_STEP = ("seq_lens", "slot_mapping", "positions", "page_indices", "page_indptr", "last_page_len")
 
 
 class StepSection:
-    """All steps of a chain in the arena, each array with the step as its first dimension."""
+    """All steps of a chain in an arena: a batch whose arrays, but for two, have the step as their first dimension.
 
-    _table = Field("step.block_table", np.int32, ("step.rows", "step.pages"))
-    _buffers = (
-        Field("step.query_start_loc", np.int32, ("step.rows_plus_1",)),
-        Field("step.page_indices", np.int32, ("steps", "step.rows_times_pages")),
-        Field("step.page_indptr", np.int32, ("steps", "step.rows_plus_1")),
-        Field("step.last_page_len", np.int32, ("steps", "step.rows")),
-        Field("step.seq_lens", np.int32, ("steps", "step.rows")),
-        Field("step.slot_mapping", np.int64, ("steps", "step.rows")),
-        Field("step.positions", np.int64, ("steps", "step.rows")),
-    )
-    _per_step = ("seq_lens", "slot_mapping", "positions", "page_indices", "page_indptr", "last_page_len")
-    fields = (_table, *_buffers)
-    static_fields = _buffers
-    """Without the block table: what a fixed shape sends."""
+    Attributes:
+        fields: their places.
+    """
+
+    def __init__(self, table: bool = True) -> None:
+        """table: with the block table; a fixed shape sends none."""
+        leading = dict.fromkeys(_PER_STEP, "steps")
+        shared = {"tokens": "step.rows"}
+        self._own = Section(BatchArrays, "step", () if table else ("block_table",), shared, leading)
+        self.fields = self._own.fields
 
     @staticmethod
-    def dimensions(rows: int, pages: int, steps: int) -> dict[str, int]:
-        """Sizes for at most so many rows, pages a row and steps."""
-        sizes = {"rows": rows, "rows_plus_1": rows + 1, "pages": pages, "rows_times_pages": rows * pages}
-        return {f"step.{name}": size for name, size in sizes.items()} | {"steps": steps}
+    def sizes(rows: int, pages: int, steps: int, entries: int | None = None) -> dict[str, int]:
+        """Sizes for at most so many rows, pages a row and steps; entries: of a list of pages, default rows · pages."""
+        own = {"step.rows": rows, "step.rows_plus_1": rows + 1, "step.pages": pages, "steps": steps}
+        return own | {"step.entries": rows * pages if entries is None else entries}
 
-    @staticmethod
-    def static_dimensions(rows: int, page_entries: int, steps: int) -> dict[str, int]:
-        """Sizes of `static_fields`."""
-        return {
-            "steps": steps,
-            "step.rows": rows,
-            "step.rows_plus_1": rows + 1,
-            "step.rows_times_pages": page_entries,
-        }
+    def buffers(self, host: Mapping[str, np.ndarray]) -> BatchArrays[np.ndarray]:
+        """One of the arena's host buffers of a fixed shape, whole."""
+        return self._own.of(host)
 
-    @staticmethod
-    def buffers(host: Mapping[str, np.ndarray]) -> StepBuffers:
-        """The fields in one of the arena's host buffers."""
-        return StepBuffers(**{field.name: host[f"step.{field.name}"] for field in fields(StepBuffers)})
-
-    @staticmethod
-    def values(arrays: StepArrays) -> dict[str, np.ndarray]:
+    def values(self, arrays: StepArrays) -> dict[str, np.ndarray]:
         """What is sent, all steps at once."""
         rows = arrays.rows
         if not rows.num_steps:
@@ -138,47 +84,53 @@ class StepSection:
         counts = page_counts_of(steps.seq_lens, page_size)  # [K-1, R]
         indptr = np.zeros((len(counts), counts.shape[1] + 1), np.int32)
         np.cumsum(counts, axis=1, out=indptr[:, 1:])
-        return {
-            "step.query_start_loc": np.arange(counts.shape[1] + 1, dtype=np.int32),
-            "step.block_table": rows.block_table,
-            "step.page_indices": _step_pages(steps.active, rows.block_table, counts, int(indptr[:, -1].max())),
-            "step.page_indptr": indptr,
-            "step.last_page_len": last_page_lens(steps.seq_lens, page_size),
-            "step.seq_lens": steps.seq_lens,
-            "step.slot_mapping": steps.slots,
-            "step.positions": steps.positions,
-        }
+        return self._own.values(
+            BatchArrays(
+                query_start_loc=np.arange(counts.shape[1] + 1, dtype=np.int32),
+                block_table=rows.block_table,
+                page_indices=_step_pages(steps.active, rows.block_table, counts, int(indptr[:, -1].max())),
+                page_indptr=indptr,
+                last_page_len=last_page_lens(steps.seq_lens, page_size),
+                seq_lens=steps.seq_lens,
+                slot_mapping=steps.slots,
+                positions=steps.positions,
+            )
+        )
 
-    @classmethod
-    def views(cls, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
+    def of(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
         """Metadata of every step; what does not change from step to step is one view."""
         if not batches:
             return ()
-        per_step = zip(*(staged[f"step.{name}"].unbind(0) for name in cls._per_step), strict=True)
-        shared = (staged["step.query_start_loc"], staged.views.get("step.block_table"))
-        return tuple(_step(host, staged, shared, views) for host, views in zip(batches, per_step, strict=True))
+        whole: BatchArrays[torch.Tensor] = self._own.of(staged.views)
+        per_step = zip(*(getattr(whole, name).unbind(0) for name in _PER_STEP), strict=True)
+        return tuple(_step(host, staged, whole, views) for host, views in zip(batches, per_step, strict=True))
 
 
 class ChainSection:
-    """A whole chain in the arena."""
+    """A whole chain in the arena; a `drafters.loops.base.LoopSection`."""
 
-    fields = (*PrefillSection.fields, *StepSection.fields)
+    def __init__(self) -> None:
+        self._batch = BatchSection("prefill")
+        self._rows = Section(PrefillRows, "prefill")
+        self._steps = StepSection()
+        self.fields = (*self._batch.fields, *self._rows.fields, *self._steps.fields)
 
-    @staticmethod
-    def dimensions(size: LoopSize) -> dict[str, int]:
-        """See `DraftLoop.dimensions`."""
-        return PrefillSection.dimensions(size) | StepSection.dimensions(size.rows, size.pages, size.steps)
+    def sizes(self, size: LoopSize) -> dict[str, int]:
+        """See `LoopSection.sizes`."""
+        prefill = self._batch.sizes(size.rows, size.tokens, size.pages)
+        return prefill | self._steps.sizes(size.rows, size.pages, size.steps)
 
-    @staticmethod
-    def values(arrays: ChainArrays) -> dict[str, np.ndarray]:
-        """What is sent."""
-        return PrefillSection.values(arrays.prefill, arrays.num_drafting) | StepSection.values(arrays.steps)
+    def values(self, arrays: ChainArrays) -> dict[str, np.ndarray]:
+        """See `LoopSection.values`."""
+        prefill, accepted = arrays.prefill, arrays.prefill.accepted
+        rows = PrefillRows(prefill.token_ids, accepted.token_indices, accepted.last_row[: arrays.num_drafting])
+        return self._batch.values(prefill.batch) | self._rows.values(rows) | self._steps.values(arrays.steps)
 
-    @staticmethod
-    def views(arrays: ChainArrays, staged: Staged) -> ChainInputs:
-        """What arrived."""
-        steps = StepSection.views(arrays.steps.batches, staged)
-        return ChainInputs(PrefillSection.views(arrays.prefill, staged), steps)
+    def of(self, arrays: ChainArrays, staged: Staged) -> ChainInputs:
+        """See `LoopSection.of`."""
+        metadata = self._batch.metadata(arrays.prefill.batch, staged)
+        prefill = self._rows.of(staged.views, DraftPrefill, metadata=metadata)
+        return ChainInputs(prefill, self._steps.of(arrays.steps.batches, staged))
 
 
 def _step_pages(active: np.ndarray, table: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
@@ -197,15 +149,15 @@ def _step_pages(active: np.ndarray, table: np.ndarray, counts: np.ndarray, width
 
 
 def _step(
-    host: HostBatch, staged: Staged, shared: tuple[torch.Tensor, torch.Tensor | None], views: tuple[torch.Tensor, ...]
+    host: HostBatch, staged: Staged, whole: BatchArrays[torch.Tensor], views: tuple[torch.Tensor, ...]
 ) -> CommonAttentionMetadata:
     if checking():
         host.validate()
     seq_lens, slot_mapping, positions, page_indices, page_indptr, last_page_len = views
     return CommonAttentionMetadata(
         host=host,
-        query_start_loc=shared[0],
-        block_table=shared[1],
+        query_start_loc=whole.query_start_loc,
+        block_table=whole.block_table,
         seq_lens=seq_lens,
         slot_mapping=slot_mapping,
         positions=positions,

@@ -100,11 +100,14 @@ class StaticChain:
         return Chosen(self._greedy(logits, self._target_ids, self.drafts[: len(logits), draft]), logits)
 
 
+_STEPS = StepSection(table=False)
+
+
 class _StepsPlace:
     """One host buffer of the steps, and the batches over it."""
 
     def __init__(self, host: Mapping[str, np.ndarray], shape: StaticShape) -> None:
-        self.arrays = StepSection.buffers(host)
+        self.arrays = _STEPS.buffers(host)
         self.arrays.query_start_loc[:] = np.arange(shape.rows + 1)
         self.batches = tuple(
             LiveBatch(
@@ -131,14 +134,13 @@ class FixedSteps:
         self._rows = np.arange(shape.rows)
         self._lens = np.zeros(shape.rows, np.int64)
         self._num_drafts = np.zeros(shape.rows, np.int64)
-        sizes = StepSection.static_dimensions(shape.rows, shape.page_entries, shape.num_steps)
-        self._bucket = bucket_of(**sizes)
-        self._arena = StagingArena(StepSection.static_fields, self._bucket, device)
+        self._bucket = bucket_of(**_STEPS.sizes(shape.rows, 0, shape.num_steps, shape.page_entries))
+        self._arena = StagingArena(_STEPS.fields, self._bucket, device)
         self._places = [_StepsPlace(host, shape) for host in self._arena.hosts(self._bucket)]
 
     def views(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
         """See `StaticSteps.views`."""
-        return StepSection.views(batches, staged)
+        return _STEPS.of(batches, staged)
 
     def send(self, rows: DraftingRows) -> tuple[tuple[HostBatch, ...], Staged]:
         """See `StaticSteps.send`; the batches are the arena's memory, good until the round after the next.

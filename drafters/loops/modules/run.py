@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.batch.staging import Staged
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Choose, Compile, Draft, DraftInput, Greedy, LoopSize, paged_attend
@@ -48,26 +46,13 @@ class ModuleLoop:
         """limits: requests and drafts at most, two or more drafts. Modules that no draft comes from are not run."""
         self._stack = stack
         self.num_modules = self.num_following = min(stack.num_modules, limits.drafts)
-        self._section = ModuleSection(self.num_modules, limits.drafts)
-        self.fields = self._section.fields
+        self.section = ModuleSection(self.num_modules, limits.drafts)
         self._max_requests = limits.rows
         self._carried: torch.Tensor | None = None
-
-    def dimensions(self, size: LoopSize) -> dict[str, int]:
-        """See `DraftLoop.dimensions`."""
-        return self._section.dimensions(size)
 
     def arrays(self, draft: DraftInput) -> ModuleArrays:
         """See `DraftLoop.arrays`."""
         return module_arrays(draft, self.num_modules)
-
-    def values(self, arrays: ModuleArrays) -> dict[str, np.ndarray]:
-        """See `DraftLoop.values`."""
-        return self._section.values(arrays)
-
-    def views(self, arrays: ModuleArrays, staged: Staged) -> ModuleInputs:
-        """See `DraftLoop.views`."""
-        return self._section.views(arrays, staged)
 
     def run(self, inputs: ModuleInputs, runner: GroupRunner, aux: torch.Tensor, choose: Choose) -> Draft:
         """See `DraftLoop.run`."""

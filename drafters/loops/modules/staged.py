@@ -1,37 +1,49 @@
-"""The section of a staging arena for M modules: its fields, what is sent in them, and the views of what arrived."""
+"""A loop of M modules in a staging arena: the places of its arrays, and what arrived."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
+from typing import Any, Generic
 
 import numpy as np
 import torch
 
 from attention.batch.host import HostBatch
-from attention.batch.metadata import CommonAttentionMetadata, batch_arrays, batch_fields, batch_sizes, from_staged
-from attention.batch.staging import Field, Staged
+from attention.batch.metadata import BatchArrays, BatchSection, CommonAttentionMetadata
+from attention.batch.staging import Staged
 from attention.checking import checking
+from attention.declared import A, Section, array
 from drafters.loops.base import LoopSize
-from drafters.loops.modules.arrays import ModuleArrays, ModulePassArrays
+from drafters.loops.modules.arrays import ModuleArrays
 from drafters.loops.modules.index import step_width
 
 
 @dataclass(frozen=True)
-class ModulePass:
+class PassRows(Generic[A]):
     """One module's part of a draft prefill over B' requests.
 
     Attributes:
         token_ids: [T_m] int64.
         sources: [T_m] int64; for module 0 rows of the target's aux hidden states, for others see `ModuleRows.sources`.
         last_row: [B'] int64, each request's last row.
-        metadata: attention of the pass; requests without rows are not in it.
     """
 
-    token_ids: torch.Tensor
-    sources: torch.Tensor
-    last_row: torch.Tensor
-    metadata: CommonAttentionMetadata
+    token_ids: A = array(np.int64, "tokens")
+    sources: A = array(np.int64, "tokens")
+    last_row: A = array(np.int64, "requests")
+
+
+@dataclass(frozen=True)
+class ModulePass(PassRows[torch.Tensor]):
+    """The same on the device. metadata: attention of the pass; requests without rows are not in it."""
+
+    metadata: CommonAttentionMetadata = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class _Requests(Generic[A]):
+    request_rows: A = array(np.int64, "requests")
 
 
 @dataclass(frozen=True)
@@ -45,150 +57,107 @@ class ModuleInputs:
 
 
 class ModuleSection:
-    """The loop of M modules in the arena, for up to K drafts."""
+    """The loop of M modules in the arena, for up to K drafts; a `drafters.loops.base.LoopSection`."""
 
     def __init__(self, num_modules: int, num_drafts: int) -> None:
-        self._num_modules = num_modules
-        self._steps = range(1, num_drafts)
-        requests = Field("modules.request_rows", np.int64, ("modules.requests",))
-        passes = (field for m in range(num_modules) for field in _pass_fields(_pass(m)))
-        steps = (field for s in self._steps for field in batch_fields(_step(s)))
-        self.fields = (requests, *passes, *steps)
+        self._num_modules, requests = num_modules, {"requests": "modules.requests"}
+        names = [f"modules.prefill{m}" for m in range(num_modules)]
+        self._requests = Section(_Requests, "modules")
+        self._batches = [BatchSection(name) for name in names]
+        self._rows = [Section(PassRows, name, shared=requests) for name in names]
+        self._steps = [BatchSection(f"modules.step{s}") for s in range(1, num_drafts)]
+        sections: list[Any] = [self._requests, *self._batches, *self._rows, *self._steps]
+        self.fields = tuple(place for section in sections for place in section.fields)
 
-    def dimensions(self, size: LoopSize) -> dict[str, int]:
-        """See `DraftLoop.dimensions`."""
+    def sizes(self, size: LoopSize) -> dict[str, int]:
+        """See `LoopSection.sizes`."""
         sizes = {"modules.requests": size.rows}
-        for m in range(self._num_modules):
-            sizes |= batch_sizes(_pass(m), size.rows, size.tokens, size.pages)
-        for s in self._steps:
+        for batch in self._batches:
+            sizes |= batch.sizes(size.rows, size.tokens, size.pages)
+        for s, step in enumerate(self._steps, 1):
             rows = size.rows if s <= size.steps else 0
-            sizes |= batch_sizes(_step(s), rows, rows * step_width(s, self._num_modules), size.pages)
+            sizes |= step.sizes(rows, rows * step_width(s, self._num_modules), size.pages)
         return sizes
 
     def values(self, arrays: ModuleArrays) -> dict[str, np.ndarray]:
-        """What is sent."""
-        found = {"modules.request_rows": arrays.request_rows}
-        for m, each in enumerate(arrays.passes):
-            found |= _pass_values(_pass(m), each)
-        for s, batch in enumerate(arrays.steps, 1):
-            found |= batch_arrays(_step(s), batch)
+        """See `LoopSection.values`."""
+        found = self._requests.values(arrays)
+        for batch, rows, each in zip(self._batches, self._rows, arrays.passes, strict=True):
+            found |= batch.values(each.batch) | rows.values(each)
+        for step, own in zip(self._steps, arrays.steps, strict=False):
+            found |= step.values(own)
         return found
 
-    def views(self, arrays: ModuleArrays, staged: Staged) -> ModuleInputs:
-        """What arrived."""
-        passes = (_pass_views(_pass(m), each, staged) for m, each in enumerate(arrays.passes))
-        steps = (from_staged(_step(s), batch, staged) for s, batch in enumerate(arrays.steps, 1))
-        return ModuleInputs(staged["modules.request_rows"], arrays.num_drafting, tuple(passes), tuple(steps))
-
-
-def _pass(module: int) -> str:
-    return f"modules.prefill{module}"
-
-
-def _step(step: int) -> str:
-    return f"modules.step{step}"
-
-
-def _pass_fields(prefix: str) -> list[Field]:
-    return [
-        *batch_fields(prefix),
-        Field(f"{prefix}.token_ids", np.int64, (f"{prefix}.tokens",)),
-        Field(f"{prefix}.sources", np.int64, (f"{prefix}.tokens",)),
-        Field(f"{prefix}.last_row", np.int64, ("modules.requests",)),
-    ]
-
-
-def _pass_values(prefix: str, arrays: ModulePassArrays) -> dict[str, np.ndarray]:
-    return batch_arrays(prefix, arrays.batch) | {
-        f"{prefix}.token_ids": arrays.token_ids,
-        f"{prefix}.sources": arrays.sources,
-        f"{prefix}.last_row": arrays.last_row,
-    }
-
-
-def _pass_views(prefix: str, arrays: ModulePassArrays, staged: Staged) -> ModulePass:
-    return ModulePass(
-        token_ids=staged[f"{prefix}.token_ids"],
-        sources=staged[f"{prefix}.sources"],
-        last_row=staged[f"{prefix}.last_row"],
-        metadata=from_staged(prefix, arrays.batch, staged),
-    )
-
-
-@dataclass(frozen=True)
-class FixedStepBuffers:
-    """One host buffer of the steps in a fixed shape, whole: [K-1, …], the last two [tokens of all steps]."""
-
-    query_start_loc: np.ndarray
-    page_indices: np.ndarray
-    page_indptr: np.ndarray
-    last_page_len: np.ndarray
-    seq_lens: np.ndarray
-    slot_mapping: np.ndarray
-    positions: np.ndarray
+    def of(self, arrays: ModuleArrays, staged: Staged) -> ModuleInputs:
+        """See `LoopSection.of`."""
+        sections = zip(self._batches, self._rows, arrays.passes, strict=True)
+        passes = tuple(
+            rows.of(staged.views, ModulePass, metadata=batch.metadata(each.batch, staged))
+            for batch, rows, each in sections
+        )
+        steps = tuple(step.metadata(own, staged) for step, own in zip(self._steps, arrays.steps, strict=False))
+        return ModuleInputs(self._requests.of(staged.views).request_rows, arrays.num_drafting, passes, steps)
 
 
 class FixedStepSection:
-    """All steps of M modules in an arena of their own, for rounds of one fixed shape."""
+    """All steps of M modules in an arena of their own, for rounds of one fixed shape.
 
-    fields = (
-        Field("modules.steps.query_start_loc", np.int32, ("modules.steps", "modules.steps.rows_plus_1")),
-        Field("modules.steps.page_indices", np.int32, ("modules.steps", "modules.steps.page_entries")),
-        Field("modules.steps.page_indptr", np.int32, ("modules.steps", "modules.steps.rows_plus_1")),
-        Field("modules.steps.last_page_len", np.int32, ("modules.steps", "modules.steps.rows")),
-        Field("modules.steps.seq_lens", np.int32, ("modules.steps", "modules.steps.rows")),
-        Field("modules.steps.slot_mapping", np.int64, ("modules.steps.tokens",)),
-        Field("modules.steps.positions", np.int64, ("modules.steps.tokens",)),
-    )
+    Their arrays are one batch, with the step as the first dimension, but slots and positions: those of all tokens, step
+    after step.
+    """
 
     def __init__(self, rows: int, widths: Sequence[int]) -> None:
         """widths: tokens a row of every step."""
         self._rows = rows
-        self._tokens = self.token_slices(rows, widths)
+        self.tokens = token_slices(rows, widths)
+        per_step = ("query_start_loc", "seq_lens", "page_indices", "page_indptr", "last_page_len")
+        leading = dict.fromkeys(per_step, "modules.steps")
+        self._own = Section(BatchArrays, "modules.steps", ("block_table",), leading=leading)
+        self.fields = self._own.fields
 
-    @staticmethod
-    def token_slices(rows: int, widths: Sequence[int]) -> tuple[slice, ...]:
-        """Where each step's tokens stand among those of all steps.
-
-        >>> FixedStepSection.token_slices(4, [1, 2])
-        (slice(0, 4, None), slice(4, 12, None))
-        """
-        stops = [rows * sum(widths[: i + 1]) for i in range(len(widths))]
-        return tuple(slice(stop - rows * width, stop) for stop, width in zip(stops, widths, strict=True))
-
-    def dimensions(self, page_entries: int) -> dict[str, int]:
-        """Sizes of `fields`."""
+    def sizes(self, page_entries: int) -> dict[str, int]:
+        """Sizes of the dimensions of `fields`."""
         return {
-            "modules.steps": len(self._tokens),
+            "modules.steps": len(self.tokens),
             "modules.steps.rows": self._rows,
             "modules.steps.rows_plus_1": self._rows + 1,
-            "modules.steps.page_entries": page_entries,
-            "modules.steps.tokens": self._tokens[-1].stop if self._tokens else 0,
+            "modules.steps.entries": page_entries,
+            "modules.steps.tokens": self.tokens[-1].stop if self.tokens else 0,
         }
 
-    @staticmethod
-    def buffers(host: Mapping[str, np.ndarray]) -> FixedStepBuffers:
-        """The fields in one of the arena's host buffers."""
-        names = [field.name for field in fields(FixedStepBuffers)]
-        return FixedStepBuffers(**{name: host[f"modules.steps.{name}"] for name in names})
+    def buffers(self, host: Mapping[str, np.ndarray]) -> BatchArrays[np.ndarray]:
+        """One of the arena's host buffers, whole."""
+        return self._own.of(host)
 
-    def views(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
+    def of(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
         """Metadata of every step."""
-        return tuple(self._view(step, host, staged) for step, host in enumerate(batches))
+        whole: BatchArrays[torch.Tensor] = self._own.of(staged.views)
+        return tuple(self._step(step, host, whole, staged) for step, host in enumerate(batches))
 
-    def _view(self, step: int, host: HostBatch, staged: Staged) -> CommonAttentionMetadata:
+    def _step(
+        self, step: int, host: HostBatch, whole: BatchArrays[torch.Tensor], staged: Staged
+    ) -> CommonAttentionMetadata:
         if checking():
             host.validate()
-        tokens = self._tokens[step]
+        tokens = self.tokens[step]
         return CommonAttentionMetadata(
             host=host,
-            query_start_loc=staged["modules.steps.query_start_loc"][step],
-            seq_lens=staged["modules.steps.seq_lens"][step],
-            block_table=None,
-            slot_mapping=staged["modules.steps.slot_mapping"][tokens],
-            positions=staged["modules.steps.positions"][tokens],
-            page_indices=staged["modules.steps.page_indices"][step],
-            page_indptr=staged["modules.steps.page_indptr"][step],
-            last_page_len=staged["modules.steps.last_page_len"][step],
+            query_start_loc=whole.query_start_loc[step],
+            seq_lens=whole.seq_lens[step],
+            slot_mapping=whole.slot_mapping[tokens],
+            positions=whole.positions[tokens],
+            page_indices=whole.page_indices[step],
+            page_indptr=whole.page_indptr[step],
+            last_page_len=whole.last_page_len[step],
             staged=staged,
         )
+
+
+def token_slices(rows: int, widths: Sequence[int]) -> tuple[slice, ...]:
+    """Where each step's tokens stand among those of all steps; widths: tokens a row of every step.
+
+    >>> token_slices(4, [1, 2])
+    (slice(0, 4, None), slice(4, 12, None))
+    """
+    stops = [rows * sum(widths[: i + 1]) for i in range(len(widths))]
+    return tuple(slice(stop - rows * width, stop) for stop, width in zip(stops, widths, strict=True))

@@ -174,11 +174,12 @@ def _flat(values: torch.Tensor, *shape: int) -> torch.Tensor:
 class _StepsPlace:
     """One host buffer of the steps, and the batches over it. first: [K-1, rows] each request's first position."""
 
-    def __init__(self, host: Mapping[str, np.ndarray], shape: StaticShape, widths: Sequence[int]) -> None:
-        self.arrays = arrays = FixedStepSection.buffers(host)
+    def __init__(
+        self, host: Mapping[str, np.ndarray], shape: StaticShape, widths: Sequence[int], section: FixedStepSection
+    ) -> None:
+        self.arrays = arrays = section.buffers(host)
         arrays.query_start_loc[:] = np.arange(shape.rows + 1) * np.array(widths, np.int64)[:, None]
         self.first = np.zeros((len(widths), shape.rows), np.int64)
-        tokens = FixedStepSection.token_slices(shape.rows, widths)
         self.batches = tuple(
             LiveBatch(
                 query_start_loc=arrays.query_start_loc[step],
@@ -190,7 +191,7 @@ class _StepsPlace:
                 page_size=shape.page_size,
                 page_indptr=arrays.page_indptr[step],
             )
-            for step, own in enumerate(tokens)
+            for step, own in enumerate(section.tokens)
         )
 
 
@@ -216,13 +217,13 @@ class FixedModuleSteps:
         self._lens = np.zeros(rows, np.int64)
         self._num_drafts = np.zeros(rows, np.int64)
         self._section = FixedStepSection(rows, widths)
-        self._bucket = bucket_of(**self._section.dimensions(shape.page_entries))
-        self._arena = StagingArena(FixedStepSection.fields, self._bucket, device)
-        self._places = [_StepsPlace(host, shape, widths) for host in self._arena.hosts(self._bucket)]
+        self._bucket = bucket_of(**self._section.sizes(shape.page_entries))
+        self._arena = StagingArena(self._section.fields, self._bucket, device)
+        self._places = [_StepsPlace(host, shape, widths, self._section) for host in self._arena.hosts(self._bucket)]
 
     def views(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
         """See `StaticSteps.views`."""
-        return self._section.views(batches, staged)
+        return self._section.of(batches, staged)
 
     def send(self, rows: DraftingRows) -> tuple[tuple[HostBatch, ...], Staged]:
         """See `StaticSteps.send`; the batches are the arena's memory, good until the round after the next.

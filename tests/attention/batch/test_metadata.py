@@ -11,12 +11,7 @@ import torch
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import (
-    BATCH_FIELDS,
-    batch_arrays,
-    batch_fields,
-    batch_sizes,
-    group_fields,
-    group_sizes,
+    BatchSection,
     single_batch_arena,
     stage,
     with_rows,
@@ -36,22 +31,20 @@ BATCH = rows_batch(np.array([0, 4, 5, 12]), np.array([3, 9, 0]), np.array([[2, 5
 def test_device_views_equal_the_host_arrays() -> None:
     arena, bucket = single_batch_arena(4, 16, 2, CPU)
     metadata = stage(BATCH, arena, bucket)
-    for name, dtype, _ in BATCH_FIELDS:
+    for field in BatchSection("b").fields:
+        name = field.name.removeprefix("b.")
         view = getattr(metadata, name)
-        assert view.numpy().dtype == dtype
+        assert view.numpy().dtype == field.dtype
         assert view.tolist() == getattr(BATCH, name).tolist()
     assert (metadata.num_reqs, metadata.num_tokens, metadata.max_query_len) == (3, 12, 7)
 
 
 def test_two_batches_share_one_copy_under_their_prefixes() -> None:
-    arena = StagingArena(
-        batch_fields("a") + batch_fields("b"),
-        bucket_of(**batch_sizes("a", 4, 16, 2), **batch_sizes("b", 4, 16, 2)),
-        CPU,
-    )
-    bucket = bucket_of(**batch_sizes("a", 4, 16, 2), **batch_sizes("b", 4, 16, 2))
+    a, b = BatchSection("a"), BatchSection("b")
+    bucket = bucket_of(**a.sizes(4, 16, 2), **b.sizes(4, 16, 2))
+    arena = StagingArena([*a.fields, *b.fields], bucket, CPU)
     other = rows_batch(np.array([0, 1]), np.array([5]), np.array([[7]], np.int32), 8)
-    staged = arena.send(bucket, batch_arrays("a", BATCH) | batch_arrays("b", other))
+    staged = arena.send(bucket, a.values(BATCH) | b.values(other))
     assert arena.generation == 1
     assert staged["a.positions"].tolist() == BATCH.positions.tolist()
     assert staged["b.slot_mapping"].tolist() == [61]
@@ -64,10 +57,10 @@ def test_the_same_tokens_in_other_rows() -> None:
     virtual = local_attention(batch, 4)
     found = with_rows(metadata, virtual)
     assert found.host is virtual and found.num_reqs == 5 > metadata.num_reqs
-    for name, dtype, _ in BATCH_FIELDS:
-        if name != "block_table":
-            assert getattr(found, name).numpy().dtype == dtype
-            assert getattr(found, name).tolist() == getattr(virtual, name).tolist(), name
+    for field in BatchSection("b", table=False).fields:
+        name = field.name.removeprefix("b.")
+        assert getattr(found, name).numpy().dtype == field.dtype
+        assert getattr(found, name).tolist() == getattr(virtual, name).tolist(), name
     assert found.block_table is None and found.slot_mapping is metadata.slot_mapping
     other = rows_batch(np.array([0, 1]), np.array([5]), np.array([[7]], np.int32), 8)
     with pytest.raises(InvariantError, match="rows of other tokens"):
@@ -94,6 +87,9 @@ def test_attending_with_stale_metadata_raises() -> None:
         runner.attend(planned, 0, states, states, states)
 
 
+GROUPED = BatchSection("batch", num_groups=2)
+
+
 def with_groups() -> tuple[HostBatch, StagingArena, Bucket]:
     """Two sliding-window groups beside the first one, on pages of their own."""
     own = rows_batch(np.array([0, 2, 3]), np.array([400, 9]), np.arange(1, 61, dtype=np.int32).reshape(2, 30), 16)
@@ -102,13 +98,13 @@ def with_groups() -> tuple[HostBatch, StagingArena, Bucket]:
         windowed_batch(own, table, np.array([0, 1]), window) for table, window in zip(tables, (32, 100), strict=True)
     )
     batch = replace(own, other_groups=groups)
-    bucket = bucket_of(**batch_sizes("batch", 2, 3, 30), **group_sizes("batch", (40, 40)))
-    return batch, StagingArena([*batch_fields("batch"), *group_fields("batch", 2)], bucket, CPU), bucket
+    bucket = bucket_of(**GROUPED.sizes(2, 3, 30, groups=(40, 40)))
+    return batch, StagingArena(GROUPED.fields, bucket, CPU), bucket
 
 
 def test_every_group_has_slots_and_pages_of_its_own_and_shares_all_else() -> None:
     batch, arena, bucket = with_groups()
-    metadata = stage(batch, arena, bucket)
+    metadata = stage(batch, arena, bucket, GROUPED)
     assert arena.generation == 1 and len(metadata.other_groups) == 2
     for group, host in zip(metadata.other_groups, batch.other_groups, strict=True):
         assert group.host is host and group.block_table is None
@@ -122,4 +118,4 @@ def test_staging_validates_every_group() -> None:
     batch, arena, bucket = with_groups()
     batch.other_groups[1].slot_mapping[0] += 1
     with pytest.raises(InvariantError, match="neither the one its row owns"):
-        stage(batch, arena, bucket)
+        stage(batch, arena, bucket, GROUPED)

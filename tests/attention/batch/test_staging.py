@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.batch.staging import Field, StagingArena, bucket_of, layout_of
+from attention.batch.staging import StagingArena, bucket_of, layout_of
 from attention.checking import check_mode
+from attention.declared import Field
 from attention.errors import InvalidInputError, StaleMetadataError
 
 CPU = torch.device("cpu")

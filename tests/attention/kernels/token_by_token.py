@@ -24,7 +24,8 @@ class StateRows(recurrence_rows.StateRows):
         for n in tokens:
             starts.append(starts[-1] + n)
         new = [torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, *rest)]
-        return cls(*new, max(tokens), max(rest[2]))  # type: ignore[arg-type]
+        starts_at, *own = new
+        return cls(*own, query_start_loc=starts_at, max_query_len=max(tokens), max_replay=max(rest[2]))
 
     def __iter__(self) -> Iterator[tuple[int, int, int, int, int, int]]:
         """(first token, one past the last, slot, start, replay, num_new) of each row."""

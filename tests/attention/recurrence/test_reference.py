@@ -30,7 +30,7 @@ def rows_of(
     index.validate(np.array(lens), rule)
     bounds = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
     device = (torch.from_numpy(array) for array in (index.slots, index.start, index.replay, index.num_new))
-    return StateRows(bounds, *device, max_query_len=max(lens), max_replay=index.max_replay)
+    return StateRows(*device, query_start_loc=bounds, max_query_len=max(lens), max_replay=index.max_replay)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ def sampling(*temperatures: float, seed: int = 0) -> DeviceSampling:
     rows, generator = len(temperatures), torch.Generator().manual_seed(seed)
     zeros, ones = torch.zeros(rows), torch.ones(rows)
     tensors = SamplingTensors(False, torch.tensor(temperatures), zeros.int(), ones, zeros)
-    uniforms = (torch.rand(rows, n, generator=generator) for n in (K, K, K + 1))
-    return DeviceSampling(tensors, *uniforms)
+    draft, accept, following = (torch.rand(rows, n, generator=generator) for n in (K, K, K + 1))
+    return DeviceSampling(accept, following, draft, tensors=tensors)
 
 
 def round_of(logit_index: list[list[int]], num_drafts: list[int], **fields: Any) -> Any:

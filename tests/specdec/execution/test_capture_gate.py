@@ -55,7 +55,7 @@ class UsersForward:
         def pause(module: torch.nn.Module, args: Any) -> None:
             self._pause()
 
-        pause.__module__ = "peft"  # a hook of which nobody knows what it reads would be refused
+        pause.__module__ = "transformers"  # a hook that may change something would be refused
         hook = self._model.model.layers[1].register_forward_pre_hook(pause)
         self._waited_for.clear()
         self._thread.start()

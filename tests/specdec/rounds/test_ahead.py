@@ -43,8 +43,8 @@ def test_rows_of_later_modules_are_those_after_the_read(
     null page."""
     target = target_of(rows, page_size)
     ahead = ahead_inputs(target, modules, MOST)
-    assert target.head_table is not None and ahead.sources is not None and len(ahead.batches) == modules
-    assert ahead.request_rows.tolist() == target.request_rows.tolist()
+    assert target.head_table is not None and ahead.carried is not None and len(ahead.batches) == modules
+    assert ahead.carried.request_rows.tolist() == target.request_rows.tolist()
     lens = target.num_new + np.minimum(accepted, target.drafts)
     starts, own = target.query_start_loc, np.arange(target.num_tokens)
     owner = np.repeat(np.arange(len(rows)), target.lens)
@@ -61,7 +61,7 @@ def test_rows_of_later_modules_are_those_after_the_read(
         assert batch.slot_mapping[exists].tolist() == ragged.slot_mapping.tolist()
         assert [place_of[int(t)] for t in np.flatnonzero(exists)] == right.tokens.tolist()
         earlier = {int(t): i for i, t in enumerate(np.flatnonzero(before))}
-        sources = ahead.sources[exists].tolist()
+        sources = ahead.carried.sources[exists].tolist()
         assert right.sources.tolist() == [s if s < MOST else len(rows) + earlier[s - MOST] for s in sources]
         some = right.lens > 0
         last = (starts[:-1] + lens - 1)[some]
@@ -75,7 +75,7 @@ def test_rows_of_later_modules_are_those_after_the_read(
 
 def test_one_pass_carries_nothing() -> None:
     ahead = ahead_inputs(target_of([(5, 1, 2), (0, 4, 0)], 16))
-    assert len(ahead.batches) == 1 and ahead.sources is None
+    assert len(ahead.batches) == 1 and ahead.carried is None
 
 
 def test_the_example_in_the_docstring() -> None:

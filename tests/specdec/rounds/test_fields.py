@@ -18,6 +18,7 @@ from drafters.loops.chain.staged import ChainSection
 from drafters.loops.modules.staged import ModuleSection
 from specdec.config import EngineConfig
 from specdec.rounds.fields import AheadSection, SamplingSection, VerificationSection
+from specdec.rounds.passes import target_sizes
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 from specdec.rounds.transfer import RoundTransfer
@@ -25,8 +26,7 @@ from specdec.rounds.verification import target_arrays
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 HOMES = {
-    "target.": "specdec/rounds/fields.py",
-    "head.": "specdec/rounds/fields.py",
+    "target.": "specdec/rounds/passes.py",
     "ahead.": "specdec/rounds/fields.py",
     "sampling.": "specdec/rounds/fields.py",
     "passes.": "specdec/rounds/passes.py",
@@ -37,9 +37,14 @@ HOMES = {
 
 
 def arena_names(source: str) -> set[str]:
-    """Prefixes of HOMES with which a string constant of the source begins (docstrings and f-strings' parts too)."""
-    constants = (n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant))
+    """Prefixes of HOMES with which a string constant of the source begins (f-strings' parts too), or that it names a
+    section by."""
+    nodes = list(ast.walk(ast.parse(source)))
+    constants = (n.value for n in nodes if isinstance(n, ast.Constant))
     texts = [text for text in constants if isinstance(text, str) and " " not in text]
+    calls = (n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) in ("Section", "BatchSection"))
+    given = (arg.value for call in calls for arg in call.args if isinstance(arg, ast.Constant))
+    texts += [f"{name}." for name in given if isinstance(name, str)]
     return {prefix for prefix in HOMES for text in texts if text.startswith(prefix)}
 
 
@@ -55,18 +60,16 @@ def test_a_sections_names_stand_in_one_file() -> None:
 def test_a_planted_name_is_seen() -> None:
     assert arena_names('x = staged["step.positions"]') == {"step."}
     assert arena_names('x = staged[f"target.{name}"]') == {"target."}
+    assert arena_names('x = Section(Kind, "ahead")') == {"ahead."}
 
 
 def test_no_two_sections_share_a_name_and_every_dimension_has_a_size() -> None:
     size = LoopSize(4, 16, 8, 3)
-    modules, ahead = ModuleSection(3, 4), AheadSection(3)
-    common = VerificationSection.dimensions(4, 16, 8, 3) | SamplingSection.dimensions(3) | ahead.dimensions(4, 16, 8)
-    shared = VerificationSection.fields + SamplingSection.fields + ahead.fields
-    for loop_fields, sizes in (
-        (ChainSection.fields, ChainSection.dimensions(size)),
-        (modules.fields, modules.dimensions(size)),
-    ):
-        fields = (*shared, *loop_fields)
+    target, sampling, ahead = VerificationSection(2, True, True), SamplingSection(ahead=False), AheadSection(3)
+    common = target_sizes(4, 16, 8, 3, groups=(7, 9)) | sampling.sizes(3) | ahead.sizes(4, 16, 8)
+    shared = target.fields + sampling.fields + ahead.fields
+    for section in (ChainSection(), ModuleSection(3, 4)):
+        fields, sizes = (*shared, *section.fields), section.sizes(size)
         assert len({field.name for field in fields}) == len(fields)
         assert {dim for field in fields for dim in field.dims} <= set(common | sizes)
         assert not set(common) & set(sizes)

@@ -107,11 +107,12 @@ def test_passes_of_later_modules_hold_the_rows_of_a_ragged_round(
     fixed = FixedTarget(static_shape(config(page_size), ROWS), modules, CPU)
     for rows in rounds:
         target = target_of(rows, page_size)
-        _, passes, staged = fixed.send(target)
-        assert target.head_table is not None and len(passes) == modules
+        _, attended, carried = fixed.device(target)
+        passes = tuple(own.host for own in attended)
+        assert target.head_table is not None and len(passes) == modules and carried is not None
         added = [-1] * (ROWS - len(rows))
-        assert staged["passes.request_rows"].tolist() == target.request_rows.tolist() + added
-        assert staged["passes.sources"].tolist() == rows_before(passes[0].query_start_loc, ROWS).tolist()
+        assert carried.request_rows.tolist() == target.request_rows.tolist() + added
+        assert carried.sources.tolist() == rows_before(passes[0].query_start_loc, ROWS).tolist()
         first = target.start
         lens = np.array([min(accepted, drafts) + 1 for _, drafts in rows])
         for m, right in enumerate(module_rows(first, lens, modules), 1):
@@ -127,7 +128,7 @@ def test_passes_of_later_modules_hold_the_rows_of_a_ragged_round(
                 assert (written >= start + lens[i] - m).all() and not slots[i, drafts + 1 :].any()
             assert not slots[len(rows) :].any()
             plain = HostBatch(*(getattr(passes[m], name) for name in HostBatch.__dataclass_fields__))
-            views = fixed.later.metadata(passes[1:], staged)[m - 1]
+            views = attended[m]
             for name in ("positions", "seq_lens", "slot_mapping", "page_indptr", "last_page_len"):
                 assert getattr(views, name).tolist() == getattr(plain, name).tolist(), name
             assert views.page_indices[: len(plain.page_indices)].tolist() == plain.page_indices.tolist()

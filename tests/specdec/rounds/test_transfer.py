@@ -11,7 +11,8 @@ import torch
 from fakes import table_head, tiny_llama
 
 import specdec.rounds.transfer
-from attention.batch.staging import Bucket, Field, Staged, StagingArena, bucket_of, layout_of
+from attention.batch.staging import Bucket, Staged, StagingArena, bucket_of, layout_of
+from attention.declared import Field
 from drafters.loops.base import DraftInput, LoopSize
 from drafters.loops.chain.run import ChainLoop
 from drafters.loops.chain.staged import ChainInputs
@@ -167,7 +168,7 @@ def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: 
         assert set(fields) == names
     eager, alone, ahead = (sum(arena.sent[0][1].values()) for arena in noted)
     assert alone == (8 + 7) * 64 and ahead == (2 + 4) * 64
-    drafting = layout_of(loop.fields, bucket_of(**loop.dimensions(LoopSize(2, 4, 8, K)))).nbytes
+    drafting = layout_of(loop.section.fields, bucket_of(**loop.section.sizes(LoopSize(2, 4, 8, K)))).nbytes
     assert eager - alone == 7 * 64 + drafting
 
 
