@@ -136,17 +136,13 @@ def say_ended(running: dict[int, socket.socket]) -> None:
 
 def become(line: int, folder: str, variables: dict[str, str]) -> NoReturn:
     """The rank's process, from here on, as a new interpreter with this environment would be."""
-    code = 1
-    try:
-        os.setsid()
-        os.environ.clear()
-        os.environ.update(variables)
-        paths = variables["PYTHONPATH"].split(os.pathsep)
-        sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
-        sys.modules["specdec.worker"].main(line, os.getppid(), folder)
-        code = 0
-    finally:
-        os._exit(code)
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(variables)
+    paths = variables["PYTHONPATH"].split(os.pathsep)
+    sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
+    sys.modules["specdec.worker"].main(line, os.getppid(), folder)
+    sys.exit(0)
 
 
 @pytest.fixture(scope="session")
