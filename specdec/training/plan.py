@@ -26,6 +26,7 @@ from specdec.training.answering import Questions
 from specdec.training.run_folder import Setting, claim, locked, release
 
 _EVALUATED_PROMPTS = 64
+_EVALUATED_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def _evaluation(
             generation_config=model.generation_config_use,
             cuda_graphs=False,
         )
-        completions = trial.generate(prompts, SamplingParams(max_new_tokens=512))
+        completions = trial.generate(prompts, SamplingParams(max_new_tokens=_EVALUATED_TOKENS))
         return {"tau": pool_requests([c.stats for c in completions]).tau}
 
     return evaluate

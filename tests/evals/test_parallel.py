@@ -20,12 +20,14 @@ from specdec.cli.main import cli
 from specdec.errors import OutOfDeviceMemoryError
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
+from tests.rank_server import forked_ranks
 
+__all__ = ["forked_ranks"]
 K = 3
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[dict[int, Worker]]:
+def workers(forked_ranks: None) -> Iterator[dict[int, Worker]]:
     """By ranks: gsm-llama with its head."""
     pytest.importorskip("accelerate")
     options: dict[str, Any] = {"num_speculative_tokens": K, "max_num_seqs": 4, "max_model_len": 256, "device": "cpu"}

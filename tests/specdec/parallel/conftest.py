@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.rank_server import forked_ranks, real_ranks
+
+__all__ = ["forked_ranks", "real_ranks"]
 HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="session", autouse=True)
-def packages() -> None:
+def packages(forked_ranks: None) -> None:
     """accelerate, which transformers looks for when it is imported, and what ranks run of these tests."""
     pytest.importorskip("accelerate")
     if str(HERE) not in sys.path:

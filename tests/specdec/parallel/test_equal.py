@@ -26,8 +26,8 @@ TEXTS = [
 ]
 LETTERS = ["abcd efgh", "Hello 123", "z", "the quick brown fox jumps over it"]
 SHORT_OF_PAGES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 4, "kv_cache_tokens": 96}
-GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
-SAMPLED = SamplingParams(max_new_tokens=14, temperature=0.8, top_p=0.95, seed=11)
+GREEDY = SamplingParams(max_new_tokens=10, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=10, temperature=0.8, top_p=0.95, seed=11)
 
 
 def told(model: Any, prompts: Any, params: SamplingParams) -> list[tuple[list[int], str, Any]]:
@@ -39,19 +39,19 @@ def told(model: Any, prompts: Any, params: SamplingParams) -> list[tuple[list[in
 def session(model: Any, prompts: Any) -> list[Any]:
     """Greedy, sampled, without drafts, more than the rows hold, what `mixed` asks, a stop string; then on."""
     found = [told(model, prompts, GREEDY), told(model, prompts, SAMPLED)]
-    lengths = [3] * (len(prompts) - 1) + [16]  # the last request goes first, on every rank
+    lengths = [3] * (len(prompts) - 1) + [12]  # the last request goes first, on every rank
     uneven = model.generate(prompts, [replace(SAMPLED, seed=None, n=2, max_new_tokens=most) for most in lengths])
     found.append([answer.token_ids for answer in uneven])
     found.append(told(model, prompts, replace(SAMPLED, num_speculative_tokens=0, n=2)))
     early = mixed(model, prompts)
     text = model.generate(prompts[:1], GREEDY)[0].text
     stopped = told(model, prompts, replace(GREEDY, stop=text[3:6])) if len(text) > 6 else None
-    return [*found, early, stopped, told(model, prompts[::-1], replace(GREEDY, max_new_tokens=9)), model.engine_stats]
+    return [*found, early, stopped, told(model, prompts[::-1], replace(GREEDY, max_new_tokens=6)), model.engine_stats]
 
 
 def mixed(model: Any, prompts: Any) -> list[Any]:
     """Greedy rows beside sampled ones; then a stream that is closed while another goes on."""
-    longer: dict[str, Any] = {"return_drafts": True, "max_new_tokens": 24, "ignore_eos": True}
+    longer: dict[str, Any] = {"return_drafts": True, "max_new_tokens": 18, "ignore_eos": True}
     params = [replace(SAMPLED if i % 2 else GREEDY, **longer) for i in range(len(prompts))]
     found: list[Any] = [(answer.token_ids, answer.drafts) for answer in model.generate(prompts, params)]
     stream, other = model.stream(prompts[:2], GREEDY), model.stream(prompts[2:], SAMPLED)
