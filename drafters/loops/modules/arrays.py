@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic
 
 import numpy as np
 
 from attention.batch.host import HostBatch
+from attention.declared import A, array
 from drafters.loops.base import DraftInput, LoopSize
 from drafters.loops.chain.arrays import prefill_arrays
 from drafters.loops.modules.index import module_batch, module_rows, module_step
 
 
 @dataclass(frozen=True)
-class ModulePassArrays:
-    """Host arrays of one module's part of the draft prefill.
+class PassRows(Generic[A]):
+    """One module's part of a draft prefill over B' requests.
 
     Attributes:
-        token_ids, sources: [T_m] int64; last_row: [B'] int64. See `drafters.loops.modules.index.ModuleRows`.
-        batch: its attention; requests without rows are not in it.
+        token_ids: [T_m] int64.
+        sources: [T_m] int64; for module 0 rows of the target's aux hidden states, for others see `ModuleRows.sources`.
+        last_row: [B'] int64, each request's last row.
     """
 
-    token_ids: np.ndarray
-    sources: np.ndarray
-    last_row: np.ndarray
-    batch: HostBatch
+    token_ids: A = array(np.int64, "tokens")
+    sources: A = array(np.int64, "tokens")
+    last_row: A = array(np.int64, "requests")
+
+
+@dataclass(frozen=True)
+class ModulePassArrays(PassRows[np.ndarray]):
+    """The same on the host. batch: its attention; requests without rows are not in it."""
+
+    batch: HostBatch = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -54,10 +63,12 @@ def module_arrays(draft: DraftInput, num_modules: int) -> ModuleArrays:
     """All arrays of M modules."""
     prefill = prefill_arrays(draft)
     first, page_size = prefill.batch, draft.page_size
-    passes = [ModulePassArrays(prefill.token_ids, prefill.accepted.token_indices, prefill.accepted.last_row, first)]
+    passes = [
+        ModulePassArrays(prefill.token_ids, prefill.accepted.token_indices, prefill.accepted.last_row, batch=first)
+    ]
     for rows in module_rows(first.num_computed_tokens, first.query_lens, num_modules, draft.begins):
         batch = module_batch(rows, first.block_table, page_size)
-        passes.append(ModulePassArrays(prefill.token_ids[rows.tokens], rows.sources, rows.last_row, batch))
+        passes.append(ModulePassArrays(prefill.token_ids[rows.tokens], rows.sources, rows.last_row, batch=batch))
     own = draft.drafting
     steps = (
         module_step(s, own.committed_lens, own.num_drafts, own.block_table, page_size, num_modules)

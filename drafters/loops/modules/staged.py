@@ -15,28 +15,13 @@ from attention.batch.staging import Staged
 from attention.checking import checking
 from attention.declared import A, Section, array
 from drafters.loops.base import LoopSize
-from drafters.loops.modules.arrays import ModuleArrays
+from drafters.loops.modules.arrays import ModuleArrays, PassRows
 from drafters.loops.modules.index import step_width
 
 
 @dataclass(frozen=True)
-class PassRows(Generic[A]):
-    """One module's part of a draft prefill over B' requests.
-
-    Attributes:
-        token_ids: [T_m] int64.
-        sources: [T_m] int64; for module 0 rows of the target's aux hidden states, for others see `ModuleRows.sources`.
-        last_row: [B'] int64, each request's last row.
-    """
-
-    token_ids: A = array(np.int64, "tokens")
-    sources: A = array(np.int64, "tokens")
-    last_row: A = array(np.int64, "requests")
-
-
-@dataclass(frozen=True)
 class ModulePass(PassRows[torch.Tensor]):
-    """The same on the device. metadata: attention of the pass; requests without rows are not in it."""
+    """`ModulePassArrays` on the device. metadata: attention of the pass."""
 
     metadata: CommonAttentionMetadata = field(kw_only=True)
 
