@@ -113,7 +113,7 @@ def test_a_prompt_chunk_alone_is_read_and_drafts_nothing() -> None:
     rows = Rows(head_of("table"))
     first = rows_batch(np.array([0, 5]), np.array([0]), TABLE[:1], PAGE_SIZE)
     empty = torch.empty(0, dtype=torch.long)
-    pass_ = DraftPrefill(torch.tensor(rows.ids[0][1:6]), torch.arange(5), empty, staged(first))
+    pass_ = DraftPrefill(torch.tensor(rows.ids[0][1:6]), torch.arange(5), empty, metadata=staged(first))
     with torch.no_grad():
         draft = draft_chain(rows.head, rows.runner, rows.aux_hidden_states[0, :5], pass_, [], greedy)
     assert draft.token_ids.shape == (0, 0) and draft.probs is None
