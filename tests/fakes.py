@@ -231,8 +231,9 @@ def hf_greedy(prompt: list[int], new: int, vocab_size: int = VOCAB, seed: int = 
 
 @functools.lru_cache(maxsize=256)
 def _hf_states(token_ids: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    model, ids = _llama(VOCAB, 0, 0.03), torch.tensor([token_ids])
     with torch.no_grad():
-        return _llama(VOCAB, 0, 0.03)(torch.tensor([token_ids]), output_hidden_states=True, use_cache=False).hidden_states
+        return tuple(model(ids, output_hidden_states=True, use_cache=False).hidden_states)
 
 
 def wrong_rounds(head: Head, completion: Any) -> list[int]:
