@@ -229,14 +229,21 @@ def hf_greedy(prompt: list[int], new: int, vocab_size: int = VOCAB, seed: int = 
     return list(_hf_greedy(vocab_size, seed, context, tuple(prompt), new))
 
 
+@functools.lru_cache(maxsize=256)
+def _hf_states(token_ids: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    model, ids = _llama(VOCAB, 0, 0.03), torch.tensor([token_ids])
+    with torch.no_grad():
+        return tuple(model(ids, output_hidden_states=True, use_cache=False).hidden_states)
+
+
 def wrong_rounds(head: Head, completion: Any) -> list[int]:
     """Rounds of a `tiny_llama` whose drafts are not the oracle's. True states come from transformers' own forward."""
     from drafters.oracle import oracle_drafts
 
     ids = torch.tensor(completion.prompt_token_ids + completion.token_ids)
     wrong, bonus = [], len(completion.prompt_token_ids)
+    states = _hf_states(tuple(ids.tolist()))
     with torch.no_grad():
-        states = tiny_llama()(ids[None], output_hidden_states=True).hidden_states
         aux_hidden_states = torch.cat([states[layer][0] for layer in head.aux_layers], -1)
         assert completion.drafts is not None and len(completion.drafts) == len(completion.stats.rounds)
         for index, (drafts, round_) in enumerate(zip(completion.drafts, completion.stats.rounds, strict=True)):

@@ -174,8 +174,8 @@ class BlockTables:
         Raises:
             InvariantError: a page is owned twice, lost, or an entry that is none of its row's pages is not 0.
         """
-        held = Counter(page for row in range(len(self.table)) for page in self._held_by(row))
-        self.allocator.check_holders(held + self._aside)
+        held = Counter(page for row in np.flatnonzero(self._counts).tolist() for page in self._held_by(row))
+        self.allocator.check_holders(held + self._aside if self._aside else held)
         others = np.count_nonzero(self.table) - held.total()
         require(not others, "an entry that its row does not own, past a row's pages or freed, is not the null page")
 

@@ -227,27 +227,23 @@ def target_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tenso
     # A greedy row has temperature 0: any divisor will do, as its one-hot replaces the result.
     scaled = logits / torch.where(greedy, 1.0, sampling.temperature)[:, None]
     if sampling.filters:
-        scaled = _min_p(_top_p(_top_k(scaled, sampling.top_k), sampling.top_p), sampling.min_p)
+        scaled = _min_p(_top_k_top_p(scaled, sampling.top_k, sampling.top_p), sampling.min_p)
     probs = scaled.softmax(-1)
     one_hot = torch.zeros_like(probs).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.where(greedy[:, None], one_hot, probs)
 
 
-def _top_k(logits: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+def _top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """One sort serves both. Of equal logits at the boundary of top-p those with the lowest index go first."""
     vocab = logits.shape[-1]
-    k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab).long()
-    ordered = logits.sort(-1, descending=True).values
-    threshold = ordered.gather(1, (k - 1)[:, None])
-    return logits.masked_fill(logits < threshold, float("-inf"))
-
-
-def _top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Of equal logits at the boundary those with the lowest index go first: the sort is stable."""
     ordered, index = logits.sort(dim=-1, descending=False, stable=True)
-    mass = ordered.softmax(-1).cumsum(-1)
+    k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab).long()
+    below = ordered < ordered.gather(1, (vocab - k)[:, None])
+    mass = ordered.masked_fill(below, float("-inf")).softmax(-1).cumsum(-1)
     drop = mass <= (1 - top_p)[:, None]
     drop[:, -1] = False  # the most probable token remains, even if rounding puts its mass at 1
     drop &= (top_p < 1)[:, None]
+    drop |= below
     return logits.masked_fill(torch.zeros_like(drop).scatter_(1, index, drop), float("-inf"))
 
 

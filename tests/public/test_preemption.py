@@ -142,7 +142,7 @@ def test_a_multi_token_prediction_module() -> None:
     )
     prompts = [f"Ann has {n} boxes of {n + 3} pens. How many pens?" for n in range(2, 9)]
     asked = [
-        SamplingParams(max_new_tokens=40, temperature=0.8, seed=i, ignore_eos=True, return_drafts=True)
+        SamplingParams(max_new_tokens=24, temperature=0.8, seed=i, ignore_eos=True, return_drafts=True)
         for i in range(len(prompts))
     ]
     completions = together.generate(prompts, asked)

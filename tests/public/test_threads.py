@@ -115,7 +115,7 @@ def load_soak() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "requests"), [("tiny", 25), pytest.param("built_in", 10, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("kind", "requests"), [("tiny", 15), pytest.param("built_in", 10, marks=pytest.mark.long)])
 def test_a_short_soak(kind: str, requests: int) -> None:
     """The driver of benchmarks/soak_threads.py: requests of all kinds, cancels and faults from 8 threads."""
     soak = getattr(load_soak(), kind)()

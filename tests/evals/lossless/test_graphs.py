@@ -75,7 +75,7 @@ def built_in(draft_sampling: str) -> SpeculativeModel:
             num_speculative_tokens=3,
             max_num_seqs=128,
             max_model_len=256,
-            max_num_batched_tokens=4096,
+            max_num_batched_tokens=1024,
             cuda_graphs=True,
             draft_sampling=draft_sampling,
         )
