@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import json
 import os
 import re
@@ -238,11 +239,10 @@ def walk(root: Path) -> Walk:
         nonlocal count
         count += 1
         if count == STEADY:
-            frame = sys._getframe(1)
-            while frame is not None:
+            frame = inspect.currentframe()
+            while (frame := frame and frame.f_back) is not None:
                 if function := named(frame.f_code):
                     above.insert(0, function)
-                frame = frame.f_back  # type: ignore[assignment]
             sys.setprofile(note)
         elif count == STEADY + 1:
             sys.setprofile(None)
