@@ -108,6 +108,7 @@ def test_the_module_learns_and_drafts_better(bench: Bench, tmp_path: Path) -> No
     assert last.evaluation["tau"] > before + 0.3
 
 
+@pytest.mark.usefixtures("short_evaluations")
 @pytest.mark.parametrize("calls", [pytest.param(4, marks=pytest.mark.long), 11])
 def test_a_killed_run_goes_on_with_the_same_result(
     calls: int, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -166,7 +167,7 @@ def test_what_cannot_be_trained_is_refused(tiny_case: Callable[..., Any], tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("short_evaluations")
 def test_the_command_trains_the_built_in_module(tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     lines = [json.dumps({"question": f"Anna has {n} apples and buys 8 more. How many has she now?"}) for n in range(6)]
