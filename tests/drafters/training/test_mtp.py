@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 from collections.abc import Callable
@@ -60,8 +61,11 @@ class Bench:
         self.model = wrap(
             case.model, max_num_seqs=16, kv_cache_tokens=1000, max_num_batched_tokens=256, max_model_len=32
         )
-        prompts = random_prompts([4] * 100, seed=2)
-        self.answers: AnswerSet = answer(prompts, self.regenerate, max_length=16)
+
+    @functools.cached_property
+    def answers(self) -> AnswerSet:
+        """What the target says to a hundred prompts."""
+        return answer(random_prompts([4] * 100, seed=2), self.regenerate, max_length=16)
 
     def regenerate(self, prompts: list[list[int]]) -> list[list[int]]:
         return [c.token_ids for c in self.model.generate(prompts, SamplingParams(max_new_tokens=12))]
