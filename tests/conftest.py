@@ -141,6 +141,15 @@ def every_self_test(right_targets_once: None) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def short_evaluations() -> Iterator[None]:
+    """Training measures its finished head with a few tokens: for tests that do not look at that measure."""
+    from specdec.training import plan
+
+    with patch.object(plan, "_EVALUATED_TOKENS", 4):
+        yield
+
+
 @pytest.fixture
 def unchecked() -> Iterator[None]:
     """Without the validators, which look at every page: for tests that run thousands of rounds.

@@ -1,8 +1,8 @@
-"""Processes of other ranks, forked from one server of this test process: importing transformers again takes 5 s.
+"""Other processes of tests, forked from one server of this test process: importing transformers again takes 5 s.
 
 `forked_ranks` stands in for `subprocess` in `specdec.parallel.processes`: the same command, environment, socket and
 session, but no new interpreter. Tests of what only a new interpreter shows ask for `real_ranks`; where the `long` tests
-run, too (`make test-all`), every process is a real one.
+run, too (`make test-all`), every process is a real one. `start_python` does the same for `python -c`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -65,6 +65,37 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
+class Script(Forked):
+    """What tests use of a `subprocess.Popen` of `python -c`, with text in its pipes."""
+
+    def __init__(self, status: socket.socket, stdin: int, stdout: int | None) -> None:
+        """stdin, stdout: our ends of the pipes; stdout None: it is no pipe."""
+        super().__init__(status)
+        self.stdin = os.fdopen(stdin, "w")
+        self.stdout = None if stdout is None else os.fdopen(stdout)
+
+
+def fork_script(
+    code: str, *arguments: str, env: dict[str, str], stdout: int = subprocess.PIPE, stderr: int = 2
+) -> Script:
+    """As `Popen([sys.executable, "-c", code, *arguments], stdin=PIPE, text=True, ...)`."""
+    source, ours_in = os.pipe()
+    ours_out, sink = os.pipe() if stdout == subprocess.PIPE else (None, os.dup(stdout))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        message = pickle.dumps(("script", (code, arguments), env))
+        socket.send_fds(server(), [message], [source, sink, stderr, theirs.fileno()])
+    os.close(source)
+    os.close(sink)
+    return Script(ours, ours_in, ours_out)
+
+
+def real_script(code: str, *arguments: str, **options: Any) -> Any:
+    """A new interpreter."""
+    given = {"stdout": subprocess.PIPE, **options}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, text=True, **given)
+
+
 def fork(command: Sequence[str], *, env: dict[str, str], pass_fds: Sequence[int], **options: Any) -> Forked:
     """As `subprocess.Popen` of a rank's command."""
     assert list(command[:4]) == COMMAND, command
@@ -73,7 +104,7 @@ def fork(command: Sequence[str], *, env: dict[str, str], pass_fds: Sequence[int]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     (line,) = pass_fds
     with theirs:
-        socket.send_fds(server(), [pickle.dumps((command[6], env))], [line, theirs.fileno()])
+        socket.send_fds(server(), [pickle.dumps(("rank", (command[6],), env))], [line, theirs.fileno()])
     return Forked(ours)
 
 
@@ -109,7 +140,7 @@ def serve(control: socket.socket) -> None:
             awake.recv(4096)
             say_ended(running)
             continue
-        message, fds, _, _ = socket.recv_fds(control, 1 << 20, 2)
+        message, fds, _, _ = socket.recv_fds(control, 1 << 20, 4)
         if not message:
             return  # the processes end, too: each looks whose child it is
         pid = os.fork()
@@ -118,10 +149,11 @@ def serve(control: socket.socket) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for other in (control, awake, wake, *running.values()):
                 other.close()
-            os.close(fds[1])
-            become(fds[0], *pickle.loads(message))
-        os.close(fds[0])
-        running[pid] = socket.socket(fileno=fds[1])
+            os.close(fds.pop())
+            become(fds, *pickle.loads(message))
+        running[pid] = socket.socket(fileno=fds.pop())
+        for given in fds:
+            os.close(given)
         running[pid].send(str(pid).encode())
 
 
@@ -134,25 +166,54 @@ def say_ended(running: dict[int, socket.socket]) -> None:
                 said.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def become(line: int, folder: str, variables: dict[str, str]) -> NoReturn:
-    """The rank's process, from here on, as a new interpreter with this environment would be."""
+def become(fds: list[int], main: str, arguments: Sequence[Any], variables: dict[str, str]) -> NoReturn:
+    """That process, from here on, as a new interpreter with this environment would be."""
     os.setsid()
     os.environ.clear()
     os.environ.update(variables)
-    paths = variables["PYTHONPATH"].split(os.pathsep)
+    paths = list(filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)))
     sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
-    sys.modules["specdec.worker"].main(line, os.getppid(), folder)
+    MAINS[main](fds, *arguments)
     sys.exit(0)
+
+
+def rank(fds: list[int], folder: str) -> None:
+    """`python -m specdec.worker`."""
+    sys.modules["specdec.worker"].main(fds[0], os.getppid(), folder)
+
+
+def script(fds: list[int], code: str, arguments: Sequence[str]) -> None:
+    """`python -c`."""
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115 (open to the end)
+    sys.argv[:] = ["-c", *arguments]
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+
+
+MAINS = {"rank": rank, "script": script}
 
 
 @pytest.fixture(scope="session")
 def forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ranks come from the server, unless `long` tests run, too."""
-    if "not long" not in request.config.getoption("markexpr"):
+    if not forks(request):
         yield
         return
     with patch.object(processes, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": fork})):
         yield
+
+
+def forks(request: pytest.FixtureRequest) -> bool:
+    """Whether processes are forked: not where `long` tests run, too."""
+    return "not long" in request.config.getoption("markexpr")
+
+
+@pytest.fixture(scope="session")
+def start_python(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """(code, *arguments, env=, stdout=, stderr=) -> a process with stdin, stdout, pid, poll, wait and kill."""
+    return fork_script if forks(request) else real_script
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -18,6 +17,9 @@ import pytest
 
 import specdec
 from tests.head_layouts import LAYOUTS
+from tests.rank_server import start_python
+
+__all__ = ["start_python"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["specdec"]
@@ -162,16 +164,19 @@ def test_ctrl_c_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_no_traceback(tmp_path: Path, start_python: Any) -> None:
     """The reader has left before the first line is printed."""
-    LAYOUTS["specforge"]().write(tmp_path)
-    command = [sys.executable, "-c", f"from {MODULE} import {NAME}; {NAME}()", "inspect", str(tmp_path)]
+    LAYOUTS["specforge"]().write(tmp_path / "head")
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    os.close(writer)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+    code, around = f"from {MODULE} import {NAME}; {NAME}()", {**os.environ, "PYTHONPATH": str(ROOT)}
+    with (tmp_path / "stderr").open("w+") as stderr:
+        streams = {"stdout": writer, "stderr": stderr.fileno()}
+        done = start_python(code, "inspect", str(tmp_path / "head"), env=around, **streams).wait()
+        os.close(writer)
+        said = (tmp_path / "stderr").read_text()
+    assert done == 1, said
+    assert "Traceback" not in said and "BrokenPipe" not in said
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +17,9 @@ from fakes import free_everywhere, scheduler_of
 
 from specdec import Handoff, SamplingParams, SpeculativeModel, TransferError, TransferTimeoutError
 from specdec.requests.moved import MovedRequest
+from tests.rank_server import start_python
+
+__all__ = ["start_python"]
 
 ROOT = Path(__file__).resolve().parents[2]
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -145,16 +146,10 @@ for line in sys.stdin:
 
 
 @contextmanager
-def prefilling(transport: str, prompts: list[str]) -> Iterator[tuple[Any, list[Handoff]]]:
+def prefilling(start: Any, transport: str, prompts: list[str]) -> Iterator[tuple[Any, list[Handoff]]]:
     """Another process that has read the prompts -> (process, handoffs)."""
     code = CHILD.format(root=str(ROOT), prompts=prompts, sizes=SIZES, transport=transport)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "SPECDEC_CHECK": "1", "OMP_NUM_THREADS": "1"},
-    )
+    process = start(code, env={**os.environ, "SPECDEC_CHECK": "1", "OMP_NUM_THREADS": "1"})
     try:
         found = []
         while len(found) < len(prompts):
@@ -189,14 +184,14 @@ def pages_held(process: Any) -> int:
     ],
 )
 def test_between_two_processes_that_hang_and_die(
-    transport: str, pair: tuple[SpeculativeModel, SpeculativeModel]
+    transport: str, pair: tuple[SpeculativeModel, SpeculativeModel], start_python: Any
 ) -> None:
     """Moved; the source frozen: an error in time, and no page used again early; awake again: moved after all; killed:
     an error, or the prompt is read again."""
     stays, d = pair
     expected = lived(stays.generate(PROMPTS * 2, GREEDY))
     d.open_transfer(transport)
-    with prefilling(transport, PROMPTS * 2) as (process, handoffs):
+    with prefilling(start_python, transport, PROMPTS * 2) as (process, handoffs):
         held = pages_held(process)
         assert lived(d.resume(handoffs[0])) == expected[:1]
         end = time.monotonic() + 5

@@ -26,8 +26,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec import SpeculativeModel
-from specdec.training import plan
+from tests.mtp_cases import tiny
 
+pytestmark = pytest.mark.usefixtures("short_evaluations")
 PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
 SCRIPT = EntryPoint("specdec", PROJECT["scripts"]["specdec"], "console_scripts")
 """Of this tree: an editable install keeps the metadata of its day."""
@@ -64,6 +65,12 @@ def specdec(*arguments: object) -> Done:
 
 def save_target(folder: Path, seed: int) -> Path:
     """A tiny random Llama with a tokenizer of one token a character."""
+    tiny_llama(seed=seed).save_pretrained(save_tokenizer(folder))
+    return folder
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """One token a character."""
     vocab = {c: i for i, c in enumerate(LETTERS)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="."))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -71,15 +78,13 @@ def save_target(folder: Path, seed: int) -> Path:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
-    tiny_llama(seed=seed).save_pretrained(folder)
     return folder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def short_evaluations() -> Iterator[None]:
-    """What is measured of a finished head changes nothing that these tests look at."""
-    with patch.object(plan, "_EVALUATED_TOKENS", 4):
-        yield
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target with a multi-token-prediction module (tests/drafters/training/test_mtp.py trains the built-in)."""
+    return tiny("deepseek_v3", context=0.03).write(save_tokenizer(tmp_path_factory.mktemp("deepseek")))
 
 
 @pytest.fixture(scope="module")
@@ -509,10 +514,10 @@ def test_the_interval_of_checkpoints_is_free(bench: Bench, expected: bytes) -> N
 
 
 @pytest.mark.slow
-def test_modules_are_trained_under_the_same_rules(tmp_path: Path) -> None:
+def test_modules_are_trained_under_the_same_rules(deepseek: Path, tmp_path: Path) -> None:
     data = questions(tmp_path / "questions.jsonl", [f"Anna has {n} apples and buys 8. How many?" for n in range(6)])
     sizes = "--steps 2 --batch-size 2 --held-out 2 --max-new-tokens 12 --ttt-steps 2 --device cpu --max-num-seqs 6"
-    command = ["train", "mtp", "--output", tmp_path / "run", *sizes.split()]
+    command = ["train", "mtp", "--model", deepseek, "--output", tmp_path / "run", *sizes.split()]
     head = tmp_path / "run" / "head" / "model.safetensors"
     assert specdec(*command, "--data", data).code == 0
     first = head.read_bytes()
@@ -526,11 +531,11 @@ def test_modules_are_trained_under_the_same_rules(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_exported_module_says_the_dtype_that_it_has(tmp_path: Path) -> None:
+def test_an_exported_module_says_the_dtype_that_it_has(deepseek: Path, tmp_path: Path) -> None:
     """A module is trained in float32, also for a target in another dtype."""
     data = questions(tmp_path / "questions.jsonl", [f"Anna has {n} apples and buys 8. How many?" for n in range(4)])
     sizes = "--steps 1 --batch-size 2 --held-out 1 --max-new-tokens 4 --ttt-steps 2 --device cpu --dtype bfloat16"
-    done = specdec("train", "mtp", "--data", data, "--output", tmp_path / "run", *sizes.split())
+    done = specdec("train", "mtp", "--model", deepseek, "--data", data, "--output", tmp_path / "run", *sizes.split())
     assert done.code == 0, done.text
     with safe_open(tmp_path / "run" / "head" / "model.safetensors", framework="pt") as weights:
         stored = {str(weights.get_tensor(name).dtype) for name in weights.keys()}  # noqa: SIM118 (not a dict)

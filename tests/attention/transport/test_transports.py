@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +23,9 @@ from attention.transport.base import ReadPlan
 from attention.transport.local import LocalTransport
 from attention.transport.nixl_agent import NixlTransport, nixl_module
 from attention.transport.sockets import SocketTransport
+from tests.rank_server import real_script, start_python
+
+__all__ = ["start_python"]
 
 ROOT = Path(__file__).resolve().parents[3]
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -237,16 +238,12 @@ own.SocketTransport.answer = answer
 
 
 @contextmanager
-def child(kind: str, defect: str = "", dim: int = DIM, pages: int = PAGES, **environment: str) -> Iterator[Any]:
+def child(
+    kind: str, defect: str = "", dim: int = DIM, pages: int = PAGES, start: Any = real_script, **environment: str
+) -> Iterator[Any]:
     """A source in another process -> (process, its table)."""
     code = CHILD.format(root=str(ROOT), file=__file__, kind=kind, defect=defect, dim=dim, pages=pages)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
+    process = start(code, env={**os.environ, **environment})
     try:
         assert process.stdout is not None
         line = next((line for line in process.stdout if line.startswith("{")), "")
@@ -284,9 +281,10 @@ def test_between_two_processes_until_one_is_killed(kind: str) -> None:
     ("name", "error"),
     [pytest.param("SIGKILL", TransferError, marks=pytest.mark.slow), ("SIGSTOP", TransferTimeoutError)],
 )
-def test_a_source_that_dies_or_hangs_halfway(name: str, error: type[Exception]) -> None:
+def test_a_source_that_dies_or_hangs_halfway(name: str, error: type[Exception], start_python: Any) -> None:
     """What it had sent is garbage, and nothing more is written after the error."""
-    with child("SocketTransport", DIES_HALFWAY.format(signal=f"signal.{name}")) as (process, table):
+    defect = DIES_HALFWAY.format(signal=f"signal.{name}")
+    with child("SocketTransport", defect, start=start_python) as (process, table):
         transport, bounds, own = reader_of("SocketTransport", table)
         read, started = transport.read(own), time.monotonic()
         with pytest.raises(error):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 from collections.abc import Callable
@@ -60,8 +61,11 @@ class Bench:
         self.model = wrap(
             case.model, max_num_seqs=16, kv_cache_tokens=1000, max_num_batched_tokens=256, max_model_len=32
         )
-        prompts = random_prompts([4] * 100, seed=2)
-        self.answers: AnswerSet = answer(prompts, self.regenerate, max_length=16)
+
+    @functools.cached_property
+    def answers(self) -> AnswerSet:
+        """What the target says to a hundred prompts."""
+        return answer(random_prompts([4] * 100, seed=2), self.regenerate, max_length=16)
 
     def regenerate(self, prompts: list[list[int]]) -> list[list[int]]:
         return [c.token_ids for c in self.model.generate(prompts, SamplingParams(max_new_tokens=12))]
@@ -108,6 +112,7 @@ def test_the_module_learns_and_drafts_better(bench: Bench, tmp_path: Path) -> No
     assert last.evaluation["tau"] > before + 0.3
 
 
+@pytest.mark.usefixtures("short_evaluations")
 @pytest.mark.parametrize("calls", [pytest.param(4, marks=pytest.mark.long), 11])
 def test_a_killed_run_goes_on_with_the_same_result(
     calls: int, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -166,7 +171,7 @@ def test_what_cannot_be_trained_is_refused(tiny_case: Callable[..., Any], tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("short_evaluations")
 def test_the_command_trains_the_built_in_module(tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     lines = [json.dumps({"question": f"Anna has {n} apples and buys 8 more. How many has she now?"}) for n in range(6)]

@@ -100,6 +100,7 @@ def test_inspect_says_where_every_field_of_the_head_is_from(model: SpeculativeMo
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_evaluations")
 def test_train_eagle3_makes_a_head_that_loads(model: SpeculativeModel, tmp_path: Path) -> None:
     questions = [json.dumps({"question": problem.question}) for problem in problems("train", 5, seed=7)]
     (tmp_path / "q.jsonl").write_text("\n".join(questions), encoding="utf-8")

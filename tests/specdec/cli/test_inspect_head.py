@@ -30,6 +30,15 @@ def run(command: Any, *arguments: str) -> Result:
 
 
 @pytest.fixture
+def few(tmp_path: Path) -> list[str]:
+    """Options: three questions in place of the eight that the check has, where their number is not the point."""
+    asked = ["Tom has 3 boxes of 12 eggs and sells 7 eggs.", "Anna buys 4 pens for 2 dollars.", "A farmer has 15 cows."]
+    lines = [json.dumps({"question": f"{text} How many are there?"}) for text in asked]
+    (tmp_path / "few.jsonl").write_text("\n".join(lines))
+    return ["--file", str(tmp_path / "few.jsonl")]
+
+
+@pytest.fixture
 def head(tmp_path: Path) -> Path:
     """A copy of the built-in head that nobody knows the target of, its layers one too early."""
     folder = tmp_path / "head"
@@ -110,8 +119,8 @@ def test_arguments_that_contradict_each_other(arguments: list[str], message: str
 
 
 @pytest.mark.slow
-def test_a_module_agrees_with_the_target_whose_checkpoint_holds_it() -> None:
-    found = json.loads(run(inspect, "gsm-deepseek", "--json", *SMALL).stdout)
+def test_a_module_agrees_with_the_target_whose_checkpoint_holds_it(few: list[str]) -> None:
+    found = json.loads(run(inspect, "gsm-deepseek", "--json", *few, *SMALL).stdout)
     assert found["head"] == "MtpHead" and found["agreement"]["verdict"] == "fine"
     assert found["agreement"]["chains"] is None and found["agreement"]["rounds"]["tau"] > 2
 
@@ -262,8 +271,8 @@ def test_exports_that_lack_something_are_refused_before_anything_is_written(tmp_
 
 
 @pytest.mark.slow
-def test_a_head_of_speculators_is_inspected_with_the_target_that_it_names(tmp_path: Path) -> None:
+def test_a_head_of_speculators_is_inspected_with_the_target_that_it_names(tmp_path: Path, few: list[str]) -> None:
     run(export, "gsm-llama-eagle3", "--layout", "speculators", "--out", str(tmp_path / "out"))
-    found = json.loads(run(inspect, str(tmp_path / "out"), "--json", *SMALL).stdout)
+    found = json.loads(run(inspect, str(tmp_path / "out"), "--json", *few, *SMALL).stdout)
     assert found["target"] == str(builtin_path("gsm-llama").resolve())
     assert found["agreement"]["verdict"] == "fine" and found["agreement"]["rounds"]["tau"] > 3
