@@ -342,6 +342,7 @@ def test_tables_are_plain_json_and_come_back_the_same() -> None:
         (table_of().to_json().replace('"num_blocks": 7', '"num_blocks": -7'), "is impossible: {'num_blocks': -7}"),
         (table_of().to_json().replace('"base": ', '"base": "0x", "_": '), "no region table"),
     ],
+    ids=["version", "list", "cut", "empty", "heads", "blocks", "base"],  # not the addresses that are in the tables
 )
 def test_other_tables_are_refused(text: str, words: str) -> None:
     with pytest.raises(HandoffMismatchError) as error:
