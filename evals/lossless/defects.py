@@ -99,7 +99,9 @@ class Node:
     Attributes:
         ids: [S] tokens that may follow. probs: [S]. scores: [S + 1, D] log likelihood ratios; the last row is for
             tokens that may not follow.
-        right, wrong: mean and variance of the scores [2, D], if all is right, and under each defect.
+        right: first four cumulants of the scores [4, D] if all is right.
+        wrong: their mean and variance [2, D] under each defect, from the tokens that may follow alone.
+        compared: first four cumulants of the scores [4, D] under each defect, with tokens that may not follow.
         outside: [D] probability, under each defect, of tokens that may not follow.
         clear: whether rounding cannot change which tokens may follow.
     """
@@ -109,6 +111,7 @@ class Node:
     scores: np.ndarray
     right: np.ndarray
     wrong: np.ndarray
+    compared: np.ndarray
     outside: np.ndarray
     clear: bool = True
 
@@ -132,11 +135,24 @@ class Node:
         outside = np.clip(1 - others.sum(0), 0.0, 1.0)
         outside[outside < 1e-9] = 0.0
         scores = np.log(SOFT + (1 - SOFT) * others / probs[:, None])
-        moments = [
-            np.stack([(weight * scores).sum(0), (weight * scores**2).sum(0)]) for weight in (probs[:, None], others)
-        ]
-        right, wrong = (np.stack([mean, np.maximum(square - mean**2, 0.0)]) for mean, square in moments)
-        return cls(ids, probs, np.vstack([scores, np.full(scores.shape[1], OUTSIDE)]), right, wrong, outside, clear)
+        mean = (others * scores).sum(0)
+        wrong = np.stack([mean, np.maximum((others * scores**2).sum(0) - mean**2, 0.0)])
+        right = cumulants(probs[:, None], scores)
+        scores = np.vstack([scores, np.full(scores.shape[1], OUTSIDE)])
+        compared = cumulants(np.vstack([others, outside]), scores)
+        return cls(ids, probs, scores, right, wrong, compared, outside, clear)
+
+
+def cumulants(probs: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The first four cumulants [4, D] of values [S, D] drawn with probs [S, D] or [S, 1].
+
+    >>> cumulants(np.array([[0.5], [0.5]]), np.array([[0.0], [2.0]])).ravel().tolist()
+    [1.0, 1.0, 0.0, -2.0]
+    """
+    mean = (probs * values).sum(0)
+    from_mean = values - mean
+    second, third, fourth = ((probs * from_mean**power).sum(0) for power in (2, 3, 4))
+    return np.stack([mean, second, third, fourth - 3 * second**2])
 
 
 def _clear(logits: torch.Tensor, probs: torch.Tensor, sampling: Sampling) -> bool:

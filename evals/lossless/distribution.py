@@ -166,12 +166,14 @@ class NodesAt:
 
     def __call__(self, prefixes: Sequence[Tokens]) -> Mapping[Tokens, Node]:
         """The nodes of `prefixes`, which follow the prompt."""
-        missing = [prefix for prefix in prefixes if prefix not in self.known]
-        for length in sorted({len(prefix) for prefix in missing}):
-            some = [prefix for prefix in missing if len(prefix) == length]
-            logits = self.replay.next_logits([(*self.prompt, *prefix) for prefix in some])
-            for prefix, one in zip(some, logits, strict=True):
-                self.known[prefix] = Node.of(one, prefix[-1], self.sampling)
+        missing = {prefix for prefix in prefixes if prefix not in self.known}
+        begun = {prefix[:length] for prefix in missing for length in range(1, len(prefix))}
+        whole = sorted(missing - begun, key=lambda text: (len(text), text))
+        for text, logits in self.replay.logits_after(self.prompt, whole):
+            for length in range(1, len(text) + 1):
+                prefix = text[:length]
+                if prefix in missing and prefix not in self.known:
+                    self.known[prefix] = Node.of(logits[length - 1], prefix[-1], self.sampling)
         return self.known
 
 

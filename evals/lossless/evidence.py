@@ -54,13 +54,15 @@ class Branch:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The sums of one place over its nodes. D defects; moments are [2, D] (mean, variance) of their sums of scores.
+    """The sums of one place over its nodes. D defects.
 
     Attributes:
         samples: drawn. statistic, degrees: chi-square of the nodes with enough samples.
         impossible: tokens that may not follow, at nodes where rounding cannot decide that.
         scores: [samples, D] log likelihood ratios of each defect. expected: [samples, D] their means if all is right.
-        right, wrong: moments of the sum of scores, given how often each node was reached.
+        wrong: [2, D] mean and variance of the sum of scores under each defect, given how often each node was reached.
+        if_right, if_wrong: [4, D] what the sums over all samples of the first four powers of a sample's score, less
+            its mean if all is right, are expected to be: see `_sample_powers`.
         outside: [D] expected tokens, under each defect, that may not follow.
         looked_at: [D] tokens that have a score.
     """
@@ -71,8 +73,9 @@ class Evidence:
     impossible: int
     scores: np.ndarray
     expected: np.ndarray
-    right: np.ndarray
     wrong: np.ndarray
+    if_right: np.ndarray
+    if_wrong: np.ndarray
     outside: np.ndarray
     looked_at: np.ndarray
 
@@ -110,7 +113,7 @@ def measure(sampled: Sampled, nodes: Nodes, is_exact: bool = True) -> Evidence:
     known = nodes([branch.prefix for branch in followed])
     count, width = len(sampled.tokens), len(DEFECTS)
     scores, expected = np.zeros((count, width)), np.zeros((count, width))
-    right, wrong, outside, looked_at = np.zeros((2, width)), np.zeros((2, width)), np.zeros(width), np.zeros(width)
+    wrong, outside, looked_at = np.zeros((2, width)), np.zeros(width), np.zeros(width)
     statistic, degrees, impossible = 0.0, 0, 0
     for branch in followed:
         node = known[branch.prefix]
@@ -123,7 +126,6 @@ def measure(sampled: Sampled, nodes: Nodes, is_exact: bool = True) -> Evidence:
         scores[branch.rows] += counted * node.scores[at]
         expected[branch.rows] += counted * node.right[0]
         often = counted.sum(0)
-        right += often * node.right
         wrong += often * node.wrong
         outside += often * node.outside
         looked_at += often
@@ -132,7 +134,38 @@ def measure(sampled: Sampled, nodes: Nodes, is_exact: bool = True) -> Evidence:
             impossible += int(counts[-1])
             of_node = chi_square(counts[:-1], len(at) * node.probs)
             statistic, degrees = statistic + of_node[0], degrees + of_node[1]
-    return Evidence(count, statistic, degrees, impossible, scores, expected, right, wrong, outside, looked_at)
+    powers = _sample_powers(sampled, followed, known)
+    return Evidence(count, statistic, degrees, impossible, scores, expected, wrong, *powers, outside, looked_at)
+
+
+def _sample_powers(
+    sampled: Sampled, followed: Sequence[Branch], known: Mapping[Tokens, Node]
+) -> tuple[np.ndarray, np.ndarray]:
+    """[4, D] if all is right, and under each defect: sums of the first four powers expected of a sample's score.
+
+    The score is centred by its mean if all is right. A sample's tokens are taken as independent, given its nodes, so
+    that their cumulants add; and as if a defect led to the same nodes as were seen here.
+    """
+    nodes = [known[branch.prefix] for branch in followed]
+    table = np.zeros((len(nodes) + 1, 2, 4, len(DEFECTS)))  # the last one is for nodes that are not followed
+    at = np.full(sampled.tokens.shape, len(nodes))
+    for i, (branch, node) in enumerate(zip(followed, nodes, strict=True)):
+        at[branch.rows, len(branch.prefix)] = i
+        table[i] = node.right, node.compared
+        table[i, :, 0] -= node.right[0]
+    of_tokens = table[at]
+    of_tokens[..., BONUS] *= sampled.bonus[..., None, None]
+    right, wrong = (_powers(of_tokens[:, :, side].sum(1)).sum(0) for side in (0, 1))
+    return right, wrong
+
+
+def _powers(cumulants: np.ndarray) -> np.ndarray:
+    """The mean first four powers [n, 4, D] of variables with these first four cumulants [n, 4, D]."""
+    mean, second, third, fourth = cumulants.transpose(1, 0, 2)
+    squared = second + mean**2
+    cubed = third + 3 * second * mean + mean**3
+    last = fourth + 4 * third * mean + 3 * second**2 + 6 * second * mean**2 + mean**4
+    return np.stack([mean, squared, cubed, last], 1)
 
 
 def _places_in(ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from inspect import signature
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Replay:
         self._model.load_state_dict(hf_model.state_dict())
         self._model.eval()
         known = signature(self._model.forward).parameters
-        self._last_alone = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        self._keeps_few = "logits_to_keep" in known
 
     @classmethod
     def of(cls, model: Any) -> Replay:
@@ -65,13 +66,23 @@ class Replay:
         """Logits after every one of `token_ids`: [T, V], in the copy's dtype, on the CPU."""
         return self._forward(token_ids).cpu()
 
+    def logits_after(
+        self, prompt: tuple[int, ...], texts: Sequence[tuple[int, ...]]
+    ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Each of several texts that follow `prompt`, none of them empty, with the logits after every one of its
+        tokens: [len(text), V], on the CPU. Texts of one length that stand side by side share a forward pass.
+        """
+        for length, group in groupby(texts, len):
+            some = list(group)
+            for start in range(0, len(some), _AT_ONCE):
+                chunk = some[start : start + _AT_ONCE]
+                yield from zip(chunk, self._after([(*prompt, *text) for text in chunk], length), strict=True)
+
     @torch.inference_mode()
-    def next_logits(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Logits of the token after each of several texts of one length: [texts, V], on the CPU."""
-        device = self._model.device
-        chunks = (texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE))
-        ids = (torch.tensor([list(text) for text in chunk], device=device) for chunk in chunks)
-        return torch.cat([self._model(some, use_cache=False, **self._last_alone).logits[:, -1].cpu() for some in ids])
+    def _after(self, texts: Sequence[Sequence[int]], last: int) -> torch.Tensor:
+        ids = torch.tensor(texts, device=self._model.device)
+        few = {"logits_to_keep": last} if self._keeps_few else {}
+        return self._model(ids, use_cache=False, **few).logits[:, -last:].cpu()
 
     def _forward(self, token_ids: Sequence[int]) -> torch.Tensor:
         ids = torch.tensor([list(token_ids)], device=self._model.device)

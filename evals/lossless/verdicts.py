@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evals.errors import require
-from evals.lossless.defects import DEFECTS, OUTSIDE
+from evals.lossless.defects import DEFECTS
 from evals.lossless.evidence import Evidence, Sampled
 from evals.runs.runner import Configuration
 from evals.runs.verdict import Verdict
@@ -93,7 +93,7 @@ def compared_fit(
     p_all = norm.sf(z_all) * np.exp(_everywhere())
     p_each = norm.sf(z_each) * np.exp(_alone(len(pairs)))
     p_named = float(min(p_all.min(), p_each.min(), 1.0))
-    powers = _powers(arm, *_compared_power([pair[1] for pair in pairs]))
+    powers = _powers(arm, *_compared_power(pairs))
     totals = sum(one for one, _ in chi), sum(degrees for _, degrees in chi)
     return _fit(arm, drawn, totals, 0, p_named, powers)
 
@@ -150,17 +150,38 @@ def _either(found: np.ndarray, outside: np.ndarray) -> np.ndarray:
     return np.asarray(1 - (1 - found) * np.exp(-outside))
 
 
-def _compared_power(evidence: Sequence[Evidence]) -> tuple[np.ndarray, np.ndarray]:
+def _compared_power(pairs: Sequence[tuple[Evidence, Evidence]]) -> tuple[np.ndarray, np.ndarray]:
+    """[D] everywhere, [places, D] at one alone: P(T > limit √V), for T the difference and V its estimated variance.
+
+    V is a sum of squares around the mean of what is right, so that a defect raises it with T: by the square of every
+    sample's mean score as well. √V lies below its tangent at its expectation E: T - limit (√E + (V - E) / 2√E) > 0
+    suffices, and is a sum over independent samples: normal for many. So what is stated is a little too low (√ is
+    concave), and more so where another defect's score or chi-square would have found it too.
+    Source: the delta method for a self-normalized sum; de la Peña, Lai, Shao 2009, Self-Normalized Processes.
+    """
     from scipy.stats import norm
 
-    right, wrong = (np.array([getattr(one, side) for one in evidence]) for side in ("right", "wrong"))
-    outside = np.array([one.outside for one in evidence])
-    shift = wrong[:, 0] - right[:, 0] + OUTSIDE * outside
-    noise = right[:, 1] + wrong[:, 1] + OUTSIDE**2 * outside
+    shares = np.array([_share(*pair) for pair in pairs])
+    order = np.arange(1, 5)[:, None]
+    alone = np.array([pair[0].if_right for pair in pairs]) * (-shares[:, None]) ** order
+    own = np.array([pair[1].if_wrong for pair in pairs])
+    samples = np.array([[one.samples for one in pair] for pair in pairs])
+    mean, square = own[:, 0], own[:, 1] + alone[:, 1]
     level = ALPHA / 2
-    limits = norm.isf(level * np.exp(-_everywhere())), norm.isf(level * np.exp(-_alone(len(evidence))))
-    everywhere = _exceeds(limits[0] * np.sqrt(noise.sum(0)), shift.sum(0), noise.sum(0))
-    return everywhere, _exceeds(limits[1] * np.sqrt(noise), shift, noise)
+    limits = norm.isf(level * np.exp(-_everywhere())), norm.isf(level * np.exp(-_alone(len(pairs))))
+    found = []
+    for limit, total, of_all in ((limits[0], mean.sum(0), square.sum(0)), (limits[1], mean, square)):
+        slope = limit / (2 * np.sqrt(np.maximum(of_all, 1e-12)))
+        scatter = _scatter(own, slope, samples[:, 1]) + _scatter(alone, slope, samples[:, 0])
+        found.append(_exceeds(limit * np.sqrt(of_all), total, scatter.sum(0) if total.ndim == 1 else scatter))
+    return found[0], found[1]
+
+
+def _scatter(powers: np.ndarray, slope: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """[places, D] variance of the sum over samples of x - slope x². powers: [places, 4, D] sums of x, x², x³, x⁴."""
+    first, second, third, fourth = powers.transpose(1, 0, 2)
+    total = first - slope * second
+    return np.asarray(second - 2 * slope * third + slope**2 * fourth - total**2 / samples[:, None])
 
 
 def _exceeds(limit: np.ndarray | float, mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
@@ -176,8 +197,13 @@ def _exceeds(limit: np.ndarray | float, mean: np.ndarray, variance: np.ndarray) 
 def _difference(alone: Evidence, arm: Evidence) -> tuple[np.ndarray, np.ndarray]:
     """Per defect: the arm's sum of centred scores, less the target alone's for as many tokens, and its variance."""
     left, right = alone.scores - alone.expected, arm.scores - arm.expected
-    share = arm.looked_at / np.maximum(alone.looked_at, 1)
+    share = _share(alone, arm)
     return right.sum(0) - share * left.sum(0), (right**2).sum(0) + share**2 * (left**2).sum(0)
+
+
+def _share(alone: Evidence, arm: Evidence) -> np.ndarray:
+    """[D] how many tokens of the arm have a score for each one of the target alone."""
+    return np.asarray(arm.looked_at / np.maximum(alone.looked_at, 1))
 
 
 def _ratio(difference: np.ndarray, variance: np.ndarray) -> np.ndarray:
