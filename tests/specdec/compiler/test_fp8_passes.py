@@ -62,7 +62,7 @@ def rewritten(layer: Layer, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], 
     def compile_inference(module: GraphModule, _: Any) -> GraphModule:
         Fp8Rewriting()(module.graph)
         module.graph.lint()
-        assert next(reversed(module.graph.nodes)).op == "output"
+        assert list(module.graph.nodes)[-1].op == "output"
         after.update(operators(module.graph))
         module.recompile()
         return module
