@@ -12,11 +12,12 @@ from typing import Generic
 import numpy as np
 import torch
 
+from attention.batch.host import HostBatch
 from attention.batch.metadata import BatchSection, CommonAttentionMetadata
 from attention.batch.staging import Staged
 from attention.declared import A, Section, array
 from drafters.loops.base import CarriedRows
-from specdec.requests.sampling import SamplingTensors
+from specdec.requests.sampling import SamplingParameters, SamplingTensors
 from specdec.rounds.ahead import AheadArrays, AheadInputs
 from specdec.rounds.passes import OF_TARGET, TARGET, PassesSection, target_sizes
 from specdec.rounds.randomness import SamplingRound
@@ -52,16 +53,6 @@ class DeviceSampling(Uniforms[torch.Tensor]):
 
 
 @dataclass(frozen=True)
-class _Parameters(Generic[A]):
-    """`SamplingArrays` in the arena."""
-
-    temperature: A = array(np.float32, "rows")
-    top_k: A = array(np.int32, "rows")
-    top_p: A = array(np.float32, "rows")
-    min_p: A = array(np.float32, "rows")
-
-
-@dataclass(frozen=True)
 class DeviceRound(VerificationArrays[torch.Tensor]):
     """One verification on the device.
 
@@ -92,9 +83,9 @@ class VerificationSection:
         """What is sent."""
         return self.batch.values(target.batch) | self.own.values(target)
 
-    def of(self, target: TargetInputs, staged: Staged) -> DeviceRound:
-        """What arrived; greedy."""
-        round_: DeviceRound = self.own.of(staged.views, DeviceRound, metadata=self.batch.metadata(target.batch, staged))
+    def of(self, batch: HostBatch, staged: Staged) -> DeviceRound:
+        """What arrived of a verification with this attention; greedy."""
+        round_: DeviceRound = self.own.of(staged.views, DeviceRound, metadata=self.batch.metadata(batch, staged))
         return round_
 
 
@@ -139,7 +130,7 @@ class SamplingSection:
         """ahead: with the uniforms of the drafts after the round, as graphs need them, in place of its own drafts'."""
         without = "draft_uniform" if ahead else "ahead_uniform"
         self._uniforms = Section(Uniforms, "sampling", (without,), {**OF_TARGET, "drafts": "sampling.drafts"})
-        self._parameters = Section(_Parameters, "sampling", shared=OF_TARGET)
+        self._parameters = Section(SamplingParameters, "sampling", shared=OF_TARGET)
         self.fields = (*self._parameters.fields, *self._uniforms.fields)
 
     @staticmethod
