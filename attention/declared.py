@@ -43,6 +43,11 @@ def array(dtype: type[np.generic], *dimensions: str, optional: bool = False) -> 
     return dataclasses.field(default=default, metadata={_ARRAY: (dtype, dimensions)})
 
 
+def array_names(kind: type[Any]) -> tuple[str, ...]:
+    """The fields of a dataclass that are arrays."""
+    return tuple(f.name for f in dataclasses.fields(kind) if _ARRAY in f.metadata)
+
+
 class Section(Generic[S]):
     """The arrays of a declared class in an arena.
 

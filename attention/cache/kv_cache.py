@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-import numpy as np
 import torch
 
 from attention.cached import cached_property
@@ -16,8 +15,6 @@ from attention.spec import AttentionSpec
 KVLayout = Literal["NHD", "HND"]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
-_ALIGNMENT = 64
-"""Bytes; as torch aligns tensors on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tup
 
     def tensor(heads: int, dim: int) -> torch.Tensor:
         inner = (group.page_size, heads) if group.layout == "NHD" else (heads, group.page_size)
-        return zeros((group.num_pages, *inner, dim), group.format.dtype_for(dtype), device)
+        return torch.zeros((group.num_pages, *inner, dim), dtype=group.format.dtype_for(dtype), device=device)
 
     def layer(number: int, k: AttentionSpec) -> LayerKV:
         keys = tensor(k.num_kv_heads, k.head_dim_k)
@@ -146,26 +143,6 @@ def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tup
         return LayerKV(keys, values, group.layout, k.value_in_key, *group.format.of_layer(number))
 
     return tuple(layer(number, k) for number, k in enumerate(group.attention_specs))
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As `torch.zeros`; on a CPU memory is taken where it is first written, and a large cache costs no time before.
-
-    Raises:
-        RuntimeError: torch's, where there is not so much memory.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not size:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    try:
-        memory = np.zeros(size + _ALIGNMENT, dtype=np.uint8)  # calloc's: torch writes its zeros one by one
-    except MemoryError:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    start = -memory.ctypes.data % _ALIGNMENT
-    storage = torch.from_numpy(memory).untyped_storage()
-    strides = torch.empty(shape, dtype=dtype, device="meta").stride()
-    pages = torch.empty(0, dtype=dtype)  # and no view of something, whose base compilers would look at
-    return pages.set_(storage, start // dtype.itemsize, shape, strides)
 
 
 def slots_view(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import torch
 
+from attention.declared import A, array
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
 from specdec.values import flag, real, refuse, short, whole
@@ -155,13 +156,18 @@ def _stop_ids(given: Any) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class SamplingArrays:
-    """Sampling parameters of several rows as numpy arrays, [B] each; temperature 0 marks a greedy row."""
+class SamplingParameters(Generic[A]):
+    """Sampling parameters of several rows, [B] each; temperature 0 marks a greedy row."""
 
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
+    temperature: A = array(np.float32, "rows")
+    top_k: A = array(np.int32, "rows")
+    top_p: A = array(np.float32, "rows")
+    min_p: A = array(np.float32, "rows")
+
+
+@dataclass(frozen=True)
+class SamplingArrays(SamplingParameters[np.ndarray]):
+    """The same as numpy arrays."""
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> SamplingArrays:

@@ -24,7 +24,7 @@ from attention.batch.metadata import (
 from attention.batch.staging import Staged
 from attention.declared import A, Field, Section, array
 from drafters.loops.base import CarriedRows
-from specdec.requests.sampling import SamplingTensors
+from specdec.requests.sampling import SamplingParameters, SamplingTensors
 from specdec.rounds.drafting import AheadArrays, AheadInputs
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetInputs, VerificationArrays
@@ -128,16 +128,6 @@ class DeviceSampling(Uniforms[torch.Tensor]):
 
 
 @dataclass(frozen=True)
-class _Parameters(Generic[A]):
-    """`SamplingArrays` in the arena."""
-
-    temperature: A = array(np.float32, "rows")
-    top_k: A = array(np.int32, "rows")
-    top_p: A = array(np.float32, "rows")
-    min_p: A = array(np.float32, "rows")
-
-
-@dataclass(frozen=True)
 class DeviceRound(VerificationArrays[torch.Tensor]):
     """One verification on the device.
 
@@ -168,9 +158,9 @@ class VerificationSection:
         """What is sent."""
         return self.batch.values(target.batch) | self.own.values(target)
 
-    def of(self, target: TargetInputs, staged: Staged) -> DeviceRound:
-        """What arrived; greedy."""
-        round_: DeviceRound = self.own.of(staged.views, DeviceRound, metadata=self.batch.metadata(target.batch, staged))
+    def of(self, batch: HostBatch, staged: Staged) -> DeviceRound:
+        """What arrived of a verification with this attention; greedy."""
+        round_: DeviceRound = self.own.of(staged.views, DeviceRound, metadata=self.batch.metadata(batch, staged))
         return round_
 
 
@@ -215,7 +205,7 @@ class SamplingSection:
         """ahead: with the uniforms of the drafts after the round, as graphs need them, in place of its own drafts'."""
         without = "draft_uniform" if ahead else "ahead_uniform"
         self._uniforms = Section(Uniforms, "sampling", (without,), {**OF_TARGET, "drafts": "sampling.drafts"})
-        self._parameters = Section(_Parameters, "sampling", shared=OF_TARGET)
+        self._parameters = Section(SamplingParameters, "sampling", shared=OF_TARGET)
         self.fields = (*self._parameters.fields, *self._uniforms.fields)
 
     @staticmethod

@@ -14,6 +14,7 @@ steps of the same shape belong to the loop: `drafters/loops/chain/static.py`.)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ from attention.batch.metadata import BatchArrays, CommonAttentionMetadata
 from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
-from attention.recurrence.index import FoldRule, StateIndex
+from attention.declared import array_names
+from attention.recurrence.index import FoldRule, StateArrays, StateIndex
 from drafters.loops.base import CarriedRows, StaticShape
 from drafters.loops.modules.index import rows_before
 from specdec.config import EngineConfig
@@ -34,6 +36,7 @@ from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetArrays, WindowedTable
 
 Carried = CarriedRows[torch.Tensor] | None
+_STATE_NAMES = array_names(StateArrays)
 
 
 class _Pages:
@@ -102,14 +105,10 @@ class _States:
 
     def write(self, target: TargetArrays) -> None:
         """Those of verifications of bonus tokens."""
-        count, states, own = len(target.start), target.states, self.index
-        assert states is not None
-        for place, values in zip(
-            (own.slots, own.start, own.replay, own.num_new),
-            (states.slots, states.start, states.replay, states.num_new),
-            strict=True,
-        ):
-            place[:count], place[count:] = values, 0
+        count, states = len(target.start), target.states
+        for name in _STATE_NAMES:
+            place = getattr(self.index, name)
+            place[:count], place[count:] = getattr(states, name), 0
 
 
 class _LaterPass:
@@ -223,15 +222,8 @@ class FixedTarget:
         """
         batch, passes, staged = self.send(target)
         places = self._shape.rows * (self._shape.query_len - 1)
-        views = self._section.own.of(staged.views)
-        round_ = DeviceRound(
-            **{
-                **vars(views),
-                "draft_places": views.draft_places[:places],
-                "draft_sources": views.draft_sources[:places],
-            },
-            metadata=self._section.batch.metadata(batch, staged),
-        )
+        whole = self._section.of(batch, staged)
+        round_ = replace(whole, draft_places=whole.draft_places[:places], draft_sources=whole.draft_sources[:places])
         if self._passes is None:
             return round_, (), None
         return round_, self._passes.metadata(round_.metadata, passes, staged), self._passes.carried(staged)

@@ -66,7 +66,7 @@ class RoundTransfer:
         drafting = LoopSize() if arrays is None else arrays.size
         bucket = _bucket(self._loop, rounded(_size_of(target)), rounded(drafting), _groups_of(target))
         staged = self._arena.send(bucket, values)
-        device = self._target.of(target.inputs, staged)
+        device = self._target.of(target.inputs.batch, staged)
         if sampling is not None:
             device = replace(device, sampling=self._sampling.of(staged.views, sampling.decided.arrays.filters))
         return SentRound(device, None if loop is None else loop.section.of(arrays, staged))
@@ -94,7 +94,7 @@ class AheadTransfer:
         """Send a verification."""
         bucket = bucket_of(**_sizes(rounded(_size_of(target)), _groups_of(target)))
         staged = self._verification.send(bucket, self._target.values(target.inputs))
-        return SentRound(self._target.of(target.inputs, staged), None)
+        return SentRound(self._target.of(target.inputs.batch, staged), None)
 
     def send_ahead(self, target: TargetArrays, ahead: AheadInputs, verification: DeviceRound) -> DeviceAhead:
         """Send the draft prefill after a verification that was sent."""

@@ -57,13 +57,14 @@ def new_hook(model: nn.Module, uncalled: Iterable[nn.Module], known: Iterable[in
 
     "" for none. Hooks that only watch do not count, nor do those that known packages put on every module.
     """
-    own, names = set(known), {module: name for name, module in model.named_modules()}
+    own = set(known)
     every = (of_every_module._global_forward_hooks, of_every_module._global_forward_pre_hooks)
     for module in uncalled:
         for table in (module._forward_hooks, module._forward_pre_hooks):
             for number, hook in table.items():
                 if number not in own and _package(hook) not in _WATCHING:
-                    return f"a forward hook on {names.get(module) or type(module).__name__} ({_words(hook)})"
+                    name = next((name for name, each in model.named_modules() if each is module), "")
+                    return f"a forward hook on {name or type(module).__name__} ({_words(hook)})"
     foreign = _first_foreign(hook for table in every for number, hook in table.items() if number not in own)
     return f"a forward hook of every module ({foreign})" if foreign else ""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import sys
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from attention.backends.reference import TorchBackend, attend
 from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
-from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, allocate, from_stored, gather, to_stored, write, zeros
+from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, allocate, from_stored, gather, to_stored, write
 from attention.errors import InvalidInputError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
@@ -146,18 +145,3 @@ def test_latents_in_8_bits_are_refused() -> None:
 def resident_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_large_cache_on_a_cpu_takes_memory_where_it_is_written() -> None:
-    before = resident_bytes()
-    pages = zeros((1 << 14, 16, 2, 32), torch.bfloat16, torch.device("cpu"))  # 32 MB
-    pages[5, 3] = 1.0
-    assert resident_bytes() - before < 16 << 20
-    assert float(pages[:64].float().sum()) == 64 and not pages[-1].any()
-    assert pages.is_contiguous() and pages.data_ptr() % 64 == 0
-
-
-def test_a_cache_beyond_the_memory_is_torchs_error() -> None:
-    with pytest.raises(RuntimeError, match=r"(?i)memory"):
-        zeros((1 << 50,), torch.float32, torch.device("cpu"))

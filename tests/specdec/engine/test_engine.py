@@ -142,7 +142,7 @@ def test_a_limit_shortens_only_its_own_row(neighbour: dict[str, int]) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_last_prompt_chunk_of_one_token_is_still_a_prompt(temperature: float) -> None:
     """How a prompt is cut into chunks decides nothing: its last is no bonus token, the first token in no round."""
-    prompts = random_prompts([25] * 5, seed=3)
+    prompts = random_prompts([25] * 12, seed=3)
     params = SamplingParams(max_new_tokens=8, return_drafts=True, temperature=temperature, seed=5)
     head = table_head(tiny_llama())
     outcomes = []
