@@ -36,8 +36,8 @@ if TYPE_CHECKING:
         UnsupportedAttentionError,
         UnsupportedModelError,
     )
+    from specdec.handoff.moved import Handoff
     from specdec.model import SpeculativeModel
-    from specdec.requests.handoff import Handoff
     from specdec.requests.request import Completion
     from specdec.requests.sampling import SamplingParams
 
@@ -76,7 +76,7 @@ __all__ = [
 
 _HOMES = {
     "Completion": "specdec.requests.request",
-    "Handoff": "specdec.requests.handoff",
+    "Handoff": "specdec.handoff.moved",
     "SamplingParams": "specdec.requests.sampling",
     "SpeculativeModel": "specdec.model",
     "StreamUpdate": "specdec.engine.streams",

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import gc
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
 from specdec.errors import ClosedModelError, NotCopyableError
-from specdec.moving import Moving
+from specdec.generation import Generation
+from specdec.parallel.ranks import Ranks
 from specdec.wrapped.alterations import Alterations
 
 _FREED = ("target", "head", "runners", "engine", "_live")
 """What `close` lets go of."""
 
 
-class Closing(Moving):
+class Closing(Generation):
     """`close`, the with-block, and no copies. Whoever inherits it makes the attributes.
 
     Attributes:
         hf_model, ranks: see `specdec.model.SpeculativeModel`.
     """
 
+    ranks: Ranks | None
     _alterations: Alterations
+
+    @abstractmethod
+    def _close_transfers(self) -> None:
+        """Close the transport of requests that move, if one is open."""
 
     @property
     def device(self) -> torch.device:
@@ -48,7 +55,7 @@ class Closing(Moving):
             return  # a sum may still wait on the device for a rank that is gone, and so would whoever waits for it
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        self._close_transfer()
+        self._close_transfers()
         freed = bool([vars(self).pop(name) for name in _FREED if name in vars(self)])
         if freed and not self._shared.forked:  # a fork would first copy the memory of all objects
             gc.collect()  # compiled code and graphs refer to themselves

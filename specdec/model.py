@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +18,7 @@ from specdec.closing import Closing
 from specdec.config import MAX_NUM_PREFILL_TOKENS, EngineConfig
 from specdec.engine.ranked import LeadingEngine, make_engine, own_logits
 from specdec.engine.sharing import SharedEngine
+from specdec.engine.streams import StreamUpdate
 from specdec.errors import InvalidInputError
 from specdec.execution.base import CapturesLate, Executor
 from specdec.execution.eager import EagerExecutor
@@ -32,12 +33,20 @@ from specdec.loading.progress import startup_progress
 from specdec.options import LoadOptions, Use
 from specdec.parallel.ranks import Ranks
 from specdec.requests.generation_config import eos_ids
-from specdec.requests.prompts import one_sequence
+from specdec.requests.prompts import Prompts, one_sequence
+from specdec.requests.request import Completion
+from specdec.requests.submission import Params
 from specdec.selftest.selftest import self_test
 from specdec.torch_state import own_torch_state
 from specdec.wrapped.live import LiveModel
 from specdec.wrapped.probing import TargetProbe
 from specdec.wrapped.versions import WeightVersions
+
+if TYPE_CHECKING:
+    from attention.transport.base import Transport
+    from attention.transport.region_tables import EngineTable
+    from specdec.handoff.moved import Handoff
+    from specdec.handoff.transfers import OnFailure, Transfers
 
 MODEL_FORMAT = KVFormat()
 
@@ -366,6 +375,45 @@ class SpeculativeModel(Closing):
                 found: torch.Tensor = self.engine.run("specdec.engine.ranked:own_logits", ids)
                 return found
             return own_logits(self.engine, ids)
+
+    def open_transfer(self, transport: str | Transport = "local", **options: Any) -> EngineTable:
+        """Choose how requests get from this model into others, and from others into this one: see `Transfers.open`."""
+        return self._requests_that_move.open(transport, options)
+
+    def prefill(self, prompts: Prompts, params: Params = None, *, lease_seconds: float = 60.0) -> list[Handoff]:
+        """Read prompts, and hand the requests over to another model after their first token: `Transfers.prefill`."""
+        return self._requests_that_move.prefill(prompts, params, lease_seconds)
+
+    def release(self, handoffs: Handoff | Sequence[Handoff]) -> None:
+        """Let go of requests that this model handed over and that nobody will continue: see `Transfers.release`."""
+        self._requests_that_move.release(handoffs)
+
+    def resume(
+        self, handoffs: Handoff | Sequence[Handoff], *, timeout: float = 30.0, on_failure: OnFailure = "raise"
+    ) -> list[Completion]:
+        """Continue requests that another model has handed over: see `Transfers.resume`."""
+        return self._requests_that_move.resume(handoffs, timeout, on_failure)
+
+    def stream_resumed(
+        self, handoff: Handoff, *, timeout: float = 30.0, on_failure: OnFailure = "raise"
+    ) -> Iterator[StreamUpdate]:
+        """As `resume` of one, but yield every round's new tokens and text: see `Transfers.stream_resumed`."""
+        return self._requests_that_move.stream_resumed(handoff, timeout, on_failure)
+
+    @property
+    def _requests_that_move(self) -> Transfers:
+        """Of the optional package `specdec.handoff`. Raises InvalidInputError: it is not there."""
+        try:
+            from specdec.handoff.transfers import Transfers
+        except ImportError as error:
+            raise InvalidInputError(f"requests cannot move between models without specdec.handoff: {error}") from error
+        found: Transfers = vars(self).setdefault("_transfers", Transfers(self))  # the first one of several threads'
+        return found
+
+    def _close_transfers(self) -> None:
+        transfers: Transfers | None = vars(self).get("_transfers")
+        if transfers is not None:
+            transfers.close()
 
     def describe(self) -> dict[str, Any]:
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""

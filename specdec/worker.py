@@ -13,12 +13,12 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from specdec.errors import InvariantError
+from specdec.handoff.among_ranks import FollowedTransfers
 from specdec.model import SpeculativeModel
 from specdec.parallel.group import join_group
 from specdec.parallel.inbox import Ear, Inbox, failed
 from specdec.parallel.messages import Close, CloseTransfer, Done, Fetch, Join, Load, OpenTransfer, Started
 from specdec.parallel.ranks import Ranks
-from specdec.transfer.ranks import FollowedTransfers
 
 
 class SilentTokenizer:

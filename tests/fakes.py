@@ -28,6 +28,7 @@ from attention.spec import AttentionSpec
 from drafters.base import Attend, Head
 from drafters.loops.base import LoopSize
 from drafters.loops.chain.run import ChainLoop
+from specdec.handoff.moving import moving_requests
 from specdec.selftest.twin import enlarge as enlarge
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits + " ."
@@ -311,6 +312,11 @@ def backend_of_ours(backend: Any) -> Iterator[None]:
 def engine_of(wrapped: Any) -> Any:
     """The model's `Engine`, whose rounds a test steps itself."""
     return wrapped.engine
+
+
+def guests_of(wrapped: Any) -> Any:
+    """The `MovingRequests` of the model's engine."""
+    return moving_requests(engine_of(wrapped))
 
 
 def scheduler_of(wrapped: Any) -> Any:

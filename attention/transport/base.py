@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from attention.cache.handoff import Bound, EngineTable, RankTable, Segment
+from attention.transport.region_tables import Bound, EngineTable, RankTable, Segment
 
 Blocks = Mapping[str, Sequence[int]]
 """Page numbers by cache group, in the order of a request's tokens."""
@@ -18,7 +18,7 @@ class ReadPlan:
 
     Attributes:
         source: the engine that holds the pages. lease: of the request there.
-        local: the reading rank. segments: see `attention.cache.handoff.plan`.
+        local: the reading rank. segments: see `attention.transport.region_tables.plan`.
         remote_blocks, local_blocks: equally many of each group; block i is read into block i.
     """
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from attention.cache.handoff import Bound, Segment
 from attention.errors import TransferError, TransferTimeoutError
 from attention.transport.base import Blocks, ReadPlan
+from attention.transport.region_tables import Bound, Segment
 
 _open: weakref.WeakValueDictionary[str, LocalTransport] = weakref.WeakValueDictionary()
 

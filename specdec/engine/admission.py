@@ -10,8 +10,7 @@ import numpy as np
 
 from attention.cache.windowed import WindowedTables
 from specdec.config import EngineConfig
-from specdec.errors import CacheTooSmallError, HandoffMismatchError, InvalidInputError
-from specdec.requests.moved import MovedRequest
+from specdec.errors import CacheTooSmallError, InvalidInputError
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import TextStream, Tokenizer, Vocabulary
@@ -20,7 +19,11 @@ from specdec.wrapped.target import Target
 
 
 class Admission:
-    """Checks requests against the engine's sizes, and makes them."""
+    """Checks requests against the engine's sizes, and makes them.
+
+    Attributes:
+        config: the engine's. vocabulary: for the texts of requests.
+    """
 
     def __init__(
         self,
@@ -36,16 +39,16 @@ class Admission:
         capacity_tokens: cache places of the target, in its first group; windowed: its further groups.
         """
         self._target = target
-        self._config = config
-        self._vocabulary = Vocabulary(tokenizer)
+        self.config = config
+        self.vocabulary = Vocabulary(tokenizer)
         self._eos = tuple(eos_token_ids)
         self._capacity = capacity_tokens
         self._windowed = tuple(windowed)
 
-    def check(self, token_ids: Sequence[int], params: SamplingParams, hand_off: bool = False) -> int:
+    def check(self, token_ids: Sequence[int], params: SamplingParams, prompt_alone: bool = False) -> int:
         """Whether such a request can be served.
 
-        hand_off: it leaves with its first token: the cache must hold its prompt.
+        prompt_alone: the cache need hold no more than its prompt: the request leaves with its first token.
 
         Returns:
             Its most tokens, the prompt's and new ones together.
@@ -55,11 +58,11 @@ class Admission:
                 larger than the engine's.
             CacheTooSmallError: the KV cache could not hold the request even alone.
         """
-        self._check_prompt(token_ids)
-        self._check_ids("stop_token_ids: ", params.stop_token_ids)
+        self.check_prompt(token_ids)
+        self.check_ids("stop_token_ids: ", params.stop_token_ids)
         self._check_num_drafts(params)
-        limit = min(len(token_ids) + params.max_new_tokens, self._config.max_model_len)
-        self._check_cache(len(token_ids), len(token_ids) if hand_off else limit)
+        limit = min(len(token_ids) + params.max_new_tokens, self.config.max_model_len)
+        self.check_cache(len(token_ids), len(token_ids) if prompt_alone else limit)
         return limit
 
     def request(
@@ -72,7 +75,7 @@ class Admission:
         eos_token_ids: Sequence[int] | None,
     ) -> Request:
         """A waiting request. limit: as `check` returned it; all else: see `Engine.submit`."""
-        config = self._config
+        config = self.config
         seed, index = (config.seed, request_id) if params.seed is None else (params.seed, sample_index)
         asked = params.num_speculative_tokens
         eos = self._eos if eos_token_ids is None else tuple(eos_token_ids)
@@ -84,70 +87,23 @@ class Admission:
             num_drafts=config.num_speculative_tokens if asked is None else asked,
             key=request_key(seed, index),
             committed=np.asarray(token_ids, np.int64).astype(np.int32),
-            stream=TextStream(self._vocabulary, params.stop),
+            stream=TextStream(self.vocabulary, params.stop),
             sample_index=sample_index,
             eos_token_ids=() if params.ignore_eos else eos,
             times=Times(time.perf_counter()),
         )
 
-    def check_moved(self, moved: MovedRequest) -> None:
-        """Whether a request from another engine can be served as it would have been there.
-
-        Raises:
-            InvalidInputError, CacheTooSmallError: as `check`; or its limits are beyond this engine's.
-        """
-        longest = self._config.max_model_len
-        if moved.limit > longest or moved.num_drafts > self._config.num_speculative_tokens:
-            raise HandoffMismatchError(
-                f"the request may have {moved.limit} tokens and {moved.num_drafts} drafts a round; this model was "
-                f"loaded for max_model_len={longest} and num_speculative_tokens={self._config.num_speculative_tokens}; "
-                "load it for as much, or give SamplingParams(max_new_tokens=…, num_speculative_tokens=…) to prefill"
-            )
-        self._check_prompt(moved.prompt_token_ids)
-        self._check_ids("new tokens: ", moved.new_token_ids)
-        self._check_ids("stop_token_ids: ", moved.params.stop_token_ids)
-        if not moved.new_token_ids or len(moved.prompt_token_ids) + len(moved.new_token_ids) >= moved.limit:
-            raise HandoffMismatchError(
-                f"a moved request has {len(moved.prompt_token_ids)} prompt tokens, {len(moved.new_token_ids)} new ones "
-                f"and a limit of {moved.limit}: at least one new token, and room for one more, are needed"
-            )
-        self._check_cache(len(moved.prompt_token_ids), moved.limit)
-
-    def moved(self, request_id: int, moved: MovedRequest) -> Request:
-        """A waiting request that was begun in another engine. Its text, and its first tokens, are reported from here
-        on; times count from now, less what was spent there."""
-        now, new = time.perf_counter(), list(moved.new_token_ids)
-        stream = TextStream(self._vocabulary, moved.params.stop)
-        stream.push(new, len(new))
-        return Request(
-            id=request_id,
-            params=moved.params,
-            prompt_len=len(moved.prompt_token_ids),
-            limit=moved.limit,
-            num_drafts=moved.num_drafts,
-            key=moved.key,
-            committed=moved.committed,
-            stream=stream,
-            sample_index=moved.sample_index,
-            eos_token_ids=moved.eos_token_ids,
-            times=Times(now - moved.queue_s - moved.prefill_s, now - moved.prefill_s, now),
-            preemptions=moved.preemptions,
-            prefix_hit_tokens=moved.prefix_hit_tokens,
-            cached_tokens=moved.cached_tokens,
-            long_rope=moved.long_rope,
-            new_tokens=new,
-        )
-
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raises InvalidInputError: no tokens, too many, or ids that are no text."""
         if not len(prompt):
             raise InvalidInputError("the prompt is empty; at least one token is needed")
-        if len(prompt) >= self._config.max_model_len:
+        if len(prompt) >= self.config.max_model_len:
             raise InvalidInputError(
-                f"the prompt has {len(prompt)} tokens; with max_model_len={self._config.max_model_len} at most "
-                f"{self._config.max_model_len - 1} are allowed (one place is kept for a new token)"
+                f"the prompt has {len(prompt)} tokens; with max_model_len={self.config.max_model_len} at most "
+                f"{self.config.max_model_len - 1} are allowed (one place is kept for a new token)"
             )
         self._check_text_only(prompt)
-        self._check_ids("", prompt)
+        self.check_ids("", prompt)
 
     def _check_text_only(self, prompt: Sequence[int]) -> None:
         """Generated tokens pass: what the model says of itself is read back as the text that it is."""
@@ -160,7 +116,8 @@ class Admission:
                 "use the model's own generate (model.hf_model)"
             )
 
-    def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
+    def check_ids(self, where: str, token_ids: Sequence[int]) -> None:
+        """Raises InvalidInputError: an id outside the vocabulary. where: what the message begins with."""
         if not len(token_ids):
             return
         largest = self._target.num_embeddings - 1
@@ -172,17 +129,18 @@ class Admission:
             )
 
     def _check_num_drafts(self, params: SamplingParams) -> None:
-        asked, most = params.num_speculative_tokens, self._config.num_speculative_tokens
+        asked, most = params.num_speculative_tokens, self.config.num_speculative_tokens
         if asked is not None and asked > most:
             raise InvalidInputError(f"num_speculative_tokens={asked}: this model was loaded for at most {most}")
 
-    def _check_cache(self, prompt_len: int, limit: int) -> None:
+    def check_cache(self, prompt_len: int, limit: int) -> None:
+        """Raises CacheTooSmallError: the KV cache could not hold `limit` tokens, new ones included, of one request."""
         if limit > self._capacity:
             raise CacheTooSmallError(
                 f"{prompt_len} prompt tokens and {limit - prompt_len} new ones need {limit} cache places; the KV cache "
                 f"has {self._capacity}; lower max_new_tokens or load the model with a larger kv_cache_tokens"
             )
-        chunk = self._config.max_num_batched_tokens
+        chunk = self.config.max_num_batched_tokens
         for pages in self._windowed:
             needed, most = pages.most_pages(limit, chunk), pages.allocator.num_pages - 1
             if needed > most:

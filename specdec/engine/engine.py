@@ -23,12 +23,11 @@ from specdec.config import EngineConfig
 from specdec.engine.admission import Admission, admission_order
 from specdec.engine.commit import Committed, commit
 from specdec.engine.faults import Change, raised_twice, request_failed, rewound, round_failed
-from specdec.engine.handoff import Departures, Moving
+from specdec.engine.guests import Guests, NoGuests
 from specdec.engine.launcher import Announce, LaunchedRound, Launcher, Lookahead, VerifyingRound
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.scheduler import Scheduler, Usage, windowed_tables
 from specdec.engine.stats import Counters, EngineStats
-from specdec.engine.visited import Visited
 from specdec.errors import InvalidInputError
 from specdec.execution.base import DraftedVerification, Drafter, Executor
 from specdec.execution.eager import EagerExecutor
@@ -42,7 +41,7 @@ from specdec.wrapped.target import Target
 from specdec.wrapped.versions import WeightVersions
 
 
-class Engine(Visited):
+class Engine:
     """Continuous batching over one target and, optionally, one draft head. For one thread at a time: `SharedEngine`.
 
     No speculation is the same path with no drafts.
@@ -60,8 +59,10 @@ class Engine(Visited):
         executor: how rounds run on the device; `use` replaces it.
         inflight: the round that is launched and not yet committed; after one that only brought first tokens that one,
             until the next step.
+        drafter: head and draft loop; None without a head.
+        admission: checks requests before they are queued. change: around whatever changes rows, pages or the queue.
         table, scheduler: rows and pages of the running requests; new ones after an interrupt.
-        moving: pages of requests that come from other engines or leave for them.
+        guests: what an optional feature does with requests that enter or leave with their keys and values.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Engine(Visited):
         self.meanwhile: deque[Callable[[], None]] = deque()
         self.executor: Executor = executor or EagerExecutor(target, drafter, config)
         self.target = target
-        self._drafter = drafter
+        self.drafter = drafter
         self._queue_verification = target.hf_model.device.type == "cuda"
         self._counters = Counters()
         self._counters.start_transfers(self.executor.transfers)
@@ -100,16 +101,15 @@ class Engine(Visited):
             captured = not isinstance(self.executor, EagerExecutor)
             self._weights = versions or WeightVersions(target.hf_model, head, captured=captured)
         self._told = False
-        self._change = Change(self._mend)
-        self.moving = Moving()
-        self._departures = Departures(self.moving)
+        self.change = Change(self._mend)
+        self.guests: Guests = NoGuests()
         self._start([])
         pools = (self.scheduler.target_pages.capacity_tokens, self.scheduler.windowed_pages)
-        self._admission = Admission(target, tokenizer, config, eos_token_ids, *pools)
+        self.admission = Admission(target, tokenizer, config, eos_token_ids, *pools)
 
     def _start(self, waiting: list[Request]) -> None:
         """Empty tables, all pages free, nothing cached, and these requests waiting."""
-        c, drafter = self.config, self._drafter
+        c, drafter = self.config, self.drafter
         self.table = RowTable(c.max_num_seqs, c.max_model_len)
         num_head_pages = None if drafter is None else c.num_head_pages
         num_modules = 1 if drafter is None else drafter.loop.num_modules
@@ -122,25 +122,27 @@ class Engine(Visited):
         windowed = [windowed_tables(c, pool, own) for pool, own in zip(c.windowed, allocators, strict=True)]
         prefixes = None if cache is None else Prefixes(cache, self.table, pages, head_pages, windowed)
         self.scheduler = Scheduler(
-            c, self.table, pages, head_pages, num_modules, windowed, prefixes=prefixes, counters=self._counters
+            *(c, self.table, pages, head_pages, num_modules, windowed),
+            prefixes=prefixes,
+            counters=self._counters,
+            guests=self.guests,
         )
         self.scheduler.waiting.extend(waiting)
         self.inflight: LaunchedRound | None = None
         self._following: Callable[[], LaunchedRound | None] | None = None
-        self._departures.forget()
-        self.moving.keep(self.scheduler.pools())
+        self.guests.keep(self.scheduler.pools(), waiting)
         self._connect()
 
     def _connect(self) -> None:
         c, scheduler, table = self.config, self.scheduler, self.table
         self._launcher = Launcher(self.executor, scheduler, table, c, self._counters, self._queue_verification)
         self._launcher.announce = self._announce
-        num_drafts = 0 if self._drafter is None else c.num_speculative_tokens
+        num_drafts = 0 if self.drafter is None else c.num_speculative_tokens
         self._lookahead = Lookahead(self._launcher, scheduler, table, num_drafts)
 
     def _prefix_cache(self, num_head_pages: int | None) -> PrefixCache | None:
         """Raises InvalidInputError where there can be none, see `choose_prefix_caching`."""
-        c, drafter = self.config, self._drafter
+        c, drafter = self.config, self.drafter
         if not c.enable_prefix_caching:
             return None
         windows = [(pool.window, pool.num_pages) for pool in c.windowed]
@@ -154,6 +156,10 @@ class Engine(Visited):
         c = self.config
         return BlockTables(num_pages, c.max_num_seqs, c.max_model_len, c.page_size, allocator)
 
+    def host(self, guests: Guests) -> None:
+        """Let a feature bring requests into the batch, and take them out. Between two rounds."""
+        self.guests = self.scheduler.guests = guests
+
     @property
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""
@@ -166,9 +172,8 @@ class Engine(Visited):
 
     def usage(self) -> Usage:
         """What requests hold now: see `Scheduler.usage`."""
-        with self._change:
-            if self.moving.active:
-                self._collect()
+        with self.change:
+            self.guests.settle()
             return self.scheduler.usage(len(self._requests))
 
     @property
@@ -217,14 +222,17 @@ class Engine(Visited):
             InvalidInputError, CacheTooSmallError: see `check`.
         """
         limit = self.check(token_ids, params)
-        request_id, self._next_id = self._next_id, self._next_id + 1
-        request = self._admission.request(request_id, token_ids, params, limit, sample_index, eos_token_ids)
-        return self._queue(request)
+        request = self.admission.request(self.take_id(), token_ids, params, limit, sample_index, eos_token_ids)
+        return self.queue(request)
 
-    def _queue(self, request: Request) -> int:
-        with self._change:
-            if request.hand_off is not None:
-                self._departures.expect(request.id)
+    def take_id(self) -> int:
+        """An id for a new request."""
+        self._next_id += 1
+        return self._next_id - 1
+
+    def queue(self, request: Request) -> int:
+        """Queue a request that `admission` has made; its id."""
+        with self.change:
             self._requests[request.id] = request
             request.turn = request.id
             self.scheduler.waiting.append(request)
@@ -236,8 +244,8 @@ class Engine(Visited):
         Lengths are new tokens: a request without drafts beside others with them takes longer than is counted here.
         """
         queued = [self._requests[request_id] for request_id in request_ids]
-        lengths = [1 if r.hand_off is not None else r.limit - len(r.committed) for r in queued]
-        with self._change:
+        lengths = [1 if r.leaves else r.limit - len(r.committed) for r in queued]
+        with self.change:
             ordered = [queued[i] for i in admission_order(lengths, self.config.max_num_seqs)]
             for request, turn in zip(ordered, sorted(request_ids), strict=True):
                 request.turn = turn
@@ -250,7 +258,7 @@ class Engine(Visited):
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Whether such a request can be served; nothing is queued. See `Admission.check`."""
-        return self._admission.check(token_ids, params)
+        return self.admission.check(token_ids, params)
 
     @property
     def forgets_prefixes(self) -> str:
@@ -277,17 +285,16 @@ class Engine(Visited):
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, because weights have changed; what runs now leaves nothing in it."""
-        with self._change:
+        with self.change:
             if self.scheduler.prefixes is not None:
                 self.scheduler.prefixes.clear()
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Forget requests, wherever they are; their rows and pages are free at once."""
-        with self._change:
+        with self.change:
             for request_id in request_ids:
                 request = self._requests.pop(request_id, None)
                 if request is not None:
-                    self._departures.expect_no_more(request_id)
                     self.scheduler.remove(request)
             self._settle()
 
@@ -303,7 +310,7 @@ class Engine(Visited):
                 it came from outside, and is for the caller. No request is ended, and `reported` is to be read.
         """
         once, before = None, self.reported
-        with self._change:
+        with self.change:
             try:
                 self._round()
             except Exception as error:
@@ -348,11 +355,10 @@ class Engine(Visited):
 
     def _round(self) -> None:
         """What `step` does."""
-        if self.moving.active:
-            self._begin_moving()
+        self.guests.begin_round()
         launched = self._launched() or self._launcher.first()  # first: fill the pipeline
         if launched is None:
-            self.moving.pause(bool(self.scheduler.waiting))
+            self.guests.idle()
             self._publish([])
             return
         current = self.inflight = self._launcher.verify(launched)
@@ -367,9 +373,8 @@ class Engine(Visited):
         head_has_read = isinstance(current.verification, DraftedVerification)
         committed = commit(current.schedule, current.target, outcome, self.table, head_has_read)
         owners = self._retire(current, committed)
-        if self._departures.expected:
-            drafts = partial(self._launcher.drafts_for, current, committed, draft)
-            self._departures.leave(owners, self.scheduler, self.executor, drafts)
+        if self.guests.leaving:
+            self.guests.leave(owners, partial(self._launcher.drafts_of, current, committed, draft))
         if alone:  # whoever waits for a first token has it before the device goes on
             self._following = partial(self._after_first_tokens, current, committed, outcome)
         else:
@@ -390,7 +395,7 @@ class Engine(Visited):
         To launch what follows takes the host as long as a tenth of what a short prompt on cached pages takes in all.
         """
         schedule, drafted = current.schedule, isinstance(current.verification, DraftedVerification)
-        if not drafted or schedule.num_drafting or self.scheduler.waiting or self._departures.expected:
+        if not drafted or schedule.num_drafting or self.scheduler.waiting or self.guests.leaving:
             return False
         return len(current.target.decided) == len(schedule.rows)
 
@@ -426,7 +431,7 @@ class Engine(Visited):
         for request, share in zip(owners, committed.rounds, strict=True):
             if request is None:
                 continue
-            updates.append(self._departures.reported(request, _taken(request, share, now)))
+            updates.append(self.guests.reported(request, _taken(request, share, now)))
         self._publish(updates)
 
     def _publish(self, updates: list[Update]) -> None:
@@ -447,7 +452,6 @@ class Engine(Visited):
             request = self._requests.get(update.request_id)
             if request is not None and update.last:
                 ended.append(self._requests.pop(request.id))
-                self._departures.expect_no_more(request.id)
             elif request is not None:
                 request.progress = update.progress
         return ended

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from drafters.loops.base import Draft, DraftInput
 from specdec.acceptance.packed import Outcome
@@ -101,9 +100,9 @@ class Launcher:
         if scheduled is None:
             return None
         schedule, tables = scheduled
-        target = self._verification(schedule, tables, self._places_arrived(schedule))
+        target = self._verification(schedule, tables, self._drafts_are_placed(schedule))
         device = self._send(schedule, target)
-        return self.launched(schedule, target, device, self._received(device, None))
+        return self.launched(schedule, target, device, self._scheduler.guests.join(device, None))
 
     def draft_steps(self, current: VerifyingRound, outcome: Outcome) -> Draft | None:
         """Launch the draft steps after a draft prefill, for all rows. None where no draft prefill was launched."""
@@ -122,53 +121,44 @@ class Launcher:
             return None
         schedule, tables = scheduled
         if draft is not None:
-            self._places_arrived(schedule)
             target = self._verification(schedule, tables, drafts_in_order_of_last=True)
             device = self._send(schedule, target)
-            return self.launched(schedule, target, device, self._received(device, draft))
+            return self.launched(schedule, target, device, self._scheduler.guests.join(device, draft))
         loop = self._draft_loop(committed, schedule, tables)
         target = self._verification(schedule, tables)
         device = self._send(schedule, target, loop)
         draft = None if loop is None else self.executor.draft(device, last.verification.aux_hidden_states)
-        return self.launched(schedule, target, device, self._received(device, draft))
+        return self.launched(schedule, target, device, self._scheduler.guests.join(device, draft))
 
-    def drafts_for(
-        self, last: VerifyingRound, committed: Committed, draft: Draft | None, leaving: Schedule
-    ) -> list[dict[str, torch.Tensor]]:
-        """Drafts of rows that leave after `last`, in the schedule's order, on the device; see `Departure.tensors`.
+    def drafts_of(
+        self, last: VerifyingRound, committed: Committed, draft: Draft | None, schedule: Schedule
+    ) -> tuple[Draft, np.ndarray]:
+        """Drafts of some rows after `last`, which no round of this engine verifies.
 
         Args:
             draft: see `after`. Where None, a draft loop is launched for these rows alone.
-            leaving: the rows, each with its bonus token and a draft or more; the head's pages are reserved.
+            schedule: the rows, each with its bonus token and a draft or more; the head's pages are reserved.
+
+        Returns:
+            Drafts on the device, and [R] each row's place among them.
         """
-        places = self._table.previous[leaving.rows]
+        places = self._table.previous[schedule.rows]
         if draft is None:
-            tables = self.tables(leaving, self._num_drafts)
+            tables = self.tables(schedule, self._num_drafts)
             assert tables.head is not None
             own = (self._table, tables.head, self._page_size, False)
-            loop = draft_input(committed.verified, leaving, *own)
-            device = self.send(loop, self._verification(leaving, tables), leaving.rows)
+            loop = draft_input(committed.verified, schedule, *own)
+            device = self.send(loop, self._verification(schedule, tables), schedule.rows)
             draft, places = self.executor.draft(device, last.verification.aux_hidden_states), np.arange(len(places))
             assert draft is not None
-        sampled = self._table.sampling(leaving.rows).temperature > 0
-        each = zip(places.tolist(), leaving.num_drafts.tolist(), sampled.tolist(), strict=True)
-        return [self.executor.moves.drafts_of(draft, place, count, drawn) for place, count, drawn in each]
+        return draft, places
 
-    def _places_arrived(self, schedule: Schedule) -> bool:
-        """Say where the drafts of requests from other engines are put, where that is not after the others'. Whether it
-        is said: then the round's drafts are in the order of `RowTable.previous`."""
+    def _drafts_are_placed(self, schedule: Schedule) -> bool:
+        """Whether rows of a first round bring drafts along that lie at the places of `RowTable.previous`."""
         if not schedule.num_arrived:
             return False
-        rows, count = schedule.rows[: schedule.num_drafting], schedule.num_arrived
-        places = self.executor.moves.places(self._table.previous[rows[:-count]], count)
-        if places is not None:
-            self._table.previous[rows[-count:]] = places
-        return places is not None
-
-    def _received(self, device: Round, draft: Draft | None) -> Draft | None:
-        """The drafts of a round, with those of the requests that the schedule has let in from other engines."""
-        arrived = self._scheduler.take_arrived()
-        return self.executor.moves.receive(device, draft, arrived) if arrived else draft
+        last = schedule.rows[: schedule.num_drafting][-schedule.num_arrived :]
+        return bool((self._table.previous[last] >= 0).all())
 
     def verify(self, round_: LaunchedRound) -> VerifyingRound:
         """Launch a round's verification, unless it is."""

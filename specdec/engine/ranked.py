@@ -10,21 +10,16 @@ NCCL, and with gloo end the process.)
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from attention.cache.handoff import EngineTable
-from attention.errors import OutOfPagesError
-from attention.transport.local import synchronize
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.handoff import Due
 from specdec.errors import RanksLostError, SpecdecError
 from specdec.execution.base import Drafter, Executor
 from specdec.parallel.collectives import RankGoneError
@@ -33,24 +28,16 @@ from specdec.parallel.interrupts import HeldInterrupt
 from specdec.parallel.messages import (
     Abort,
     Arrange,
-    Drop,
     Forget,
     Launching,
-    Release,
-    Reserve,
-    Resume,
     Run,
     Step,
     Submit,
-    SubmitLeaving,
 )
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.workers import Link
-from specdec.requests.handoff import Handoff
-from specdec.requests.moved import MovedRequest, Pages
 from specdec.requests.request import Update
 from specdec.requests.sampling import SamplingParams
-from specdec.requests.submission import Submission
 from specdec.requests.text import Tokenizer
 from specdec.rounds.verification import TargetArrays
 from specdec.wrapped.target import Target
@@ -58,8 +45,6 @@ from specdec.wrapped.versions import WeightVersions
 
 Parts = tuple[Target, Drafter | None, Tokenizer, EngineConfig, Sequence[int], Executor, WeightVersions]
 """What an engine is made of."""
-NOBODY = EngineTable("", "", {}, ())
-"""The source of a handoff that only brings a request and its tensors to another rank."""
 
 
 def make_engine(
@@ -94,7 +79,6 @@ class LeadingEngine(Engine):
         self.ranks = ranks
         self._link = link
         super().__init__(*parts, announce=self._tell)
-        self.moving.confirm = partial(confirm, ranks)
 
     def submit(
         self,
@@ -109,19 +93,19 @@ class LeadingEngine(Engine):
             RanksLostError: a rank is lost.
         """
         self.check(token_ids, params)
-        with self._all_ranks():
+        with self.all_ranks():
             self._link.send(Submit(list(token_ids), params, sample_index, eos_token_ids))
             return super().submit(token_ids, params, sample_index, eos_token_ids)
 
     def arrange(self, request_ids: Sequence[int]) -> None:
         """See `Engine.arrange`. Raises RanksLostError when a rank is lost."""
-        with self._all_ranks():
+        with self.all_ranks():
             self._link.send(Arrange(list(request_ids)))
             super().arrange(request_ids)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """See `Engine.abort`. With a lost rank the requests are forgotten here."""
-        with self._all_ranks():
+        with self.all_ranks():
             try:
                 self._link.send(Abort(list(request_ids)))
             except RanksLostError:
@@ -130,14 +114,14 @@ class LeadingEngine(Engine):
 
     def forget_prefixes(self) -> None:
         """See `Engine.forget_prefixes`."""
-        with self._all_ranks():
+        with self.all_ranks():
             self._link.send(Forget())
             super().forget_prefixes()
 
     def step(self) -> list[Update]:
         """See `Engine.step`. Raises RanksLostError when a rank is lost."""
-        with self._all_ranks():
-            self._collect()
+        with self.all_ranks():
+            self.guests.settle()
             self._link.send(Step())
             updates = super().step()
             ended = [update.request_id for update in updates if update.last and _by_text(update)]
@@ -145,86 +129,22 @@ class LeadingEngine(Engine):
                 self._link.send(Abort(ended))
         return updates
 
-    def submit_leaving(self, request: Submission) -> int:
-        """See `Visited.submit_leaving`. Raises RanksLostError: a rank is lost."""
-        self.check_leaving(request)
-        with self._all_ranks():
-            self._link.send(SubmitLeaving(request))
-            return super().submit_leaving(request)
-
-    def reserve(self, moved: MovedRequest) -> int:
-        """See `Visited.reserve`; where there are no pages nobody is told.
-
-        Raises:
-            OutOfPagesError: there are none. RanksLostError: a rank is lost.
-        """
-        self.check_moved(moved)
-        missing: OutOfPagesError | None = None
-        with self._all_ranks():
-            try:
-                number = super().reserve(moved)
-                self._link.send(Reserve(moved))
-            except OutOfPagesError as error:
-                missing = error
-        if missing is not None:
-            raise missing
-        return number
-
-    def resume(self, moved: MovedRequest, arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None) -> int:
-        """See `Visited.resume`. What it brings goes to the other ranks as the bytes that came here."""
-        self.check_moved(moved)
-        number, tensors = (None, {}) if arrival is None else arrival
-        with self._all_ranks():
-            self._link.send(Resume(Handoff(NOBODY, "", 0.0, moved, {}, tensors).to_bytes(), number))
-            return super().resume(moved, arrival)
-
-    def release(self, leases: Sequence[str]) -> None:
-        """See `Visited.release`. With a lost rank pages are free here alone."""
-        self._settle_on_all(Due(tuple(leases)))
-
-    def drop(self, number: int, settled: Callable[[], bool]) -> None:
-        """See `Visited.drop`. Of late reads rank 0 says when they are over, on whichever rank they were."""
-        now = settled()
-        if self._link.workers.is_lost:
-            super().drop(number, settled)
-            return
-        with self._all_ranks():
-            self._link.send(Drop(number, now))
-            super().drop(number, lambda: now)
-            self.moving.watch(number, settled)
-
     def tell(self, message: Any) -> None:
         """Tell the other ranks something between two rounds. Raises RanksLostError when one is lost."""
-        with self._all_ranks():
+        with self.all_ranks():
             self._link.send(message)
-
-    def _begin_moving(self) -> None:
-        self.moving.begin_round()  # what is due was told before the step
-
-    def _collect(self) -> None:
-        due = self.moving.due()
-        if due:
-            self._settle_on_all(due)
-
-    def _settle_on_all(self, due: Due) -> None:
-        if self._link.workers.is_lost:
-            self.moving.settle(self.scheduler.pools(), due)
-            return
-        with self._all_ranks():
-            self._link.send(Release(due.leases, due.reads))
-            self.moving.settle(self.scheduler.pools(), due)
 
     def run(self, function: str, *arguments: Any) -> Any:
         """Call a function ("module:name") with these arguments on every rank; what it returns here.
 
         The first argument on each rank is its engine. Between two rounds only.
         """
-        with self._all_ranks():
+        with self.all_ranks():
             self._link.send(Run(function, arguments))
             return named_function(function)(self, *arguments)
 
     @contextmanager
-    def _all_ranks(self) -> Iterator[None]:
+    def all_ranks(self) -> Iterator[None]:
         """Whatever is begun here is done on every rank: no interrupt strikes in the middle, but a second one.
 
         What is left half done here leaves the ranks at different places: then the model is given up.
@@ -268,19 +188,6 @@ class LeadingEngine(Engine):
         """No requests, and empty tables, which no round will use."""
         self._requests.clear()
         self._start([])
-
-
-def confirm(ranks: Ranks, granted: Mapping[str, Pages]) -> None:
-    """Wait until every rank has written the pages of requests that leave, and lets them be read.
-
-    Raises:
-        RanksLostError: a rank is lost, or has granted others.
-    """
-    synchronize([torch.empty(0, device=ranks.device)])
-    digest = zlib.crc32(repr(sorted(granted.items())).encode())
-    least, most = ranks.collectives.least([digest, -digest])
-    if least != -most:
-        raise RanksLostError(f"the ranks disagree about the pages of requests that leave (here: {granted})")
 
 
 def _copy(found: RanksLostError, cause: Exception) -> SpecdecError:
@@ -328,13 +235,17 @@ def _gathered_differing(engine: LeadingEngine | FollowingEngine) -> list[int]:
 
 
 class FollowingEngine(Engine):
-    """Another rank's: it does what rank 0 says, and has no texts. Whatever goes wrong is raised: the process ends."""
+    """Another rank's: it does what rank 0 says, and has no texts. Whatever goes wrong is raised: the process ends.
+
+    Attributes:
+        also_follows: does what a feature's message says; False for a message that it does not know.
+    """
 
     def __init__(self, parts: Parts, ranks: Ranks, ear: Ear) -> None:
         self.ranks = ranks
         self._ear = ear
+        self.also_follows: Callable[[Any], bool] = lambda message: False
         super().__init__(*parts, announce=self._compare)
-        self.moving.confirm = partial(confirm, ranks)
 
     def follow(self, message: Any) -> None:
         """Do what rank 0 does.
@@ -353,32 +264,10 @@ class FollowingEngine(Engine):
             self.abort(message.request_ids)
         elif isinstance(message, Forget):
             self.forget_prefixes()
-        elif isinstance(message, SubmitLeaving):
-            request = message.request
-            self.submit_leaving(replace(request, params=replace(request.params, stop=())))
-        elif isinstance(message, Reserve):
-            self.reserve(message.moved)
-        elif isinstance(message, Resume):
-            self._resume(message)
-        elif isinstance(message, Drop):
-            self.drop(message.number, lambda: message.settled)
-        elif isinstance(message, Release):
-            self.moving.settle(self.scheduler.pools(), Due(message.leases, message.reads))
-            self.moving.finished()  # peers tell all ranks; rank 0 alone listens
         elif isinstance(message, Run):
             named_function(message.function)(self, *message.arguments)
-        else:
+        elif not self.also_follows(message):
             raise RanksLostError(f"the ranks disagree: rank 0 launched a round that is not launched here ({message})")
-
-    def _resume(self, message: Resume) -> None:
-        handoff = Handoff.from_bytes(message.data)
-        moved = handoff.moved
-        assert moved is not None
-        arrival = None if message.number is None else (message.number, handoff.tensors)
-        self.resume(replace(moved, params=replace(moved.params, stop=())), arrival)
-
-    def _collect(self) -> None:
-        """Rank 0 says what is due."""
 
     def _compare(self, target: TargetArrays) -> None:
         own, message = digest_of(target), self._ear.get()

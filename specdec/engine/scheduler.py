@@ -16,13 +16,11 @@ from attention.checking import checking
 from attention.errors import OutOfPagesError
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig, WindowedPool
-from specdec.engine.aside import release_aside
-from specdec.engine.crossing import Crossing
 from specdec.engine.faults import raised_twice
+from specdec.engine.guests import Guests, NoGuests
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.stats import Counters
 from specdec.engine.waiting import WaitingRequests
-from specdec.execution.moving import Arrived
 from specdec.requests.request import Request
 from specdec.rounds.buckets import prefill_budget
 from specdec.rounds.rows import RowTable, Schedule
@@ -34,8 +32,7 @@ class Usage:
 
     Attributes:
         requests: those that are not ended; `waiting` for a row, or `running`. rows: rows of the row table.
-        target_pages, head_pages: pages of the target's and of the head's KV cache, those held for requests that move
-            to another engine, or from one, included.
+        target_pages, head_pages: pages of the target's and of the head's KV cache, those of no row included.
         windowed_pages: pages of the target's further cache groups, all of them.
     """
 
@@ -55,13 +52,13 @@ def windowed_tables(config: EngineConfig, pool: WindowedPool, allocator: PageAll
     return WindowedTables(pool.num_pages, rows, length, config.page_size, window, allocator)
 
 
-class Scheduler(Crossing):
+class Scheduler:
     """First come, first served, with continuous batching, chunked prompts, and preemption of who was let in last.
 
     Attributes:
         waiting, running: requests in order of their turns: as they came, but those of one call as `arrange` left them.
         refused: requests whose row could not be opened, and why; whoever reports them takes them out.
-        arrived: requests from other engines that the last schedule let in; see `take_arrived`.
+        guests: see `Engine.guests`.
         prefixes: what requests share through the prefix cache; None without one.
     """
 
@@ -76,6 +73,7 @@ class Scheduler(Crossing):
         *,
         prefixes: Prefixes | None = None,
         counters: Counters | None = None,
+        guests: Guests | None = None,
     ) -> None:
         """num_modules: M of a drafter of several multi-token-prediction modules, else 1.
 
@@ -93,7 +91,7 @@ class Scheduler(Crossing):
         self.waiting = WaitingRequests()
         self.running: list[Request] = []
         self.refused: list[tuple[Request, Exception]] = []
-        self.arrived: list[Arrived] = []
+        self.guests: Guests = guests or NoGuests()
         self.num_preemptions = 0
 
     @property
@@ -131,7 +129,7 @@ class Scheduler(Crossing):
         uniforms of their own.
         """
         if self.windowed_pages:
-            self._free_behind_windows(np.array([r.row for r in self.running], np.int64))
+            self.free_behind_windows(np.array([r.row for r in self.running], np.int64))
         if self._config.long_rope is not None:
             self._requeue_beyond_short_factors()
         schedule = self._running_rows()
@@ -139,7 +137,7 @@ class Scheduler(Crossing):
             if self.prefixes is not None:
                 self.prefixes.register_read(schedule)
             if self.waiting:
-                schedule = self._with_admitted(self.with_arrived(schedule))
+                schedule = self._with_admitted(self.guests.enter(schedule))
         else:
             while not self._reserved(schedule):
                 self._preempt(self.running[-1])
@@ -160,7 +158,7 @@ class Scheduler(Crossing):
         Returns:
             False, and nothing is changed, where the rows after it may be others, or no verifications: a row is gone or
             may come to its limit, reads its prompt, is too short for M modules to make all drafts that its limits
-            allow (`_drafts_at`), somebody could join, or pages are missing.
+            allow (`drafts_at`), somebody could join, or pages are missing.
         """
         rows, table = schedule.rows, self._table
         if (self.waiting and table.num_free) or [r.row for r in self.running] != rows.tolist():
@@ -175,7 +173,7 @@ class Scheduler(Crossing):
             return False
         bonus = table.computed[rows] + most
         drafts = num_drafts_allowed(table.drafts[rows], table.longest[rows], bonus, left)
-        self._free_behind_windows(rows)
+        self.free_behind_windows(rows)
         return self._reserved(Schedule(rows, most + 1, drafts))
 
     def remove(self, request: Request) -> None:
@@ -183,10 +181,9 @@ class Scheduler(Crossing):
 
         A row of a launched round may be closed: its pages go to later rounds, which the device runs after that one.
         """
+        self.guests.discard(request)
         if request in self.waiting:
             self.waiting.remove(request)
-            if request.arrival is not None:
-                release_aside(self.pools(), request.arrival.pages)
         elif request in self.running:
             self.running.remove(request)
             self._close(request)
@@ -196,7 +193,7 @@ class Scheduler(Crossing):
         if not self.running:
             return Schedule(rows, rows, rows)
         pending = table.pending(rows)
-        allowed = self._drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows], table.longest[rows])
+        allowed = self.drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows], table.longest[rows])
         # A row whose bonus token alone is pending was in the last batch, whose aux hidden states the head starts from.
         prefilling = table.prefilling(rows)
         drafts = np.where(prefilling, 0, allowed)
@@ -210,7 +207,7 @@ class Scheduler(Crossing):
         order = order[pending[order] > 0]
         return Schedule(rows[order], pending[order], drafts[order])
 
-    def _drafts_at(
+    def drafts_at(
         self, positions: np.ndarray, drafts: np.ndarray, limit: np.ndarray, longest: np.ndarray
     ) -> np.ndarray:
         """[B] drafts from bonus tokens at these positions, of rows with K `drafts` and at most `limit` tokens.
@@ -232,13 +229,13 @@ class Scheduler(Crossing):
         tokens = self._table.computed[schedule.rows] + schedule.num_new + schedule.num_drafts
         for exactly in (False, True):
             try:
-                self._reserve(schedule.rows, tokens, exactly)
+                self.reserve(schedule.rows, tokens, exactly)
             except OutOfPagesError:
                 continue
             return True
         return False
 
-    def _free_behind_windows(self, rows: np.ndarray) -> None:
+    def free_behind_windows(self, rows: np.ndarray) -> None:
         """Free what lies behind the windows of these rows, by what is committed.
 
         A round in flight may list such pages, and masks their keys; they are written again by later rounds only.
@@ -248,7 +245,7 @@ class Scheduler(Crossing):
         for pages in self.windowed_pages:
             pages.free_behind(rows, self._table.computed[rows])
 
-    def _reserve(self, rows: np.ndarray, tokens: np.ndarray, exactly: bool) -> None:
+    def reserve(self, rows: np.ndarray, tokens: np.ndarray, exactly: bool) -> None:
         """Pages for `tokens` of each row, and on the head's side for K more: drafting may begin before the commit.
 
         Pages beyond, of drafts that were rejected, are given back only if they are needed: `exactly`. When a later
@@ -275,10 +272,10 @@ class Scheduler(Crossing):
         promised = np.zeros(1 + len(self.windowed_pages), np.int64)
         while self.waiting and budget > 0 and self._table.num_free and len(later) < self._config.max_num_seqs:
             request = self.waiting.first
-            if request.arrival is not None:  # it found no place in this round
+            if request.has_pages:  # `Guests.enter` found no place for it in this round
                 later.append(self.waiting.popleft())
                 continue
-            request.long_rope = self._reads_long(request)
+            request.long_rope = self.reads_long(request)
             prefill, drafts = self._entry(request)
             found = NOTHING if self.prefixes is None else self.prefixes.find(request, prefill)
             if self.prefixes is not None and self.prefixes.worth_waiting(request, prefill, found):
@@ -301,7 +298,7 @@ class Scheduler(Crossing):
             budget -= chunks[-1]
         self.waiting.extendleft(reversed(later))
         admitted, lens = np.array(rows, np.int64), np.array(chunks, np.int64)
-        self._reserve(admitted, self._table.computed[admitted] + lens, False)
+        self.reserve(admitted, self._table.computed[admitted] + lens, False)
         no_drafts = np.zeros(len(rows), np.int64)
         return Schedule(
             np.concatenate([schedule.rows, admitted]),
@@ -334,12 +331,16 @@ class Scheduler(Crossing):
         length = len(request.committed)
         if length == request.prompt_len:
             return length, 0
-        places = (length - 1, request.num_drafts, request.limit, self._longest(request))
-        drafts = int(self._drafts_at(*map(np.array, places)))
+        drafts = self.drafts_of(request, length - 1)
         return (length - 1, drafts) if drafts else (length, 0)
 
-    def _open(self, request: Request, prefill: int, found: Found) -> None:
-        page_size = self._config.page_size
+    def drafts_of(self, request: Request, position: int) -> int:
+        """Drafts of the verification of a waiting request's bonus token at this position."""
+        places = (position, request.num_drafts, request.limit, self._longest(request))
+        return int(self.drafts_at(*map(np.array, places)))
+
+    def open_row(self, request: Request, prefill: int, begin: int) -> None:
+        """Open a row for a waiting request, see `RowTable.open`."""
         request.row = self._table.open(
             request.committed,
             request.limit,
@@ -348,10 +349,14 @@ class Scheduler(Crossing):
             request.params,
             request.eos_token_ids,
             prefill,
-            len(found.pages) * page_size,
+            begin,
             self._longest(request),
             request.long_rope,
         )
+
+    def _open(self, request: Request, prefill: int, found: Found) -> None:
+        page_size = self._config.page_size
+        self.open_row(request, prefill, len(found.pages) * page_size)
         if self.prefixes is not None:
             self.prefixes.enter(request, found)
         if not request.times.admitted:
@@ -362,7 +367,8 @@ class Scheduler(Crossing):
                 self._counters.add_prefix(request.prompt_len, request.prefix_hit_tokens, request.cached_tokens)
         self.running.append(request)
 
-    def _reads_long(self, request: Request) -> bool:
+    def reads_long(self, request: Request) -> bool:
+        """Whether a request reads its first tokens with the long factors of longrope, were it read now."""
         rule = self._config.long_rope
         return rule is not None and rule.is_long(request.prompt_len, len(request.committed))
 

@@ -35,7 +35,7 @@ from specdec.engine.scheduler import Usage
 from specdec.engine.stats import EngineStats
 from specdec.errors import ClosedModelError, SpecdecError
 from specdec.requests.request import Update
-from specdec.requests.submission import Resumption, Submission
+from specdec.requests.submission import Submits
 from specdec.torch_state import has_default_device, no_default_device
 
 _LONGEST_SLEEP = 0.5
@@ -141,7 +141,7 @@ class SharedEngine:
         with self.between_rounds():
             return self._engine.usage()
 
-    def submit(self, requests: Sequence[Submission | Resumption], check: Callable[[], None] | None = None) -> Call:
+    def submit(self, requests: Sequence[Submits], check: Callable[[], None] | None = None) -> Call:
         """Queue the requests of a call.
 
         check: of the model, runs while the first round after this does; where it raises ModelChangedError, `next` does.
@@ -285,18 +285,12 @@ class SharedEngine:
             raise SpecdecError("the model was called from inside one of its own rounds (by its tokenizer or a hook)")
         return me
 
-    def _queue(self, call: Call, requests: Sequence[Submission | Resumption], waited: float) -> None:
+    def _queue(self, call: Call, requests: Sequence[Submits], waited: float) -> None:
         first = self._engine.next_id
         self._engine.check_weights()
         try:
             for index, request in enumerate(requests):
-                if isinstance(request, Resumption):
-                    request_id = self._engine.resume(request.moved, request.arrival)
-                elif request.hand_off is not None:
-                    request_id = self._engine.submit_leaving(request)
-                else:
-                    own = (request.token_ids, request.params, request.sample_index, request.eos_token_ids)
-                    request_id = self._engine.submit(*own)
+                request_id = request.submit_to(self._engine)
                 call.places[request_id] = index
                 self._calls[request_id] = call
             if len(call.places) > 1:

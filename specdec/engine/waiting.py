@@ -11,13 +11,11 @@ from specdec.requests.request import Request
 class WaitingRequests:
     """A queue in which every operation takes as long however many requests wait.
 
-    As `collections.deque`, but a request is found by its identity, in a dict. Requests with pages from other engines
-    are kept a second time, in the same order: each round asks for them, and pages bound how many there are.
+    As `collections.deque`, but a request is found by its identity, in a dict.
     """
 
     def __init__(self) -> None:
         self._requests: OrderedDict[Request, None] = OrderedDict()
-        self._arrived: OrderedDict[Request, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -33,22 +31,14 @@ class WaitingRequests:
         """Whose turn is next. Raises StopIteration when nobody waits."""
         return next(iter(self._requests))
 
-    def arrived(self) -> list[Request]:
-        """Those with pages from another engine, in order."""
-        for request in [request for request in self._arrived if request.arrival is None]:
-            del self._arrived[request]
-        return list(self._arrived)
-
     def append(self, request: Request) -> None:
         """It comes behind all others."""
-        for each in self._dicts_of(request):
-            each[request] = None
+        self._requests[request] = None
 
     def appendleft(self, request: Request) -> None:
         """It comes before all others."""
-        for each in self._dicts_of(request):
-            each[request] = None
-            each.move_to_end(request, last=False)
+        self._requests[request] = None
+        self._requests.move_to_end(request, last=False)
 
     def extend(self, requests: Iterable[Request]) -> None:
         """They come behind all others, in this order."""
@@ -62,26 +52,17 @@ class WaitingRequests:
 
     def popleft(self) -> Request:
         """Take out whose turn is next. Raises KeyError when nobody waits."""
-        request, _ = self._requests.popitem(last=False)
-        self._arrived.pop(request, None)
-        return request
+        return self._requests.popitem(last=False)[0]
 
     def remove(self, request: Request) -> None:
         """Take out a request, wherever it stands. Raises KeyError when it does not wait."""
         del self._requests[request]
-        self._arrived.pop(request, None)
 
     def clear(self) -> None:
         """Nobody waits."""
         self._requests.clear()
-        self._arrived.clear()
 
     def move_to_end(self, requests: Sequence[Request]) -> None:
         """These, which wait, come behind all others, in this order. Raises KeyError when one does not wait."""
         for request in requests:
             self._requests.move_to_end(request)
-            if request in self._arrived:
-                self._arrived.move_to_end(request)
-
-    def _dicts_of(self, request: Request) -> tuple[OrderedDict[Request, None], ...]:
-        return (self._requests,) if request.arrival is None else (self._requests, self._arrived)

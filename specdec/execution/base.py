@@ -11,10 +11,10 @@ import torch
 
 from attention.runner import GroupRunner
 from drafters.base import Head
-from drafters.loops.base import Draft, DraftInput, DraftLoop
-from specdec.execution.moving import Moves
+from drafters.loops.base import Draft, DraftInput, DraftLoop, StaticLoop
 from specdec.execution.readback import HostReads, Readback
 from specdec.execution.round import Round
+from specdec.execution.sampled import SampledDrafts
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetArrays
 
@@ -86,6 +86,18 @@ class Drafter:
     runner: GroupRunner
 
 
+@dataclass(frozen=True)
+class DraftBuffers:
+    """Where rounds from graphs find their drafts: at fixed places, by row of the verification before.
+
+    Attributes:
+        loop: has the buffer of drafts. drawn: what drafts of sampled rows were drawn from; None where none are drawn.
+    """
+
+    loop: StaticLoop
+    drawn: SampledDrafts | None
+
+
 @runtime_checkable
 class CapturesLate(Protocol):
     """An executor that may compile and capture between rounds, too.
@@ -101,8 +113,8 @@ class Executor(Protocol):
     """The device's part of a round."""
 
     @property
-    def moves(self) -> Moves:
-        """Its part in requests that move between engines."""
+    def draft_buffers(self) -> DraftBuffers | None:
+        """Where drafts lie between two rounds; None where they are tensors of each round's own."""
 
     @property
     def transfers(self) -> int:

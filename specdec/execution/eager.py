@@ -9,7 +9,6 @@ from specdec.acceptance.judge import DraftVocab, choose_greedy, choose_sampled, 
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
 from specdec.execution.base import Drafter, Verification
-from specdec.execution.moving import EagerMoves
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.rounds.fields import DeviceRound
@@ -22,6 +21,9 @@ from specdec.wrapped.target import Target
 class EagerExecutor:
     """Launches one operator after the other, with any draft loop."""
 
+    draft_buffers = None
+    """See `Executor.draft_buffers`."""
+
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
         self.target = target
         self._draws = config.draws_drafts
@@ -30,9 +32,7 @@ class EagerExecutor:
         self._transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
         most = PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens)
         self.reads = HostReads(most, device, target.ranks)
-        self._vocab = self._draft_vocab()
-        loop = None if drafter is None else drafter.loop
-        self.moves = EagerMoves(target.states, loop, self._vocab, self._draws, device)
+        self._vocab = None if drafter is None else draft_vocab(drafter, target)
 
     @property
     def transfers(self) -> int:
@@ -76,8 +76,8 @@ class EagerExecutor:
         """logits [R', V] of the decided rows -> the verification result."""
         return judge(logits, device, draft, self._vocab)
 
-    def _draft_vocab(self) -> DraftVocab | None:
-        if self.drafter is None:
-            return None
-        ids = torch.arange(self.drafter.head.draft_vocab_size, device=self.target.hf_model.device)
-        return DraftVocab(self.drafter.head.to_target_ids(ids), self.target.vocab_size)
+
+def draft_vocab(drafter: Drafter, target: Target) -> DraftVocab:
+    """The head's vocabulary, on the target's device."""
+    ids = torch.arange(drafter.head.draft_vocab_size, device=target.hf_model.device)
+    return DraftVocab(drafter.head.to_target_ids(ids), target.vocab_size)

@@ -38,7 +38,14 @@ from specdec.compiler.settings import (
 from specdec.compiler.siblings import fuse_siblings
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError, UnsupportedModelError
-from specdec.execution.base import ChainedVerification, DraftedVerification, Drafter, GraphReport, Verification
+from specdec.execution.base import (
+    ChainedVerification,
+    DraftBuffers,
+    DraftedVerification,
+    Drafter,
+    GraphReport,
+    Verification,
+)
 from specdec.execution.capture import (
     Bucket,
     DraftCapture,
@@ -51,7 +58,6 @@ from specdec.execution.capture import (
     rehearse_decisions,
     step_rows,
 )
-from specdec.execution.moving import GraphMoves
 from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket, mixed_buckets
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
@@ -138,7 +144,7 @@ class GraphExecutor:
                     self._loop, self._num_modules, drafter.runner, config, self._pool, self._compiling
                 )
             self._drafts = drafts
-            self.moves = GraphMoves(target.states, self._loop, self._drawn, device)
+            self.draft_buffers = None if self._loop is None else DraftBuffers(self._loop, self._drawn)
             self._fused = self._fuse(rows[-1], drafter, drafts)
             store_cos_sin(target.hf_model, self._alterations)
             if not invariant:  # else what it is compiled from must be the same in every engine, see `capture`

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from specdec.errors import SpecdecError
-from specdec.requests.moved import Arrival, Departure, MovedRequest
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import AcceptanceStats, RequestStats, RoundRecord, pool
 from specdec.requests.text import TextStream
@@ -67,7 +66,6 @@ class Update:
         completion: set when the request is finished.
         error: set when the request failed; it is ended.
         progress: how much of the request has been reported with this update.
-        departure: set when the request left for another engine.
     """
 
     request_id: int
@@ -76,12 +74,11 @@ class Update:
     completion: Completion | None = None
     error: SpecdecError | None = None
     progress: Progress = NOTHING_YET
-    departure: Departure | None = None
 
     @property
     def last(self) -> bool:
         """Whether the request is ended here."""
-        return self.completion is not None or self.error is not None or self.departure is not None
+        return self.completion is not None or self.error is not None
 
 
 class RowRound(NamedTuple):
@@ -108,9 +105,9 @@ class Request:
 
     `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted). `progress` is
     what has been reported. `long_rope`: whether it reads its first tokens with long factors, see
-    `specdec.wrapped.long_rope`; decided when it gets a row. One with `hand_off` leaves the engine with its first token,
-    and its pages are held for so many seconds; one with an `arrival` has come from another, and waits for a row. Of
-    two requests that wait for their first row the one with the lower `turn` gets it first.
+    `specdec.wrapped.long_rope`; decided when it gets a row. `has_pages`: it waits, and its keys and values are in pages
+    already; `leaves`: it leaves the batch with its first token (see `specdec.engine.guests`). Of two requests that wait
+    for their first row the one with the lower `turn` gets it first.
     """
 
     id: int
@@ -134,30 +131,9 @@ class Request:
     rounds: list[RoundRecord] = field(default_factory=list)
     drafts: list[tuple[int, ...]] = field(default_factory=list)
     progress: Progress = NOTHING_YET
-    hand_off: float | None = None
-    arrival: Arrival | None = None
+    has_pages: bool = False
+    leaves: bool = False
     turn: int = -1
-
-    @property
-    def moved(self) -> MovedRequest:
-        """The request as another engine needs it."""
-        t = self.times
-        return MovedRequest(
-            prompt_token_ids=tuple(self.committed[: self.prompt_len].tolist()),
-            new_token_ids=tuple(self.new_tokens),
-            params=self.params,
-            key=self.key,
-            limit=self.limit,
-            num_drafts=self.num_drafts,
-            sample_index=self.sample_index,
-            eos_token_ids=self.eos_token_ids,
-            long_rope=self.long_rope,
-            queue_s=t.admitted - t.submitted,
-            prefill_s=t.first_token - t.admitted,
-            preemptions=self.preemptions,
-            prefix_hit_tokens=self.prefix_hit_tokens,
-            cached_tokens=self.cached_tokens,
-        )
 
     def rewind(self) -> None:
         """Back to what was reported, and waiting: what came after is generated anew."""
@@ -166,7 +142,7 @@ class Request:
         del self.drafts[self.progress.num_rounds :]
         self.stream.rewind(self.new_tokens, self.progress.num_characters)
         self.finish_reason = None
-        self.row, self.arrival = -1, None
+        self.row, self.has_pages = -1, False
         self.committed = np.append(self.committed[: self.prompt_len], np.array(self.new_tokens, np.int32))
 
     def give_back(self, num_tokens: int, num_rounds: int, finish_reason: FinishReason | None) -> None:
@@ -193,7 +169,7 @@ class Request:
         else:
             self.rounds.append(RoundRecord(len(round_.drafts), round_.num_accepted, emitted))
             self.drafts.append(round_.drafts)
-        tokens = self.new_tokens[self.progress.num_tokens :]  # this round's; the first ones too of one that moved in
+        tokens = self.new_tokens[self.progress.num_tokens :]  # this round's, and those that the request came with
         if self.finish_reason is None:
             text = self.stream.show()
             progress = Progress(len(self.new_tokens), len(self.rounds), self.stream.num_shown)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -13,7 +13,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from specdec.errors import InvalidInputError
 from specdec.options import Use
 from specdec.requests.generation_config import check_own_config, eos_ids, sampling_fields
-from specdec.requests.moved import MovedRequest
 from specdec.requests.prompts import Prompts, encode_prompts
 from specdec.requests.sampling import SamplingParams
 from specdec.values import short
@@ -24,22 +23,27 @@ _KINDS = "SamplingParams or a transformers.GenerationConfig, one for all prompts
 
 @dataclass(frozen=True)
 class Submission:
-    """One request, ready for `Engine.submit`: prompt ids, parameters, which sample of its prompt, its eos ids, and for
-    how many seconds its pages are held where it leaves with its first token."""
+    """One request, ready for `Engine.submit`: prompt ids, parameters, which sample of its prompt, its eos ids."""
 
     token_ids: list[int]
     params: SamplingParams
     sample_index: int
     eos_token_ids: tuple[int, ...]
-    hand_off: float | None = None
+
+    def submit_to(self, engine: Any) -> int:
+        """Queue it in an `Engine`; the request's id. Raises as `Engine.submit`."""
+        request_id: int = engine.submit(self.token_ids, self.params, self.sample_index, self.eos_token_ids)
+        return request_id
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """One request from another engine, ready for `Engine.resume`: arrival None to read its tokens again."""
+S = TypeVar("S", bound=Submission)
 
-    moved: MovedRequest
-    arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None
+
+class Submits(Protocol):
+    """Whatever queues one request, such as a `Submission`."""
+
+    def submit_to(self, engine: Any) -> int:
+        """Queue a request in an `Engine`; its id."""
 
 
 def submissions(prompts: Prompts, params: Params, model: PreTrainedModel, tokenizer: Any, use: Use) -> list[Submission]:
@@ -61,7 +65,7 @@ def submissions(prompts: Prompts, params: Params, model: PreTrainedModel, tokeni
     return found
 
 
-def check_each(requests: Sequence[Submission], check: Callable[[Submission], object]) -> None:
+def check_each(requests: Sequence[S], check: Callable[[S], object]) -> None:
     """Check the requests of one call, each prompt's once: its samples are alike.
 
     Raises:

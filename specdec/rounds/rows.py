@@ -130,7 +130,7 @@ class Schedule:
         rows: [B] int64 RowTable rows.
         num_new: [B] committed tokens each row reads (1 for a verification, the chunk length for a prompt).
         num_drafts: [B] n_i; rows 0 … num_drafting-1 have n_i >= 1.
-        num_arrived: how many of those, the last ones, have drafts that came with them from another engine.
+        num_arrived: how many of those, the last ones, have brought their drafts along: no draft loop made them here.
     """
 
     rows: np.ndarray

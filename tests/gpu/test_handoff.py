@@ -154,9 +154,9 @@ def settled(*models: SpeculativeModel) -> bool:
 def moved_exactly(p: SpeculativeModel, d: SpeculativeModel, on_ranks: Any, patch: pytest.MonkeyPatch) -> list[Any]:
     """Completions of requests moved one by one; full pages have the bytes that they had in P, on each rank."""
     found, taken = [], []
-    take = engine_of(d).moving.take
+    take = engine_of(d).guests.held.take
     with patch.context() as own:
-        own.setattr(engine_of(d).moving, "take", lambda number: taken.append(take(number)) or taken[-1])
+        own.setattr(engine_of(d).guests.held, "take", lambda number: taken.append(take(number)) or taken[-1])
         for prompt, params in zip(PROMPTS, PARAMS, strict=True):
             (handoff,) = p.prefill(prompt, params)
             right = digests(p, list(handoff.blocks["target"])[:-1], on_ranks)

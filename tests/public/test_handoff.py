@@ -16,7 +16,7 @@ import pytest
 from fakes import free_everywhere, scheduler_of
 
 from specdec import Handoff, SamplingParams, SpeculativeModel, TransferError, TransferTimeoutError
-from specdec.requests.moved import MovedRequest
+from specdec.handoff.moved import MovedRequest
 from tests.rank_server import start_python
 
 __all__ = ["start_python"]
@@ -207,7 +207,7 @@ def test_between_two_processes_that_hang_and_die(
         except TransferTimeoutError:
             frozen = True
         assert time.monotonic() - started < 5 and (frozen or transport == "nixl")
-        quarantined = d.engine.moving.late_pages()
+        quarantined = d.engine.guests.held.late_pages()
         assert d.usage().target_pages == len(quarantined) <= len(handoffs[1].blocks["target"])
         os.kill(process.pid, signal.SIGCONT)
         if frozen:

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from attention.cache.handoff import Bound, EngineTable, RankTable, bind, plan
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
 from attention.spec import AttentionSpec
 from attention.transport.base import ReadPlan
 from attention.transport.local import LocalTransport
 from attention.transport.nixl_agent import NixlTransport, nixl_module
+from attention.transport.region_tables import Bound, EngineTable, RankTable, bind, plan
 from attention.transport.sockets import SocketTransport
 from tests.rank_server import real_script, start_python
 

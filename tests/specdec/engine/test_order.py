@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from fakes import engine_of, free_everywhere, hf_greedy, random_prompts, tiny_llama, wrap
+from fakes import engine_of, free_everywhere, guests_of, hf_greedy, random_prompts, tiny_llama, wrap
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.engine.admission import admission_order
 from specdec.engine.engine import Engine
+from specdec.handoff.moved import Leaving
 from specdec.requests.sampling import SamplingParams
-from specdec.requests.submission import Submission
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=40)
 UNEVEN = [3, 3, 3, 3, 12]
@@ -112,9 +112,10 @@ def test_an_interrupt_leaves_everybody_their_turn(queued: Engine) -> None:
 
 
 def test_requests_that_leave_with_their_first_token_stay_as_they_came() -> None:
-    engine = engine_of(wrap(tiny_llama(), max_num_seqs=2))
+    wrapped = wrap(tiny_llama(), max_num_seqs=2)
+    engine, guests = engine_of(wrapped), guests_of(wrapped)
     params = [SamplingParams(max_new_tokens=n) for n in UNEVEN]
-    ids = [engine.submit_leaving(Submission([1, 2, 3], own, 0, (), 5.0)) for own in params]
+    ids = [guests.submit_leaving(Leaving([1, 2, 3], own, 0, (), 5.0)) for own in params]
     engine.arrange(ids)
     assert [request.id for request in engine.scheduler.waiting] == ids
     engine.abort(ids)

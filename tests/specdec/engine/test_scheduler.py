@@ -7,17 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import PrefixCache
 from attention.checking import check_mode
 from specdec.config import EngineConfig, WindowedPool
-from specdec.engine.aside import put_aside
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.scheduler import Scheduler, windowed_tables
 from specdec.engine.stats import Counters
-from specdec.requests.moved import Arrival
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable, Schedule
@@ -413,66 +410,6 @@ def test_a_request_is_let_in_when_its_verifications_will_have_windowed_pages_too
         assert [r.id for r in scheduler.running] == let_in
 
 
-def arriving(scheduler: Made, number: int, length: int, num_drafts: int) -> Request:
-    """A request with `length` committed tokens from another engine: its pages are aside, its drafts with it."""
-    came = request(number, prompt=length - 1)
-    came.committed = np.arange(length, dtype=np.int32)
-    counts = [pool.pages_for(length - 1) for pool in scheduler.pools()]
-    tensors = {"drafts": torch.arange(num_drafts)} if num_drafts else {}
-    came.arrival = Arrival(put_aside(scheduler.pools(), counts), tensors)
-    return came
-
-
-@pytest.mark.parametrize(("brought", "expected"), [(3, [3, 3, 0]), (0, [3, 0, 0])])
-def test_requests_from_other_engines_stand_before_prompts_that_are_read_on(brought: int, expected: list[int]) -> None:
-    """Row 0 verifies, row 1 reads a chunk; what comes verifies the drafts that it has brought, or its bonus token."""
-    scheduler = Made(num_pages=40, max_num_seqs=3, budget=32, max_num_prefill_tokens=8)
-    schedule = decoding(scheduler, request(0, prompt=3))
-    scheduler.waiting.append(request(1, prompt=29, new=2))
-    verified(scheduler, schedule)
-    verified(scheduler, scheduled(scheduler))
-    came = arriving(scheduler, 2, 9, brought)
-    scheduler.waiting.append(came)
-    schedule = scheduled(scheduler)
-    rows = [scheduler.running[i].row for i in (0, 2, 1)]
-    assert schedule.rows.tolist() == rows and schedule.num_drafts.tolist() == expected
-    assert schedule.num_arrived == (brought > 0) and schedule.num_new.tolist()[:2] == [1, 1]
-    (arrived,) = scheduler.take_arrived()
-    assert (arrived.row, arrived.computed, arrived.num_drafts) == (came.row, 8, brought) and came.arrival is None
-    assert not scheduler.take_arrived()
-    assert scheduler.table.begin[came.row] == 0, "modules have read what stands before, and go on there"
-
-
-def test_requests_from_other_engines_are_let_in_while_pages_and_tokens_last() -> None:
-    """Each has its page, and needs another one for its bonus token; one is free. Then: tokens for one more row."""
-    scheduler = Made(num_pages=5, max_num_seqs=3)
-    scheduler.waiting.extend(arriving(scheduler, n, 5, 0) for n in range(3))
-    assert len(scheduled(scheduler).rows) == 1
-    scheduler = Made(num_pages=40, max_num_seqs=3, budget=12)
-    scheduler.narrow(max_num_seqs=1, max_num_batched_tokens=6)
-    scheduler.waiting.extend(arriving(scheduler, n, 6, 3) for n in range(2))
-    assert scheduled(scheduler).num_drafts.tolist() == [3]
-
-
-def test_a_request_from_another_engine_verifies_no_more_than_its_limit_allows() -> None:
-    scheduler = Made()
-    came = arriving(scheduler, 0, 9, 3)
-    came.limit = 11
-    scheduler.waiting.append(came)
-    assert scheduled(scheduler).num_drafts.tolist() == [1]
-
-
-def test_an_aborted_request_from_another_engine_gives_its_pages_back() -> None:
-    scheduler = Made()
-    came = arriving(scheduler, 0, 9, 3)
-    scheduler.waiting.append(came)
-    assert scheduler.target_pages.num_used == 2
-    scheduler.remove(came)
-    assert scheduler.idle and not any(pool.num_used for pool in scheduler.pools())
-    for pool in scheduler.pools():
-        pool.validate()
-
-
 def test_a_request_takes_no_pages_for_what_it_finds() -> None:
     """Row 0 holds the first two pages of both; row 1 needs one of its own, and one is left."""
     for num_pages, let_in in ((5, [0, 1]), (4, [0])):
@@ -530,29 +467,6 @@ def test_pages_of_generated_tokens_are_found() -> None:
     scheduler.remove(running)
     assert scheduler.prefixes is not None
     assert scheduler.prefixes.cache.find(tokens, False).num_pages == 2
-
-
-def test_a_request_that_leaves_takes_no_surplus_along_and_owes_nothing() -> None:
-    """Its pages stay owned until they were read elsewhere; what it read is found by others; its row is free."""
-    scheduler = Made(num_pages=40, cached=True)
-    schedule = decoding(scheduler, request(0, prompt=9))
-    verified(scheduler, schedule, new_tokens=4)
-    (own,) = scheduler.running
-    tokens = scheduler.table.committed(own.row)
-    pages = scheduler.leave(own)
-    assert [len(each) for each in pages] == [4, 4]
-    assert scheduler.idle and own.row == -1 and scheduler.table.num_free == 2
-    assert scheduler.prefixes is not None and scheduler.prefixes.cache.find(tokens, False).num_pages == 3
-    assert [pool.num_used for pool in scheduler.pools()] == [4, 4]
-    waiting = request(1, prompt=20)
-    assert not scheduler.prefixes.worth_waiting(waiting, 20, scheduler.prefixes.find(waiting, 20))
-
-
-def test_pages_behind_a_window_do_not_travel() -> None:
-    scheduler = Made(**WINDOWED)
-    verified(scheduler, decoding(scheduler, request(0, prompt=10)), new_tokens=4)
-    (own,) = scheduler.running
-    assert [len(each) for each in scheduler.leave(own)] == [4, 2, 4], "14 tokens; a query at 14 sees 9 … 14"
 
 
 def test_the_hit_rate_is_of_what_was_found() -> None:

@@ -80,8 +80,7 @@ def shared_over(engine: Engine) -> Shared:
 
 
 def asked(*prompts: str) -> Any:
-    own = {"params": None, "sample_index": 0, "eos_token_ids": None, "hand_off": None}
-    return [SimpleNamespace(token_ids=prompt, **own) for prompt in prompts]
+    return [SimpleNamespace(submit_to=lambda engine, ids=prompt: engine.submit(ids)) for prompt in prompts]
 
 
 def update(number: int, token: int, last: bool = False) -> Update:

@@ -17,10 +17,10 @@ from typing import Any, cast
 
 import torch
 
-import specdec.engine.ranked
+import specdec.handoff.among_ranks
 import specdec.parallel.ranks
 from specdec.errors import TransferTimeoutError
-from specdec.transfer.end import RankEnd
+from specdec.handoff.link import RankEnd
 
 PLANTED = "planted"
 
@@ -182,7 +182,7 @@ def wrong_drafts_of_graphs(engine: Any) -> None:
 
 def pages_in_use(engine: Any) -> list[int]:
     """Pages of the target's first group that each rank has in use, and of them in quarantine: two numbers a rank."""
-    own = [engine.usage().target_pages, len(engine.moving.late_pages())]
+    own = [engine.usage().target_pages, len(engine.guests.held.late_pages())]
     found = engine.ranks.collectives.gather(torch.tensor(own, device=engine.ranks.device))
     return [int(number) for number in found.flatten().tolist()]
 
@@ -201,21 +201,21 @@ def digest(pages: torch.Tensor) -> int:
 
 def wrong_head_range(engine: Any) -> None:
     """Every rank takes its heads for the first ones, when a transport is opened next."""
-    _patches.enter_context(unittest.mock.patch("specdec.transfer.end._part", lambda ranks: 0))
+    _patches.enter_context(unittest.mock.patch("specdec.handoff.link._part", lambda ranks: 0))
 
 
 def late_grant(engine: Any, waits: bool) -> None:
     """Rank 1 is half a second late when it lets pages be read. waits: whether rank 0 waits for it, as it has to."""
     if engine.ranks.rank == 1:
-        grant = engine.moving.grant
+        grant = engine.guests.held.grant
 
         def late(lease: str, pages: Any) -> None:
             time.sleep(0.5)
             grant(lease, pages)
 
-        engine.moving.grant = late
+        engine.guests.held.grant = late
     if not waits:
-        engine.moving.confirm = lambda granted: None
+        engine.guests.held.confirm = lambda granted: None
 
 
 def late_read(engine: Any) -> None:
@@ -259,4 +259,4 @@ def unpatched(engine: Any) -> None:
 
 def waits_again(engine: Any) -> None:
     """After `late_grant(…, False)`."""
-    engine.moving.confirm = functools.partial(specdec.engine.ranked.confirm, engine.ranks)
+    engine.guests.held.confirm = functools.partial(specdec.handoff.among_ranks.confirm, engine.ranks)

@@ -169,7 +169,7 @@ def test_a_wrong_head_range_is_seen(pair: tuple[Any, Any], patched: Callable[...
     expected = lived(one.generate(PROMPTS, PARAMS))
     patched("wrong_head_range")
     two.open_transfer("sockets")
-    two.engine.moving.grace = 0.0
+    two.engine.guests.held.grace = 0.0
     with pytest.raises(HandoffMismatchError, match=r"head 1 is on no rank"):
         one.resume(two.prefill(PROMPTS[0], GREEDY, lease_seconds=1))
     assert lived(two.resume(one.prefill(PROMPTS, PARAMS))) != expected
@@ -187,7 +187,7 @@ def test_a_rank_that_is_late_is_waited_for(pair: tuple[Any, Any], patched: Calla
     patched("late_grant", True)
     assert moved(two, one, PROMPTS[0], GREEDY) == expected
     patched("late_grant", False)  # later still, and rank 0 does not wait
-    two.engine.moving.grace = 0.0
+    two.engine.guests.held.grace = 0.0
     with pytest.raises(TransferError, match="no longer held"):
         one.resume(two.prefill(PROMPTS[0], GREEDY, lease_seconds=2))
     assert soon(lambda: in_use(two) == [0] * 4)
@@ -197,7 +197,7 @@ def test_a_rank_that_is_late_is_waited_for(pair: tuple[Any, Any], patched: Calla
     patched("late_read")
     assert moved(one, two, PROMPTS[0], GREEDY) == expected
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdec.transfer.ranks.RanksRead.wait", lambda self, deadline: self.own.wait(deadline))
+        patch.setattr("specdec.handoff.among_ranks.RanksRead.wait", lambda self, deadline: self.wait_here(deadline))
         assert lived(two.resume(one.prefill(PROMPTS[1], GREEDY))) != others  # its pages are those of the text before
     time.sleep(1)  # rank 1 has tried by now, or is done
 
@@ -226,7 +226,7 @@ def test_a_reader_that_dies_and_one_that_never_comes(pair: tuple[Any, Any]) -> N
     """P's pages come back after the lease, on every rank, and not before; so they do when a reader dies in a read."""
     one, two = pair
     two.open_transfer("sockets")
-    two.engine.moving.grace = 0.1
+    two.engine.guests.held.grace = 0.1
     began = time.monotonic()
     (handoff,) = two.prefill(PROMPTS[0], GREEDY, lease_seconds=1.0)
     address = handoff.source.ranks[1].address
@@ -270,12 +270,12 @@ def test_pages_that_are_missing_are_waited_for_and_rows_stay(pair: tuple[Any, An
     updates, taken = [next(stream)], []
     with pytest.raises(OutOfPagesError):
         while True:
-            taken.append(two.engine.reserve(handoff.moved))
+            taken.append(two.engine.guests.reserve(handoff.moved))
     before = two.engine_stats.preemptions
     with pytest.raises(OutOfPagesError):
         two.resume(handoff, timeout=0.02)
     for number in taken:
-        two.engine.drop(number, lambda: True)
+        two.engine.guests.drop(number, lambda: True)
     updates += list(stream)
     assert lived([updates[-1].completion])[0][:3] == expected[0][:3] and two.engine_stats.preemptions == before
     assert lived(two.resume(handoff)) == lived(one.generate(PROMPTS[0], GREEDY))

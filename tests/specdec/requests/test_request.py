@@ -74,10 +74,10 @@ def test_a_request_goes_back_to_what_was_reported() -> None:
     reported(own, round_("bc", "bx"))
     before = own.progress
     own.take(round_("def", "de"), 4.0)
-    own.row, own.finish_reason, own.arrival = 2, "length", object()  # type: ignore[assignment]
+    own.row, own.finish_reason, own.has_pages = 2, "length", True
     own.rewind()
     assert own.progress == before == Progress(3, 1, 3)
-    assert (own.row, own.finish_reason, own.arrival) == (-1, None, None)
+    assert (own.row, own.finish_reason, own.has_pages) == (-1, None, False)
     assert own.new_tokens == ids("abc") and own.committed.tolist() == [*PROMPT, *ids("abc")]
     assert own.rounds == [RoundRecord(2, 1, 2)] and own.drafts == [tuple(ids("bx"))]
     assert own.stream.num_shown == 3

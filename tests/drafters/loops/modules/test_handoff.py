@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from fakes import wrap
+from tests.specdec.handoff.test_transfers import PARAMS, PROMPTS, SIZES, lived, moved, sent
 
-from tests.specdec.engine.test_handoff import PARAMS, PROMPTS, SIZES, lived, moved, sent
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 
 

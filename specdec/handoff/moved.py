@@ -1,4 +1,7 @@
-"""`Handoff`: a request on its way from the engine that read its prompt to the one that goes on, as plain bytes."""
+"""A request between two engines: what it is, what it left behind where it was, and what it brings where it goes.
+
+`Handoff` is all of that as plain bytes, for another process or host.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,161 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from attention.cache.handoff import VERSION, EngineTable
 from attention.errors import HandoffMismatchError
-from specdec.requests.moved import MovedRequest
-from specdec.requests.request import Completion
+from attention.transport.region_tables import VERSION, EngineTable
+from specdec.requests.request import Completion, Request, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RequestStats
+from specdec.requests.submission import Submission
 from specdec.values import flag, real, refuse, refuse_type, whole
 
 _MAGIC = b"specdec handoff\n"
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.int64, torch.float32, torch.float16, torch.bfloat16)}
 _LONGEST_HEADER = 2**28
 _COUNTS = ("limit", "num_drafts", "sample_index", "preemptions", "prefix_hit_tokens", "cached_tokens")
+
+
+Pages = tuple[tuple[int, ...], ...]
+"""Pages of one request in each of an engine's pools: the target's groups, the first first, then the head's if any."""
+
+
+@dataclass(frozen=True)
+class MovedRequest:
+    """A request whose prompt was read: all that decides its further tokens, but for keys, values and states.
+
+    Attributes:
+        prompt_token_ids, new_token_ids: committed tokens. The last new one is the bonus token: every token before it
+            has its keys and values in the cache.
+        params: as submitted. key: its randomness, which is the same wherever it runs.
+        limit: most tokens, the prompt's and new ones together. num_drafts: K of the request.
+        sample_index, eos_token_ids, long_rope: see `Request`.
+        queue_s, prefill_s: seconds that it waited, and from there to the first token. Others: see `RequestStats`.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    new_token_ids: tuple[int, ...]
+    params: SamplingParams
+    key: int
+    limit: int
+    num_drafts: int
+    sample_index: int
+    eos_token_ids: tuple[int, ...]
+    long_rope: bool = False
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, request: Request) -> MovedRequest:
+        """What another engine needs of a request that has its first tokens."""
+        t = request.times
+        return cls(
+            prompt_token_ids=tuple(request.committed[: request.prompt_len].tolist()),
+            new_token_ids=tuple(request.new_tokens),
+            params=request.params,
+            key=request.key,
+            limit=request.limit,
+            num_drafts=request.num_drafts,
+            sample_index=request.sample_index,
+            eos_token_ids=request.eos_token_ids,
+            long_rope=request.long_rope,
+            queue_s=t.admitted - t.submitted,
+            prefill_s=t.first_token - t.admitted,
+            preemptions=request.preemptions,
+            prefix_hit_tokens=request.prefix_hit_tokens,
+            cached_tokens=request.cached_tokens,
+        )
+
+    @property
+    def committed(self) -> np.ndarray:
+        """[n] int32."""
+        return np.array(self.prompt_token_ids + self.new_token_ids, np.int32)
+
+    @property
+    def computed(self) -> int:
+        """Tokens with keys and values: all but the bonus token."""
+        return len(self.prompt_token_ids) + len(self.new_token_ids) - 1
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A request that left its engine.
+
+    Attributes:
+        moved: the request. lease: under which its pages are held.
+        pages: in each pool.
+        tensors: on the host, what a round in its next engine starts from besides pages, by name: "drafts" [n] int64,
+            "draft_probs" [n, Vd] float32 where they were drawn, "carried" of a draft loop that carries something from
+            round to round, "state.0", … of recurrent layers.
+    """
+
+    moved: MovedRequest
+    lease: str
+    pages: Pages
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a request that waits for a row has brought: pages, filled, and tensors (see `Departure`)."""
+
+    pages: Pages
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts for its first verification."""
+        return len(self.tensors["drafts"]) if "drafts" in self.tensors else 0
+
+
+@dataclass(frozen=True)
+class Departed(Update):
+    """The last update of a request that left its engine with its first token."""
+
+    departure: Departure | None = None
+
+    @property
+    def last(self) -> bool:
+        """See `Update.last`."""
+        return True
+
+
+@dataclass(frozen=True)
+class Leaving(Submission):
+    """A request that leaves its engine with its first token.
+
+    Attributes:
+        seconds: for which its pages are held then.
+    """
+
+    seconds: float
+
+    def submit_to(self, engine: Any) -> int:
+        """Queue it; its id. See `MovingRequests.submit_leaving`."""
+        request_id: int = engine.guests.submit_leaving(self)
+        return request_id
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A request from another engine.
+
+    Attributes:
+        arrival: the number of its pages and its tensors, see `MovingRequests.resume`; None to read its tokens again.
+    """
+
+    moved: MovedRequest
+    arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None
+
+    def submit_to(self, engine: Any) -> int:
+        """Queue it; its id. See `MovingRequests.resume`."""
+        request_id: int = engine.guests.resume(self.moved, self.arrival)
+        return request_id
 
 
 @dataclass(frozen=True)
@@ -36,7 +180,7 @@ class Handoff:
             in `time.time` seconds of the source's clock.
         moved: the request. blocks: its pages by cache group.
         tensors: drafts for its next verification and what they were drawn from, states of recurrent layers: see
-            `specdec.requests.moved.Departure`. On the host.
+            `Departure`. On the host.
         completion: set when the request ended with its first token, and nothing is left to be done.
     """
 

@@ -16,12 +16,14 @@ import numpy as np
 import torch
 
 from attention.recurrence.runner import StateRunner
-from drafters.loops.base import CarriesVectors, Draft, DraftLoop, StaticLoop
+from drafters.loops.base import CarriesVectors, Draft, DraftLoop
 from specdec.acceptance.judge import DraftVocab
+from specdec.engine.engine import Engine
+from specdec.execution.base import DraftBuffers
+from specdec.execution.eager import draft_vocab
 from specdec.execution.round import Round
-from specdec.execution.sampled import SampledDrafts
+from specdec.handoff.moved import Arrival
 from specdec.ops.filters import Filtered
-from specdec.requests.moved import Arrival
 from specdec.requests.sampling import SamplingParams
 
 Tensors = Mapping[str, torch.Tensor]
@@ -39,8 +41,8 @@ class Arrived:
     params: SamplingParams
 
 
-class Moves(Protocol):
-    """An executor's part in requests that leave, and in those that come."""
+class RowTensors(Protocol):
+    """What rows carry from round to round besides pages: read where a request leaves, put back where it goes on."""
 
     def pack(self, row: int, computed: int, drafts: bool) -> dict[str, torch.Tensor]:
         """What the request in a RowTable row carries from round to round, copied on the device.
@@ -74,7 +76,7 @@ class _Carried:
         self._states, self._loop, self._device = states, loop, device
 
     def pack(self, row: int, computed: int, drafts: bool) -> dict[str, torch.Tensor]:
-        """See `Moves.pack`."""
+        """See `RowTensors.pack`."""
         found: dict[str, torch.Tensor] = {}
         if drafts and isinstance(self._loop, CarriesVectors):
             found["carried"] = self._loop.carried_by(row).clone()
@@ -83,7 +85,7 @@ class _Carried:
         return found
 
     def refuses(self, tensors: Tensors) -> str:
-        """See `Moves.refuses`."""
+        """See `RowTensors.refuses`."""
         expected: dict[str, tuple[int, ...]] = {}
         if isinstance(self._loop, CarriesVectors) and "drafts" in tensors:
             expected["carried"] = self._loop.carried_shape
@@ -101,8 +103,8 @@ class _Carried:
             self._states.put_row(row, computed, given)
 
 
-class EagerMoves(_Carried):
-    """`Moves` of rounds that run operator by operator."""
+class EagerTensors(_Carried):
+    """`RowTensors` of rounds that run operator by operator."""
 
     def __init__(
         self,
@@ -117,17 +119,17 @@ class EagerMoves(_Carried):
         self._vocab, self._draws = vocab, draws
 
     def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
-        """See `Moves.drafts_of`."""
+        """See `RowTensors.drafts_of`."""
         found = {"drafts": draft.token_ids[place, :count].clone()}
         if sampled and draft.probs is not None:
             found["draft_probs"] = draft.probs[place, :count].clone()
         return found
 
     def places(self, taken: np.ndarray, count: int) -> None:
-        """See `Moves.places`."""
+        """See `RowTensors.places`."""
 
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
-        """See `Moves.receive`."""
+        """See `RowTensors.receive`."""
         for one in arrived:
             self.unpack(one.row, one.computed, one.arrival.tensors)
         drafting = [one for one in arrived if one.num_drafts]
@@ -137,32 +139,28 @@ class EagerMoves(_Carried):
         return joined(draft, drafting, round_.target.max_drafts, self._vocab, drawn)
 
 
-class GraphMoves(_Carried):
-    """`Moves` of rounds that run from CUDA graphs: drafts lie in buffers that the graphs read."""
+class GraphTensors(_Carried):
+    """`RowTensors` of rounds that run from CUDA graphs: drafts lie in buffers that the graphs read."""
 
-    def __init__(
-        self, states: StateRunner | None, loop: StaticLoop | None, drawn: SampledDrafts | None, device: torch.device
-    ) -> None:
-        """drawn: of drafts that are drawn from the head's distribution."""
-        super().__init__(states, loop, device)
-        self._static, self._drawn = loop, drawn
+    def __init__(self, states: StateRunner | None, buffers: DraftBuffers, device: torch.device) -> None:
+        super().__init__(states, buffers.loop, device)
+        self._static, self._drawn = buffers.loop, buffers.drawn
 
     def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
-        """See `Moves.drafts_of`."""
+        """See `RowTensors.drafts_of`."""
         found = {"drafts": draft.token_ids[place, :count].clone()}
         return found | self._drawn.kept(place, count) if sampled and self._drawn is not None else found
 
     def places(self, taken: np.ndarray, count: int) -> np.ndarray | None:
-        """See `Moves.places`: rows of the buffer of drafts that no row of the next round was drafted in."""
-        assert self._static is not None
+        """See `RowTensors.places`: rows of the buffer of drafts that no row of the next round was drafted in."""
         return np.setdiff1d(np.arange(len(self._static.drafts)), taken)[:count]
 
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
-        """See `Moves.receive`."""
+        """See `RowTensors.receive`."""
         for one in arrived:
             self.unpack(one.row, one.computed, one.arrival.tensors)
         drafting = [one for one in arrived if one.num_drafts]
-        if not drafting or self._static is None:
+        if not drafting:
             return draft
         sources = round_.target.sources
         assert sources is not None
@@ -174,7 +172,7 @@ class GraphMoves(_Carried):
         return Draft(self._static.drafts, None)
 
     def refuses(self, tensors: Tensors) -> str:
-        """See `Moves.refuses`."""
+        """See `RowTensors.refuses`."""
         half = self._drawn is not None and self._drawn.in_half_precision
         if half and "draft_probs" in tensors:
             return (
@@ -182,6 +180,16 @@ class GraphMoves(_Carried):
                 "their distribution; load both models with cuda_graphs=True, or both with False"
             )
         return super().refuses(tensors)
+
+
+def row_tensors(engine: Engine) -> RowTensors:
+    """Those of the engine's executor."""
+    target, drafter, buffers = engine.target, engine.drafter, engine.executor.draft_buffers
+    states, device = target.states, target.hf_model.device
+    if buffers is not None:
+        return GraphTensors(states, buffers, device)
+    loop, vocab = (None, None) if drafter is None else (drafter.loop, draft_vocab(drafter, target))
+    return EagerTensors(states, loop, vocab, engine.config.draws_drafts, device)
 
 
 def joined(draft: Draft | None, arrived: Sequence[Arrived], width: int, vocab: DraftVocab, drawn: bool) -> Draft:

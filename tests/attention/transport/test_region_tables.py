@@ -14,7 +14,10 @@ from fakes import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.cache.handoff import (
+from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV
+from attention.errors import HandoffMismatchError
+from attention.spec import AttentionSpec
+from attention.transport.region_tables import (
     VERSION,
     Bound,
     Descriptors,
@@ -26,9 +29,6 @@ from attention.cache.handoff import (
     merged,
     plan,
 )
-from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV
-from attention.errors import HandoffMismatchError
-from attention.spec import AttentionSpec
 
 CANARY = 0xA5
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)

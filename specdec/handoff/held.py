@@ -5,7 +5,7 @@ lease is over: whichever comes first, and never while a read in time may go on. 
 before it is read, and no row: it waits for one with all it needs. Where a read came too late, its pages are in
 quarantine until the transport says that nothing writes to them any more.
 
-After an interrupt or a failed round all tables are made anew; these pages stay what they are (`Moving.keep`).
+After an interrupt or a failed round all tables are made anew; these pages stay what they are (`HeldPages.keep`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from attention.cache.pages import BlockTables
-from specdec.engine.aside import keep_aside, pages_needed, put_aside, release_aside
-from specdec.engine.crossing import Crossing
-from specdec.execution.base import Executor
-from specdec.requests.moved import Departure, MovedRequest, Pages
-from specdec.requests.request import Request, Update
-from specdec.rounds.rows import Schedule
+from attention.cache.windowed import WindowedTables
+from attention.errors import OutOfPagesError
+from specdec.handoff.moved import MovedRequest, Pages
 
 LEASE_SECONDS = 60.0
 """How long pages are held for a request that left, unless it is said otherwise."""
@@ -36,6 +31,38 @@ ROUNDS_IN_VAIN = 2
 """Rounds that may still write to pages that are free: a row that has ended is in the launched round in vain, and in the
 draft steps after it. Later rounds write to such pages after that; what another engine or thread writes may come before.
 So pages for a request that comes are filled when these rounds are over."""
+
+
+def pages_needed(pools: Sequence[BlockTables], computed: int, without_head: bool) -> list[int]:
+    """Pages that a request with `computed` keys and values has in each pool: none before a window.
+
+    without_head: whether the last pool is the head's, and the request has no pages there because it does not draft.
+    """
+    counts = []
+    for pool in pools:
+        first = pool.first_needed(computed) if isinstance(pool, WindowedTables) else 0
+        counts.append(pool.pages_for(computed) - first)
+    return [*counts[:-1], 0] if without_head else counts
+
+
+def put_aside(pools: Sequence[BlockTables], counts: Sequence[int]) -> Pages:
+    """Take so many pages of each pool. Raises OutOfPagesError: fewer are free; nothing was taken."""
+    for pool, count in zip(pools, counts, strict=True):
+        if count > pool.allocator.num_free:
+            raise OutOfPagesError(f"{count} pages wanted, {pool.allocator.num_free} are free")
+    return tuple(tuple(pool.put_aside(count)) for pool, count in zip(pools, counts, strict=True))
+
+
+def release_aside(pools: Sequence[BlockTables], pages: Pages) -> None:
+    """Return pages that were aside."""
+    for pool, own in zip(pools, pages, strict=True):
+        pool.release_aside(own)
+
+
+def keep_aside(pools: Sequence[BlockTables], pages: Pages) -> None:
+    """In pools that replace others: these pages stay aside."""
+    for pool, own in zip(pools, pages, strict=True):
+        pool.keep_aside(own)
 
 
 @dataclass(frozen=True)
@@ -66,8 +93,8 @@ class Due:
         return bool(self.leases or self.reads)
 
 
-class Moving:
-    """Pages aside of one engine.
+class HeldPages:
+    """Pages of one engine that belong to a request and to no row: it has left, or has not begun here yet.
 
     Attributes:
         grace: see `GRACE_SECONDS`.
@@ -206,70 +233,3 @@ class Moving:
         every = [*(held.pages for held in self._held.values()), *self._filling.values()]
         for pages in (*every, *(late.pages for late in self._late.values())):
             keep_aside(pools, pages)
-
-
-class Departures:
-    """The requests of one engine that leave it with their first token."""
-
-    def __init__(self, moving: Moving) -> None:
-        self._moving = moving
-        self._expected: set[int] = set()
-        self._leaving: dict[int, Departure] = {}
-
-    @property
-    def expected(self) -> bool:
-        """Whether any request of the engine is to leave."""
-        return bool(self._expected)
-
-    def expect(self, request_id: int) -> None:
-        """A request that is to leave was queued."""
-        self._expected.add(request_id)
-
-    def expect_no_more(self, request_id: int) -> None:
-        """A request is ended. Idempotent."""
-        self._expected.discard(request_id)
-
-    def forget(self) -> None:
-        """Rows are made anew: who was on the way out comes to it again."""
-        self._leaving = {}
-
-    def leave(
-        self,
-        owners: Sequence[Request | None],
-        scheduler: Crossing,
-        executor: Executor,
-        drafts_for: Callable[[Schedule], list[dict[str, torch.Tensor]]],
-    ) -> None:
-        """Requests with a first token go out of the batch, with their drafts for the next engine's first verification.
-
-        Args:
-            owners: of the rows that a round decided. drafts_for: see `Launcher.drafts_for`.
-        """
-        leaving = [r for r in owners if r is not None and r.hand_off is not None and r.row >= 0]
-        if not leaving:
-            return
-        schedule, drafting = scheduler.leaving_drafts(leaving)
-        made = drafts_for(schedule) if drafting else []
-        drafts = {request.id: tensors for request, tensors in zip(drafting, made, strict=True)}
-        granted: dict[str, Pages] = {}
-        for request in leaving:
-            assert request.hand_off is not None
-            own = drafts.get(request.id, {})
-            carried = executor.moves.pack(request.row, scheduler.computed(request), bool(own))
-            tensors = carried | own  # after the draft prefill, which carries on
-            pages = scheduler.leave(request)
-            lease = self._moving.hold(pages, request.hand_off)
-            self._leaving[request.id] = Departure(request.moved, lease, pages, tensors)
-            granted[lease] = pages
-        self._moving.confirm(granted)
-
-    def reported(self, request: Request, update: Update) -> Update:
-        """What is reported of a request: of one that leaves its departure, unless its first token ends it."""
-        departure = self._leaving.pop(request.id, None)
-        if departure is None:
-            return update
-        if update.last:
-            self._moving.end(departure.lease)
-            return update
-        tensors = {name: tensor.cpu() for name, tensor in departure.tensors.items()}
-        return replace(update, departure=replace(departure, moved=request.moved, tensors=tensors))

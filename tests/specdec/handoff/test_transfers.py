@@ -17,6 +17,7 @@ from fakes import (
     eagle3_head,
     engine_of,
     free_everywhere,
+    guests_of,
     random_prompts,
     scheduler_of,
     table_head,
@@ -26,9 +27,9 @@ from fakes import (
 )
 
 import attention.transport.local
-from attention.cache.handoff import VERSION
 from attention.errors import HandoffMismatchError, TransferError, TransferTimeoutError
 from attention.recurrence.index import FoldRule
+from attention.transport.region_tables import VERSION
 from specdec import Handoff, SamplingParams
 from specdec.errors import (
     CacheTooSmallError,
@@ -369,7 +370,7 @@ def test_weights_that_changed_in_place_are_refused() -> None:
 @pytest.mark.slow
 def test_a_lease_ends_and_pages_are_free() -> None:
     p, d = eagle3(), eagle3()
-    engine_of(p).moving.grace = 0.05
+    guests_of(p).held.grace = 0.05
     (handoff,) = p.prefill(PROMPTS[1], GREEDY, lease_seconds=0.05)
     assert p.usage().target_pages == 9
     time.sleep(0.11)
@@ -441,11 +442,11 @@ def test_pages_there_are_waited_for() -> None:
     assert lived(d.resume(p.prefill(PROMPTS[1], GREEDY))) == lived(stays.generate(PROMPTS[1], GREEDY))
     assert [u.completion for u in own][-1] is not None
     (handoff,) = p.prefill(PROMPTS[1], GREEDY)
-    held = [engine_of(d).reserve(handoff.moved) for _ in range(2)]
+    held = [guests_of(d).reserve(handoff.moved) for _ in range(2)]
     with pytest.raises(OutOfPagesError, match="9 pages wanted, 4 are free"):
         d.resume(handoff, timeout=0.05)
     for number in held:
-        engine_of(d).drop(number, lambda: True)
+        guests_of(d).drop(number, lambda: True)
     assert free_everywhere(d)
 
 
@@ -472,8 +473,8 @@ def test_pages_of_a_late_read_are_in_quarantine_until_nothing_writes_to_them() -
     (handoff,) = p.prefill(PROMPTS[1], GREEDY)
     with pytest.raises(TransferTimeoutError, match="late"):
         d.resume(handoff)
-    assert d.usage().target_pages == 9 and engine_of(d).moving.num_quarantined == 1
-    late = engine_of(d).moving.late_pages()
+    assert d.usage().target_pages == 9 and guests_of(d).held.num_quarantined == 1
+    late = guests_of(d).held.late_pages()
     for prompt in (PROMPTS[0], PROMPTS[3]):
         with closing(d.stream(prompt, GREEDY)) as stream:
             next(stream)
@@ -590,7 +591,7 @@ def test_rounds_in_vain_do_not_write_to_pages_that_were_filled(planted: bool, mo
     """A row that a stop string has ended is in the launched round; its pages are free, and are given to who comes."""
     p, d = eagle3(), eagle3(max_num_seqs=4, max_num_batched_tokens=40)
     if planted:
-        monkeypatch.setattr(engine_of(d), "may_fill", lambda number: True)
+        monkeypatch.setattr(guests_of(d), "may_fill", lambda number: True)
     (text,) = (c.text for c in p.generate(PROMPTS[3], GREEDY))
     stays = d.stream(PROMPTS[0], replace(GREEDY, max_new_tokens=90))
     ends = d.stream(PROMPTS[3], replace(GREEDY, stop=(text[5:8],)))
@@ -601,8 +602,9 @@ def test_rounds_in_vain_do_not_write_to_pages_that_were_filled(planted: bool, mo
     kept = [bytes_of(p, handoff.blocks[group]) for group in ("target",)]
     engine = engine_of(d)
     given: list[Any] = []
-    plain = engine.moving.take
-    monkeypatch.setattr(engine.moving, "take", lambda number: given.append(plain(number)) or given[-1])
+    guests = guests_of(d)
+    plain = guests.held.take
+    monkeypatch.setattr(guests.held, "take", lambda number: given.append(plain(number)) or given[-1])
     resumed = d.stream_resumed(handoff)
     next(resumed)
     assert (bytes_of(d, given[0][0]) == kept[0]) != planted

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import free_everywhere, random_prompts, table_head, tiny_llama, wrap
+from fakes import free_everywhere, guests_of, random_prompts, table_head, tiny_llama, wrap
 
 from attention.errors import HandoffMismatchError
 from specdec.requests.sampling import SamplingParams
-from tests.specdec.engine.test_handoff import GREEDY, PARAMS, PROMPTS, lived, sent
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
+from tests.specdec.handoff.test_transfers import GREEDY, PARAMS, PROMPTS, lived, sent
 
 pytestmark = pytest.mark.usefixtures("graphs_on_cpu")
 SIZES: dict[str, Any] = {"num_speculative_tokens": 3, "max_model_len": 128, "kv_cache_tokens": 400}
@@ -80,8 +80,7 @@ def test_distributions_in_half_precision_are_refused() -> None:
     """They would be rounded: the drafts' acceptance would no longer be exact."""
     p, d = eager(), graphs()
     (handoff,) = p.prefill(PROMPTS[0], replace(GREEDY, temperature=1.0, seed=1))
-    moves = d.executor.moves
-    assert moves.refuses(handoff.tensors) == ""
+    assert guests_of(d).tensors.refuses(handoff.tensors) == ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specdec.execution.sampled.SampledDrafts.in_half_precision", True)
         with pytest.raises(HandoffMismatchError, match="both with False"):

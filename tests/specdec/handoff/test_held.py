@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attention.cache.pages import BlockTables
 from attention.cache.windowed import WindowedTables
-from specdec.engine.aside import pages_needed
+from specdec.handoff.held import pages_needed
 
 PAGES, ROWS, LONGEST, SIZE, WINDOW = 12, 3, 24, 4, 9
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from typing import Any, Literal
 
-from attention.cache.handoff import EngineTable
-from attention.runner import GroupRunner
 from attention.transport.base import Transport
-from drafters.base import Head
-from specdec.engine.handoff import LEASE_SECONDS
+from attention.transport.region_tables import EngineTable
+from specdec.engine.sharing import SharedEngine
 from specdec.engine.streams import Stream, StreamUpdate
 from specdec.errors import (
     CacheTooSmallError,
@@ -22,37 +19,42 @@ from specdec.errors import (
     SpecdecError,
     TransferError,
 )
-from specdec.generation import Generation
+from specdec.handoff.link import TRANSPORTS, Link, made
+from specdec.handoff.moved import Handoff, Leaving, MovedRequest, Resumption
+from specdec.handoff.moving import MovingRequests, moving_requests
 from specdec.interrupts import interrupt_in, interrupts_as_they_are
 from specdec.parallel.ranks import Ranks
-from specdec.requests.handoff import Handoff
-from specdec.requests.moved import MovedRequest
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
-from specdec.requests.submission import Params, Resumption, check_each, submissions
-from specdec.transfer.end import TRANSPORTS, made
-from specdec.transfer.link import Link
+from specdec.requests.submission import Params, check_each, submissions
 from specdec.values import real, short
 
-TIMEOUT_SECONDS = 30.0
 OnFailure = Literal["raise", "prefill"]
 
 
-class Moving(Generation):
-    """`prefill` and `resume` over an engine that callers on any thread share. Whoever inherits it makes the attributes.
+class Transfers:
+    """`prefill`, `resume` and their like of one SpeculativeModel, whose engine callers on any thread share."""
 
-    Attributes:
-        head, runners, ranks: see `specdec.model.SpeculativeModel`.
-    """
+    def __init__(self, model: Any) -> None:
+        """Of a `SpeculativeModel`; nothing is opened yet."""
+        self._model = model
+        self._link: Link | None = None
+        self._unopened = ""  # why the transport that was asked for last is not open
 
-    head: Head | None
-    runners: tuple[GroupRunner, ...]
-    ranks: Ranks | None
-    _link: Link | None = None
-    _unopened: str = ""  # why the transport that was asked for last is not open
+    @property
+    def _guests(self) -> MovingRequests:
+        """Of the model's engine. A link was opened before."""
+        guests = self._model.engine.guests
+        assert isinstance(guests, MovingRequests)
+        return guests
+
+    @property
+    def _shared(self) -> SharedEngine:
+        shared: SharedEngine = self._model._shared
+        return shared
 
     @interrupts_as_they_are()
-    def open_transfer(self, transport: str | Transport = "local", **options: Any) -> EngineTable:
+    def open(self, transport: str | Transport, options: dict[str, Any]) -> EngineTable:
         """Choose how keys and values get from this model into others and from others into this one.
 
         Both models of a move need the same transport. Without this call it is "local"; a model that is divided among
@@ -75,17 +77,16 @@ class Moving(Generation):
         """
         if isinstance(transport, str) and transport not in TRANSPORTS:
             raise InvalidInputError(f"transport={short(transport)}: allowed are {', '.join(TRANSPORTS)}")
-        if self.ranks is not None and transport not in ("sockets", "nixl"):
+        ranks = self._model.ranks
+        if ranks is not None and transport not in ("sockets", "nixl"):
             raise InvalidInputError(
-                f"transport={short(transport)}: this model is divided among {self.ranks.size} ranks, which are "
+                f"transport={short(transport)}: this model is divided among {ranks.size} ranks, which are "
                 "processes of their own; allowed are sockets, nixl"
             )
         return self._linked(transport, options, instead=True).table()
 
     @interrupts_as_they_are()
-    def prefill(
-        self, prompts: Prompts, params: Params = None, *, lease_seconds: float = LEASE_SECONDS
-    ) -> list[Handoff]:
+    def prefill(self, prompts: Prompts, params: Params, lease_seconds: float) -> list[Handoff]:
         """Read prompts, and hand the requests over to another model after their first token.
 
         Args:
@@ -103,11 +104,12 @@ class Moving(Generation):
         if lease_seconds == float("inf"):
             raise InvalidInputError("lease_seconds=inf: pages are held for a time that ends; give a number of seconds")
         self._shared.check_open()
-        self._live.check()
-        link = self._opened()
-        requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
-        requests = [replace(request, hand_off=float(lease_seconds)) for request in requests]
-        check_each(requests, self.engine.check_leaving)
+        model = self._model
+        model._live.check()
+        link, guests = self._opened(), self._guests
+        given = submissions(prompts, params, model.hf_model, model.tokenizer, model.generation_config_use)
+        requests = [Leaving(**vars(request), seconds=float(lease_seconds)) for request in given]
+        check_each(requests, guests.check_leaving)
         self._check_held_at_once([len(request.token_ids) for request in requests])
         call, found = self._shared.submit(requests), {}
         try:
@@ -123,15 +125,16 @@ class Moving(Generation):
         """Let go of the pages of requests that this model handed over and that nobody will continue. Idempotent."""
         given = _listed(handoffs)
         with self._shared.between_rounds():
-            self.engine.release([handoff.lease for handoff in given])
+            guests = self._model.engine.guests
+            if isinstance(guests, MovingRequests):  # else no request has left
+                guests.release([handoff.lease for handoff in given])
 
     @interrupts_as_they_are()
     def resume(
         self,
         handoffs: Handoff | Sequence[Handoff],
-        *,
-        timeout: float = TIMEOUT_SECONDS,
-        on_failure: OnFailure = "raise",
+        timeout: float,
+        on_failure: OnFailure,
     ) -> list[Completion]:
         """Continue requests that another model has handed over, with the tokens and drafts that it would have had.
 
@@ -160,9 +163,7 @@ class Moving(Generation):
                 done.append(next(iter(ends), None) or _ended(handoff))
         return done
 
-    def stream_resumed(
-        self, handoff: Handoff, *, timeout: float = TIMEOUT_SECONDS, on_failure: OnFailure = "raise"
-    ) -> Iterator[StreamUpdate]:
+    def stream_resumed(self, handoff: Handoff, timeout: float, on_failure: OnFailure) -> Iterator[StreamUpdate]:
         """As `resume` of one, but yield every round's new tokens and text; the first ones with the first round.
 
         The transfer begins when the first update is asked for. Closing the iterator early aborts what is left.
@@ -180,7 +181,7 @@ class Moving(Generation):
             raise InvalidInputError(f"on_failure={short(on_failure)}: allowed are raise, prefill")
         timeout = _seconds("timeout", timeout)
         self._shared.check_open()
-        self._live.check()
+        self._model._live.check()
         moved, link = handoff.moved, self._opened()
         if moved is None:
             raise HandoffMismatchError("a handoff without a request")
@@ -205,8 +206,8 @@ class Moving(Generation):
             while True:
                 with self._shared.between_rounds():
                     try:
-                        number = self.engine.reserve(moved) if number is None else number
-                        if self.engine.may_fill(number):
+                        number = self._guests.reserve(moved) if number is None else number
+                        if self._guests.may_fill(number):
                             return number
                     except OutOfPagesError:
                         if time.monotonic() >= deadline:
@@ -220,11 +221,11 @@ class Moving(Generation):
         """Reserved pages to which nothing was written, or nothing is any more."""
         if number is not None:
             with self._shared.between_rounds():
-                self.engine.drop(number, lambda: True)
+                self._guests.drop(number, lambda: True)
 
     def _check_held_at_once(self, lens: list[int]) -> None:
-        size = self.config.page_size
-        needed, most = sum(-(-n // size) for n in lens), self.config.num_pages - 1
+        size, num_pages = self._model.config.page_size, self._model.config.num_pages
+        needed, most = sum(-(-n // size) for n in lens), num_pages - 1
         if needed > most:
             raise CacheTooSmallError(
                 f"{len(lens)} prompts need {needed} pages of {size} tokens at once, and the KV cache has {most}: their "
@@ -232,9 +233,10 @@ class Moving(Generation):
             )
 
     def _opened(self) -> Link:
-        if self._link is None and self.ranks is not None:
+        ranks = self._model.ranks
+        if self._link is None and ranks is not None:
             raise InvalidInputError(
-                f"this model is divided among {self.ranks.size} ranks, which are processes of their own: say how "
+                f"this model is divided among {ranks.size} ranks, which are processes of their own: say how "
                 'requests move before they do, open_transfer("sockets") or open_transfer("nixl"), in both models'
             )
         return self._link or self._linked("local", {}, instead=False)
@@ -249,28 +251,40 @@ class Moving(Generation):
                     f"no transport is open, the last one could not be opened: {self._unopened}; call "
                     "open_transfer again"
                 )
-            self.engine.usage()  # what was read meanwhile is held no longer
-            held = self.engine.moving.num_held
+            make, kind = _kinds(self._model.ranks)
+            guests = moving_requests(self._model.engine, make)
+            self._model.engine.usage()  # what was read meanwhile is held no longer
+            held = guests.held.num_held
             if held:
                 raise TransferError(
                     f"{held} of the requests that moved away are still held for another model; call open_transfer "
                     "once they are read or their leases end, or release(handoff) those that nobody will continue"
                 )
             own = made(transport, options)  # before anything is changed
-            self._close_transfer()
+            self.close()
             self._unopened = "it was interrupted"
             try:
-                self._link = link = Link(self, own, transport, options)
+                self._link = link = kind(self._model, guests, own, transport, options)
             except SpecdecError as error:
                 self._unopened = str(error)
                 raise
             self._unopened = ""
             return link
 
-    def _close_transfer(self) -> None:
+    def close(self) -> None:
+        """Close the transport that is open. Idempotent."""
         link, self._link = self._link, None
         if link is not None:
             link.close()
+
+
+def _kinds(ranks: Ranks | None) -> tuple[Callable[[Any], MovingRequests], type[Link]]:
+    """What makes the moving requests of an engine, and a link, by the ranks of the model."""
+    if ranks is None:
+        return MovingRequests, Link
+    from specdec.handoff.among_ranks import LeadingRequests, RanksLink
+
+    return LeadingRequests, RanksLink
 
 
 def _listed(handoffs: Handoff | Sequence[Handoff]) -> list[Handoff]:

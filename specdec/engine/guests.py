@@ -1,0 +1,107 @@
+"""Requests that enter the batch, or leave it, with their keys and values: the interface of an optional feature.
+
+An engine calls a `Guests` once a round in each place where such requests differ from others. It starts with `NoGuests`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from attention.cache.pages import BlockTables
+from drafters.loops.base import Draft
+from specdec.execution.round import Round
+from specdec.requests.request import Request, Update
+from specdec.rounds.rows import Schedule
+
+DraftsOf = Callable[[Schedule], tuple[Draft, np.ndarray]]
+"""Drafts of some rows, and each row's place among them: see `Launcher.drafts_of`."""
+
+
+class Guests(Protocol):
+    """What a feature does with requests that an engine receives with their keys and values, or gives away with them.
+
+    A waiting request with `Request.has_pages` gets its row from `enter`. One with `Request.leaves` is taken out of the
+    batch by `leave` once it has its first token.
+    """
+
+    @property
+    def leaving(self) -> bool:
+        """Whether any request of the engine will leave."""
+
+    def begin_round(self) -> None:
+        """Called when a round begins."""
+
+    def idle(self) -> None:
+        """Called when a round found nothing that it could run."""
+
+    def settle(self) -> None:
+        """Free the pages that are needed no longer. Called between two rounds."""
+
+    def keep(self, pools: Sequence[BlockTables], waiting: Sequence[Request]) -> None:
+        """Called when rows and pages were made anew, after an interrupt or a failed round.
+
+        Args:
+            pools: the new block tables, in which the pages of this feature must not become free.
+            waiting: all requests of the engine; none of them has a row or pages.
+        """
+
+    def enter(self, schedule: Schedule) -> Schedule:
+        """Open rows for waiting requests that have pages; the schedule with them, their drafts after the others'.
+
+        A row whose drafts lie at a place of the executor's buffer has that place in `RowTable.previous`.
+        """
+
+    def discard(self, request: Request) -> None:
+        """Called when a request is removed from the scheduler. Idempotent."""
+
+    def join(self, round_: Round, draft: Draft | None) -> Draft | None:
+        """The drafts of a round with those that entered rows have brought along; called once after each schedule."""
+
+    def leave(self, owners: Sequence[Request | None], drafts_of: DraftsOf) -> None:
+        """Take requests that have their first token out of the batch.
+
+        Args:
+            owners: the requests of the rows that a round decided; None for one that is gone.
+        """
+
+    def reported(self, request: Request, update: Update) -> Update:
+        """What is reported in place of an update of a request."""
+
+
+class NoGuests:
+    """`Guests` of an engine in which all requests begin and end."""
+
+    leaving = False
+
+    def begin_round(self) -> None:
+        """See `Guests.begin_round`."""
+
+    def idle(self) -> None:
+        """See `Guests.idle`."""
+
+    def settle(self) -> None:
+        """See `Guests.settle`."""
+
+    def keep(self, pools: Sequence[BlockTables], waiting: Sequence[Request]) -> None:
+        """See `Guests.keep`."""
+
+    def enter(self, schedule: Schedule) -> Schedule:
+        """See `Guests.enter`."""
+        return schedule
+
+    def discard(self, request: Request) -> None:
+        """See `Guests.discard`."""
+
+    def join(self, round_: Round, draft: Draft | None) -> Draft | None:
+        """See `Guests.join`."""
+        return draft
+
+    def leave(self, owners: Sequence[Request | None], drafts_of: DraftsOf) -> None:
+        """See `Guests.leave`."""
+
+    def reported(self, request: Request, update: Update) -> Update:
+        """See `Guests.reported`."""
+        return update
