@@ -36,8 +36,7 @@ from specdec.requests.sampling import SamplingParams
 from specdec.rounds.buckets import static_shape
 from specdec.rounds.drafting import draft_input, drafts_after, rows_after
 from specdec.rounds.randomness import sampling_round
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.static import fixed_target
 from specdec.rounds.transfer import RoundTransfer
 from specdec.rounds.verification import Verified, WindowedTable, target_after, target_arrays

@@ -13,12 +13,11 @@ import torch
 from specdec import SpeculativeModel
 from specdec.acceptance.judge import judge_from_loop
 from specdec.acceptance.packed import Outcome, PackedResult
-from specdec.engine.launcher import LaunchedRound, VerifyingRound
-from specdec.engine.lookahead import Lookahead
+from specdec.engine.launcher import LaunchedRound, Lookahead, VerifyingRound
+from specdec.execution.base import ChainedVerification
 from specdec.execution.eager import EagerExecutor
 from specdec.execution.graphs import GraphExecutor
 from specdec.execution.ragged import RaggedTarget
-from specdec.execution.verification import ChainedVerification
 
 _before_read = Lookahead.before_read
 

@@ -18,7 +18,7 @@ from specdec.config import EngineConfig
 from specdec.loading.backends import make_backend
 from specdec.loading.states import rule_of
 from specdec.model import SpeculativeModel
-from specdec.target.probing import probe_target
+from specdec.wrapped.probing import probe_target
 
 
 class DevicePlanned:

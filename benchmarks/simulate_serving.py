@@ -23,7 +23,7 @@ from attention.cache.pages import BlockTables
 from benchmarks.document import usage
 from benchmarks.workload import Load, Timeline, between_updates, until_first_token
 from specdec.config import EngineConfig
-from specdec.engine.order import admission_order
+from specdec.engine.admission import admission_order
 from specdec.engine.scheduler import Scheduler
 from specdec.execution.ragged import token_bucket
 from specdec.requests.request import Request, Times

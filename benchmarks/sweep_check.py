@@ -18,8 +18,8 @@ from benchmarks.sweep_configs import VOCAB, Case
 from benchmarks.sweep_models import NotBuilt, NumberTokenizer, ScriptedHead, build, eager_copy, prompts_of
 from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import ModelLoadError, SpecdecError, SpecdecWarning
-from specdec.target.long_rope import find_long_rope
-from specdec.target.placeholders import placeholders
+from specdec.wrapped.long_rope import find_long_rope
+from specdec.wrapped.probing import placeholders
 
 Outcome = Literal[
     "exact", "exact, limited", "near ties", "refused", "WRONG", "unnamed exception", "not built", "crashed", "timed out"

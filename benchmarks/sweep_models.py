@@ -18,7 +18,7 @@ from drafters.loops.base import LoopSize
 from drafters.loops.chain.run import ChainLoop
 from specdec.errors import ModelLoadError
 from specdec.loading.auto_classes import auto_class
-from specdec.target.twin import enlarge
+from specdec.selftest.twin import enlarge
 
 MOST_PARAMETERS = 20_000_000
 _RIGHT = 70

@@ -34,7 +34,7 @@ from specdec.loading.targets import load_target
 from specdec.parallel.group import join_group
 from specdec.parallel.inbox import Ear
 from specdec.parallel.ranks import Ranks
-from specdec.target.probing import probe_target
+from specdec.wrapped.probing import probe_target
 
 _RIGHT = 1e-4
 _CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """Model types with a language model inside, beside what reads images or sound, and their configurations made tiny.
 
-They are too different to be shrunk by a list of names for each; `specdec.target.shrinking`, which makes the miniature
+They are too different to be shrunk by a list of names for each; `specdec.selftest.shrinking`, which makes the miniature
 that every load is tested by, makes them small, with all thresholds low.
 """
 
@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from specdec.target.shrinking import miniature, thresholds
+from specdec.selftest.shrinking import miniature, thresholds
 
 _LONGEST = 10**9
 _QWEN: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}

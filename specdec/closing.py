@@ -9,7 +9,7 @@ import torch
 
 from specdec.errors import ClosedModelError, NotCopyableError
 from specdec.moving import Moving
-from specdec.target.alterations import Alterations
+from specdec.wrapped.alterations import Alterations
 
 _FREED = ("target", "head", "runners", "engine", "_live")
 """What `close` lets go of."""

@@ -99,11 +99,11 @@ class EngineConfig:
         windowed: the target's further cache groups, see `attention.groups`.
         enable_prefix_caching: whether requests begin with pages that earlier ones left, see `attention.cache.prefix`.
         keep_prefixes: whether those of earlier calls stay where a hook or parametrization of the target has state that
-            nobody can see, see `specdec.target.unseen`.
+            nobody can see, see `specdec.wrapped.versions`.
         fold_rule: when states of a target's recurrent layers are stored, see `attention.recurrence.index`; None where
             it has none.
         long_rope: of a target whose rotary embedding is of type longrope and that takes requests beyond its short
-            factors, see `specdec.target.long_rope`.
+            factors, see `specdec.wrapped.long_rope`.
     """
 
     num_speculative_tokens: int

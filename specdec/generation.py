@@ -19,7 +19,7 @@ from specdec.options import Use
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
 from specdec.requests.submission import Params, check_each, submissions
-from specdec.target.live import LiveModel
+from specdec.wrapped.live import LiveModel
 
 
 class Generation:
@@ -57,7 +57,7 @@ class Generation:
         """Generate for one prompt or many, batched continuously.
 
         Where they are more than `max_num_seqs`, they begin in their order, but for those with so large a
-        `max_new_tokens` that they would end after all others: these begin earlier (`specdec.engine.order`).
+        `max_new_tokens` that they would end after all others: these begin earlier (`specdec.engine.admission`).
 
         Args:
             prompts: str, token ids, chat messages, or a list of any of these; a tensor or array of ids (1-D: one

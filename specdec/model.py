@@ -33,11 +33,11 @@ from specdec.options import LoadOptions, Use
 from specdec.parallel.ranks import Ranks
 from specdec.requests.generation_config import eos_ids
 from specdec.requests.prompts import one_sequence
-from specdec.target.live import LiveModel
-from specdec.target.probing import TargetProbe
-from specdec.target.selftest import self_test
-from specdec.target.versions import WeightVersions
+from specdec.selftest.selftest import self_test
 from specdec.torch_state import own_torch_state
+from specdec.wrapped.live import LiveModel
+from specdec.wrapped.probing import TargetProbe
+from specdec.wrapped.versions import WeightVersions
 
 MODEL_FORMAT = KVFormat()
 
@@ -64,7 +64,7 @@ class SpeculativeModel(Closing):
         generation_config_use: "model" or "ignore", what of the model's own generation_config applies.
         backend_name: the attention backend in use.
         self_test_error: relative logit error of the load-time self-test.
-        twin: what a small float32 copy of the model showed at loading, see specdec/target/twin.py.
+        twin: what a small float32 copy of the model showed at loading, see specdec/selftest/twin.py.
         runners: attention of the target, by cache group, and, with a head, of the head.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason.
         cascade_attention: "on", or "off: " and the reason.

@@ -96,7 +96,7 @@ def _twin_test_once(probed: Any, max_model_len: int) -> Any:
 
     A twin is made of these and a fixed seed, not of the model's weights: its answer is always the same.
     """
-    from specdec.target.twin import twin_test
+    from specdec.selftest.twin import twin_test
 
     key = *_form(probed), max_model_len
     if key not in _right_twins:
@@ -109,7 +109,7 @@ def _check_target_once(target: Any, probed: Any, max_model_len: int, report: Any
 
     A wrong target is never remembered; nor is one that a warning is due for.
     """
-    from specdec.target.selftest import check_target
+    from specdec.selftest.selftest import check_target
 
     caches = tuple((runner.group, runner.routes) for runner in target.runner.runners)
     if report.unbuilt is not None or probed.model.device.type != "cpu":
@@ -134,8 +134,8 @@ def right_targets_once() -> Iterator[None]:
 def every_self_test(right_targets_once: None) -> Iterator[None]:
     """For tests of what loading does: every model, and its twin, is built and read, as it is for a user."""
     import specdec.loading.assembly
-    from specdec.target.selftest import check_target
-    from specdec.target.twin import twin_test
+    from specdec.selftest.selftest import check_target
+    from specdec.selftest.twin import twin_test
 
     with patch.multiple(specdec.loading.assembly, twin_test=twin_test, check_target=check_target):
         yield

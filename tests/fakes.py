@@ -28,7 +28,7 @@ from attention.spec import AttentionSpec
 from drafters.base import Attend, Head
 from drafters.loops.base import LoopSize
 from drafters.loops.chain.run import ChainLoop
-from specdec.target.twin import enlarge as enlarge
+from specdec.selftest.twin import enlarge as enlarge
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits + " ."
 VOCAB = len(LETTERS)

@@ -23,7 +23,7 @@ from specdec.acceptance.packed import PackedResult
 from specdec.ops.draws import Proposal, accept_drafts, draw_drafts
 from specdec.ops.filters import Filtered, filter_rows
 from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors, draw, target_probs
-from specdec.rounds.uniforms import Role, request_key, uniforms
+from specdec.rounds.randomness import Role, request_key, uniforms
 
 
 def reference_filters(

@@ -1,4 +1,4 @@
-"""What the documentation names exists, and the map of the code names every file."""
+"""What the documentation names exists, and the map of the code names every room."""
 
 from __future__ import annotations
 
@@ -11,31 +11,21 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("attention", "drafters", "specdec", "evals", "benchmarks", "examples")
 
 
-def mapped_files() -> set[str]:
-    """Paths in the tables of docs/architecture.md: a row is a room and its files."""
+def mapped_rooms() -> set[str]:
+    """Folders in the tables of docs/architecture.md: a row is a room, or several of a kind."""
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    rows = re.findall(r"^\| `([\w/]+)/` \|([^|]*)\|", text, re.MULTILINE)
-    return {f"{room}/{name}" for room, names in rows for name in re.findall(r"`([^`]+)`", names)}
+    return {
+        room
+        for row in re.findall(r"^\| (`[\w/]+/`[^|]*)\|", text, re.MULTILINE)
+        for room in re.findall(r"`([\w/]+)/`", row)
+    }
 
 
-def test_the_map_names_every_file_and_no_other() -> None:
-    mapped = mapped_files()
-    files = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py")}
-    files |= {f"tests/{path.name}" for path in (ROOT / "tests").glob("*.py") if not path.name.startswith("test_")}
-    assert {name for name in files if not name.endswith("__init__.py")} - mapped == set()
-    assert [name for name in mapped if not (ROOT / name).exists()] == []
-
-
-def moves() -> dict[str, str]:
-    """Old path -> new path, of docs/moves.md."""
-    text = (ROOT / "docs" / "moves.md").read_text("utf-8")
-    return dict(re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|$", text, re.MULTILINE))
-
-
-def test_moved_files_are_listed_once_in_order() -> None:
-    text = (ROOT / "docs" / "moves.md").read_text("utf-8")
-    assert len(moves()) == text.count("\n| `") > 200
-    assert list(moves()) == sorted(moves())
+def test_the_map_names_every_room_and_no_other() -> None:
+    files = (path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    rooms = {file.parent.as_posix() for file in files if file.name != "__init__.py"}
+    assert rooms - mapped_rooms() == set()
+    assert [room for room in mapped_rooms() if not (ROOT / room).is_dir()] == []
 
 
 def test_every_section_that_is_referred_to_exists() -> None:
@@ -49,5 +39,4 @@ def test_every_section_that_is_referred_to_exists() -> None:
 def test_every_file_that_a_page_names_exists(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
     named = re.findall(r"\b((?:attention|drafters|specdec|evals|benchmarks|tests|examples|docs)/[\w./-]*\w)", text)
-    old = moves() if page == "docs/moves.md" else {}
-    assert [name for name in named if not (ROOT / name).exists() and name not in old] == []
+    assert [name for name in named if not (ROOT / name).exists()] == []

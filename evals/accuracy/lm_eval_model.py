@@ -30,7 +30,7 @@ from evals.runs.store import RunStore
 from evals.runs.worker import ModelSpec
 from specdec.errors import InvalidInputError
 from specdec.options import LoadOptions
-from specdec.requests.chat import for_template
+from specdec.requests.prompts import for_template
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RequestStats, RoundRecord, pool
 

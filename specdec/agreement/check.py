@@ -18,7 +18,7 @@ from specdec.model import SpeculativeModel
 from specdec.requests.prompts import Prompts
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import AcceptanceStats, pool_requests
-from specdec.target.probing import TargetProbe, probe_target
+from specdec.wrapped.probing import TargetProbe, probe_target
 
 LOW = 0.25
 """Least share of first drafts that a right pair has accepted; EAGLE-3 heads have 0.55 to 0.75 on chats."""

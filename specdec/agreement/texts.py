@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from specdec.requests.request import Completion
-from specdec.target.alterations import Alterations
-from specdec.target.probing import TargetProbe
-from specdec.target.target import AuxStateRecorder
+from specdec.wrapped.alterations import Alterations
+from specdec.wrapped.probing import TargetProbe
+from specdec.wrapped.target import AuxStateRecorder
 
 PROMPTS = (
     "Tom has 3 boxes of 12 eggs and sells 7 eggs. How many eggs are left?",

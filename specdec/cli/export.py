@@ -85,7 +85,7 @@ def _exported(
     from drafters.eagle3.export import Verifier, export_eagle3
     from drafters.eagle3.outline import stored_dtype, target_of_files
     from drafters.eagle3.overrides import Eagle3Overrides
-    from specdec.loading.outlines import is_available, outline_target, target_of_head
+    from specdec.loading.heads import is_available, outline_target, target_of_head
 
     path, overrides = _eagle_head(head, target), Eagle3Overrides.of(options.head_overrides or {})
     named = target_of_head(path) if target is None else target

@@ -75,7 +75,7 @@ def _check_drafts(head: str, load: LoadOptions) -> None:
 def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
     """The target to inspect a head with, or None and why there is none."""
     from specdec.loading.builtin import resolve
-    from specdec.loading.outlines import is_available, target_of_head
+    from specdec.loading.heads import is_available, target_of_head
 
     if given is not None:
         return given, ""

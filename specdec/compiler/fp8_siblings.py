@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specdec.ops.fp8 import BLOCK, fp8_linear
-from specdec.target.fp8 import Fp8Linear
+from specdec.wrapped.fp8 import Fp8Linear
 
 
 class SiblingFp8Linear(Fp8Linear):

@@ -13,7 +13,7 @@ from torch.fx.experimental import _config as size_config
 from specdec.compiler.fp8_passes import Fp8Rewriting
 from specdec.compiler.regions import compile_regions
 from specdec.errors import SpecdecError
-from specdec.target.alterations import Alterations
+from specdec.wrapped.alterations import Alterations
 
 
 @torch.library.custom_op("specdec::stored", mutates_args=())

@@ -3,7 +3,7 @@
 Projections that read the same input (q, k, v; gate, up) are one matmul when their weights lie in one tensor. Each
 sibling stays a module of its own: in compiled code it asks for the whole fused matmul and takes its slice, and
 `specdec.compiler.passes` leaves one of the equal matmuls. In eager code it is the linear layer it was, on a view. What
-is done to the modules is registered with `specdec.target.alterations`, and undone when the engine is closed.
+is done to the modules is registered with `specdec.wrapped.alterations`, and undone when the engine is closed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from attention.hf.interface import attention_configs
 from attention.hf.weights import address_of, computes_plainly
 from specdec.compiler import fp8_siblings
 from specdec.compiler.fp8_siblings import SiblingFp8Linear
-from specdec.target.alterations import Alterations
-from specdec.target.fp8 import Fp8Linear
+from specdec.wrapped.alterations import Alterations
+from specdec.wrapped.fp8 import Fp8Linear
 
 
 class SiblingLinear(nn.Linear):

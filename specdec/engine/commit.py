@@ -9,8 +9,7 @@ import numpy as np
 from drafters.loops.lengths import tokens_accepted
 from specdec.acceptance.packed import Outcome
 from specdec.requests.request import RowRound
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import TargetArrays, Verified
 
 

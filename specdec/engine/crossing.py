@@ -19,8 +19,7 @@ from specdec.engine.waiting import WaitingRequests
 from specdec.execution.moving import Arrived
 from specdec.requests.moved import Pages
 from specdec.requests.request import Request
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 
 
 class Crossing(ABC):

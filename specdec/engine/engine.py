@@ -20,30 +20,26 @@ from attention.hf.gate import gate_of
 from drafters.loops.base import SharesPages
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
-from specdec.engine.admission import Admission
+from specdec.engine.admission import Admission, admission_order
 from specdec.engine.commit import Committed, commit
-from specdec.engine.faults import raised_twice, request_failed, round_failed
+from specdec.engine.faults import Change, raised_twice, request_failed, rewound, round_failed
 from specdec.engine.handoff import Departures, Moving
-from specdec.engine.launcher import Announce, LaunchedRound, Launcher, VerifyingRound
-from specdec.engine.lookahead import Lookahead
-from specdec.engine.order import admission_order
+from specdec.engine.launcher import Announce, LaunchedRound, Launcher, Lookahead, VerifyingRound
 from specdec.engine.prefixes import Prefixes
-from specdec.engine.recovery import Change, rewound
 from specdec.engine.scheduler import Scheduler, Usage, windowed_tables
 from specdec.engine.stats import Counters, EngineStats
 from specdec.engine.visited import Visited
 from specdec.errors import InvalidInputError
-from specdec.execution.base import Drafter, Executor
+from specdec.execution.base import DraftedVerification, Drafter, Executor
 from specdec.execution.eager import EagerExecutor
-from specdec.execution.verification import DraftedVerification
 from specdec.interrupts import is_from_signal
 from specdec.requests.request import Request, RowRound, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
 from specdec.rounds.rows import RowTable
-from specdec.target.target import Target
-from specdec.target.versions import WeightVersions
 from specdec.user_warnings import warn_user
+from specdec.wrapped.target import Target
+from specdec.wrapped.versions import WeightVersions
 
 
 class Engine(Visited):

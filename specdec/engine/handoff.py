@@ -24,7 +24,7 @@ from specdec.engine.crossing import Crossing
 from specdec.execution.base import Executor
 from specdec.requests.moved import Departure, MovedRequest, Pages
 from specdec.requests.request import Request, Update
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import Schedule
 
 LEASE_SECONDS = 60.0
 """How long pages are held for a request that left, unless it is said otherwise."""

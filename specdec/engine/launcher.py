@@ -11,18 +11,16 @@ import torch
 from drafters.loops.base import Draft, DraftInput
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
-from specdec.engine.commit import Committed
+from specdec.engine.commit import Committed, ending_tokens
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.stats import Counters
-from specdec.execution.base import Executor
+from specdec.execution.base import ChainedVerification, DraftedVerification, Executor, Verification
 from specdec.execution.round import Round
-from specdec.execution.verification import DraftedVerification, Verification
 from specdec.rounds.buckets import power_of_two
-from specdec.rounds.drafting import draft_input
+from specdec.rounds.drafting import draft_input, drafts_after
 from specdec.rounds.randomness import SamplingRound, sampling_round
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
-from specdec.rounds.verification import TargetArrays, WindowedTable, target_arrays
+from specdec.rounds.rows import RowTable, Schedule
+from specdec.rounds.verification import TargetArrays, WindowedTable, target_after, target_arrays
 
 Announce = Callable[[TargetArrays], None]
 """Called with every round before it is launched."""
@@ -237,3 +235,67 @@ class Launcher:
     def sampling(self, target: TargetArrays, rows: np.ndarray) -> SamplingRound | None:
         """Parameters and uniforms of a round of these RowTable rows [B]; None when all of them are greedy."""
         return sampling_round(target, rows, self._table)
+
+
+class Lookahead:
+    """Launches rounds ahead. Of the round after the one in flight it keeps the reserved block tables [B, P].
+
+    A round launched ahead has the rows of the one before in their order, so `RowTable.previous` stays as it is.
+    """
+
+    def __init__(self, launcher: Launcher, scheduler: Scheduler, table: RowTable, num_drafts: int) -> None:
+        """num_drafts: K, 0 without a head."""
+        self._launcher = launcher
+        self._scheduler = scheduler
+        self._table = table
+        self._more_tokens = 1 + 2 * num_drafts
+        self._reserved: Tables | None = None
+
+    def before_read(self, current: VerifyingRound) -> LaunchedRound | None:
+        """Reserve the next round while the device verifies; a chained one is launched.
+
+        A row that the read ends is in that next round in vain; its pages are handed out again only after it.
+        """
+        verification = current.verification
+        if not isinstance(verification, (ChainedVerification, DraftedVerification)):
+            self._reserved = None
+            return None
+        self._reserved = self._reserve(current.schedule)
+        if self._reserved is None or isinstance(verification, DraftedVerification):
+            return None
+        nothing = np.zeros(len(current.schedule.rows), np.int64)
+        target = self._after(current, nothing, nothing, nothing, self._reserved)
+        if self._launcher.announce is not None:
+            self._launcher.announce(target)
+        device, following = verification.launch_next(target, self._launcher.sampling(target, current.schedule.rows))
+        self._launcher.count()
+        return VerifyingRound(current.schedule, target, device, None, following)
+
+    def before_commit(self, current: VerifyingRound, outcome: Outcome, draft: Draft | None) -> LaunchedRound | None:
+        """Launch the round that verifies `draft`, if all rows go on: none meets an eos id, each has a draft."""
+        if draft is None or self._reserved is None:
+            return None
+        rows, accepted = current.schedule.rows, outcome.num_accepted
+        drafts = drafts_after(current.target, accepted)
+        if not drafts.all() or ending_tokens(outcome.tokens, accepted + 1, self._table.eos[rows]).any():
+            return None
+        bonus_tokens = outcome.tokens[np.arange(len(rows)), accepted]
+        target = self._after(current, accepted, bonus_tokens, drafts, self._reserved)
+        device = self._launcher.send(None, target, rows)
+        return self._launcher.launched(Schedule(rows, current.schedule.num_new, drafts), target, device, draft)
+
+    def _reserve(self, schedule: Schedule) -> Tables | None:
+        if not self._scheduler.reserve_next(schedule):
+            return None
+        return self._launcher.tables(schedule, self._more_tokens).rows(schedule.rows)
+
+    def _after(
+        self,
+        current: VerifyingRound,
+        num_accepted: np.ndarray,
+        bonus_tokens: np.ndarray,
+        drafts: np.ndarray,
+        tables: Tables,
+    ) -> TargetArrays:
+        pages = (tables.target, tables.head, tables.windowed)
+        return target_after(current.target, num_accepted, bonus_tokens, drafts, *pages)

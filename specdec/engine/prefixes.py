@@ -23,8 +23,7 @@ from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING, Found, PrefixCache
 from attention.cache.windowed import WindowedTables
 from specdec.requests.request import Request
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 
 
 class Prefixes:

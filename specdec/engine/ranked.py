@@ -53,8 +53,8 @@ from specdec.requests.sampling import SamplingParams
 from specdec.requests.submission import Submission
 from specdec.requests.text import Tokenizer
 from specdec.rounds.verification import TargetArrays
-from specdec.target.target import Target
-from specdec.target.versions import WeightVersions
+from specdec.wrapped.target import Target
+from specdec.wrapped.versions import WeightVersions
 
 Parts = tuple[Target, Drafter | None, Tokenizer, EngineConfig, Sequence[int], Executor, WeightVersions]
 """What an engine is made of."""

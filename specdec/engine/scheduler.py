@@ -25,8 +25,7 @@ from specdec.engine.waiting import WaitingRequests
 from specdec.execution.moving import Arrived
 from specdec.requests.request import Request
 from specdec.rounds.buckets import prefill_budget
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 
 
 @dataclass(frozen=True)

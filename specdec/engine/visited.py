@@ -9,9 +9,9 @@ import torch
 
 from attention.errors import OutOfPagesError
 from specdec.engine.admission import Admission
+from specdec.engine.faults import Change
 from specdec.engine.handoff import ROUNDS_IN_VAIN, Moving
 from specdec.engine.launcher import LaunchedRound
-from specdec.engine.recovery import Change
 from specdec.engine.scheduler import Scheduler
 from specdec.requests.moved import Arrival, MovedRequest
 from specdec.requests.request import Request

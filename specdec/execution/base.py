@@ -6,17 +6,75 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Draft, DraftInput, DraftLoop
 from specdec.execution.moving import Moves
-from specdec.execution.readback import HostReads
+from specdec.execution.readback import HostReads, Readback
 from specdec.execution.round import Round
-from specdec.execution.verification import Verification
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetArrays
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What capturing cost.
+
+    Attributes:
+        graphs: number of graphs for the buckets' rounds; sampled_graphs: those that only rounds with sampled rows run,
+        beside them; segment_graphs: those of rounds of any shape (more are captured when they are needed).
+        rows: the buckets; seconds: compiling and capturing; bytes: memory reserved meanwhile;
+        fused_groups: sibling projections that became one matmul; products: how matmul algorithms were chosen.
+    """
+
+    graphs: int
+    sampled_graphs: int
+    segment_graphs: int
+    rows: tuple[int, ...]
+    seconds: float
+    bytes: int
+    fused_groups: int
+    products: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A target forward and the acceptance of its drafts, launched. The draft loop starts from `aux_hidden_states`.
+
+    Attributes:
+        packed: the `PackedResult` of the J decided rows on its way to the host.
+        aux_hidden_states: [T, A·Ht] aux hidden states on the device, valid until the next forward.
+    """
+
+    packed: Readback
+    aux_hidden_states: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DraftedVerification(Verification):
+    """One with the draft prefill launched after it, from graphs.
+
+    Attributes:
+        launch_steps: launches the draft steps of all its rows, given num_accepted [J], and returns the drafts, first
+            one included, in the order of its rows.
+    """
+
+    launch_steps: Callable[[np.ndarray], Draft]
+
+
+@dataclass(frozen=True)
+class ChainedVerification(Verification):
+    """One from a CUDA graph, of rows without drafts: each decides one token, the next bonus token.
+
+    Attributes:
+        launch_next: launches the verification of the same rows after it. The bonus tokens of those arrays are ignored:
+            they are copied on the device. Returns what `Executor.send` would have, and the verification.
+    """
+
+    launch_next: Callable[[TargetArrays, SamplingRound | None], tuple[Round, Verification]]
 
 
 @dataclass(frozen=True)

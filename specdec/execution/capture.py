@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -21,7 +22,7 @@ from specdec.ops.argmax import greedy_ids
 from specdec.ops.draws import Proposal
 from specdec.parallel.ranks import note_graph
 from specdec.rounds.fields import DeviceRound, DeviceSampling
-from specdec.target.target import Target
+from specdec.wrapped.target import Target
 
 T = TypeVar("T")
 
@@ -293,3 +294,32 @@ def record(launch: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]
 def rehearse(launch: Callable[[], T], pool: Any) -> tuple[None, T]:
     """Run `launch` once; no graph, and its result."""
     return None, launch()
+
+
+@contextmanager
+def kernels_compiled_together(device: torch.device) -> Iterator[None]:
+    """See `attention.kernels.together.compiled_together`; elsewhere than on CUDA nothing is compiled."""
+    if device.type != "cuda":
+        yield
+        return
+    from attention.kernels.together import compiled_together
+
+    with compiled_together():
+        yield
+
+
+def rehearse_decisions(
+    logits: torch.Tensor, rows: int, most_drafts: int, sampling: DeviceSampling, drawn: SampledDrafts | None
+) -> None:
+    """Decide sampled rows as rounds of any shape do, which have no more drafts than the row with most of them has.
+
+    Args:
+        logits: [T, V] of any values, T >= 1; rows: J. sampling: of J rows or more, all greedy.
+        drawn: where drafts were drawn; None where they are greedy.
+    """
+    new = logits.new_zeros
+    proposal = None if drawn is None else drawn.proposal(torch.arange(rows, device=logits.device))
+    for num_drafts in range(most_drafts + 1):
+        index, counts = new(rows, num_drafts + 1, dtype=torch.int64), new(rows, dtype=torch.int64)
+        result = PackedResult.zeros(rows, num_drafts, logits.device)
+        decide_sampled(logits, greedy_ids(logits), index, counts, sampling.first(rows), result, proposal)

@@ -8,16 +8,15 @@ from drafters.loops.base import Draft, DraftInput
 from specdec.acceptance.judge import DraftVocab, choose_greedy, choose_sampled, fill_drafts, in_order, judge
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
-from specdec.execution.base import Drafter
+from specdec.execution.base import Drafter, Verification
 from specdec.execution.moving import EagerMoves
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
-from specdec.execution.verification import Verification
 from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import RoundTransfer
 from specdec.rounds.verification import TargetArrays
-from specdec.target.target import Target
+from specdec.wrapped.target import Target
 
 
 class EagerExecutor:

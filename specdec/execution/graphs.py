@@ -38,7 +38,7 @@ from specdec.compiler.settings import (
 from specdec.compiler.siblings import fuse_siblings
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError, UnsupportedModelError
-from specdec.execution.base import Drafter
+from specdec.execution.base import ChainedVerification, DraftedVerification, Drafter, GraphReport, Verification
 from specdec.execution.capture import (
     Bucket,
     DraftCapture,
@@ -46,30 +46,28 @@ from specdec.execution.capture import (
     Recorder,
     capture_bucket,
     compile_bucket,
+    kernels_compiled_together,
     rehearse,
+    rehearse_decisions,
     step_rows,
 )
 from specdec.execution.moving import GraphMoves
 from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket, mixed_buckets
 from specdec.execution.readback import HostReads
-from specdec.execution.rehearsal import kernels_compiled_together, rehearse_decisions
-from specdec.execution.report import GraphReport
 from specdec.execution.round import Round
 from specdec.execution.sampled import SampledDrafts, decide_sampled
-from specdec.execution.verification import ChainedVerification, DraftedVerification, Verification
 from specdec.ops.argmax import greedy_drafts, greedy_ids
 from specdec.ops.experts import mixtures, using_capturable_experts
-from specdec.rounds.ahead import ahead_inputs
 from specdec.rounds.buckets import graph_rows, loop_limits, static_shape
-from specdec.rounds.drafting import accepted_by_row, rows_after
+from specdec.rounds.drafting import accepted_by_row, ahead_inputs, rows_after
 from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.static import FixedSampling, fixed_target
 from specdec.rounds.transfer import AheadTransfer
 from specdec.rounds.verification import TargetArrays, empty_target
-from specdec.target.alterations import Alterations
-from specdec.target.selftest import invariance_test, matmul_test
-from specdec.target.target import Target
+from specdec.selftest.selftest import invariance_test, matmul_test
+from specdec.wrapped.alterations import Alterations
+from specdec.wrapped.target import Target
 
 log = logging.getLogger("specdec")
 

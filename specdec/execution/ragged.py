@@ -26,7 +26,7 @@ from specdec.config import EngineConfig
 from specdec.execution.segments import Between, SegmentedGraph, record_segments, unowned
 from specdec.rounds.buckets import TILE_TOKENS, power_of_two, prefill_budget
 from specdec.rounds.fields import DeviceAhead
-from specdec.target.target import Target
+from specdec.wrapped.target import Target
 
 Compiling = Callable[[], AbstractContextManager[None]]
 

@@ -3,28 +3,88 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch.nn import Module
 
-from attention.backends.base import AttentionBackend
+from attention.backends.base import AttentionBackend, CascadeBackend
 from attention.cache.kv_cache import CacheGroup, KVFormat, KVLayout
 from attention.groups import runner_of
 from attention.runner import GroupRunner
 from drafters.base import Head
+from drafters.loops.base import DraftLoop, SharesPages
 from specdec.config import EngineConfig
+from specdec.errors import InvalidInputError
 from specdec.execution.base import Drafter, Executor
-from specdec.loading.backends import GraphChoice, choose_graphs, made_in_inference_mode, uncaptured_state
-from specdec.loading.graphs import Graphs
+from specdec.loading.backends import GraphChoice, Graphs, choose_graphs, made_in_inference_mode, uncaptured_state
 from specdec.loading.progress import log
 from specdec.loading.states import state_runner, uncapturable
 from specdec.parallel.ranks import Ranks
 from specdec.rounds.buckets import loop_limits
-from specdec.target.probing import TargetProbe
-from specdec.target.selftest import check_target
-from specdec.target.settings import Settings
-from specdec.target.target import Target
-from specdec.target.twin import TwinReport, twin_test
+from specdec.selftest.selftest import check_target
+from specdec.selftest.twin import TwinReport, twin_test
+from specdec.user_warnings import warn_user
+from specdec.wrapped.probing import TargetProbe
+from specdec.wrapped.settings import Settings
+from specdec.wrapped.target import Target
+
+"""Niceness of the compiler's processes."""
+"""Of a version with other names, or where it wants no such processes: it starts what it needs when it compiles."""
+
+
+def choose_prefix_caching(
+    loop: DraftLoop[Any, Any] | None,
+    asked: bool | Literal["auto"],
+    recurrent: bool = False,
+) -> str:
+    """ "on", or "off: " and the reason.
+
+    Args:
+        loop: of the head; None without one. asked: True, False, or "auto" for wherever it can be done.
+        recurrent: whether the target has recurrent layers: their state at the end of a prefix is kept nowhere. A
+            SpecdecWarning says so where it was asked for.
+
+    Raises:
+        InvalidInputError: True where it cannot be done.
+    """
+    if asked is False:
+        return "off: enable_prefix_caching=False"
+    if recurrent:
+        reason = "the target's recurrent layers keep the state of a row's last token alone, none of a prefix"
+        if asked is True:
+            warn_user(f"enable_prefix_caching=True has no effect: {reason}")
+        return f"off: {reason}"
+    reason = ""
+    if loop is not None and not isinstance(loop, SharesPages):
+        reason = f"{loop.name} do not say on how many following tokens their cache entries depend (num_following)"
+    if reason and asked is True:
+        raise InvalidInputError(f"enable_prefix_caching=True: {reason}; give False or 'auto'")
+    return f"off: {reason}" if reason else "on"
+
+
+def choose_cascade(backend: AttentionBackend, prefix_caching: str, asked: bool) -> str:
+    """ "on", and the backend does so from now on; or "off: " and the reason. Which layers it does so for is its route.
+
+    Args:
+        prefix_caching: what `choose_prefix_caching` gave.
+
+    Raises:
+        InvalidInputError: asked for where it cannot be done.
+    """
+    if not asked:
+        return "off: cascade_attention=False"
+    if not isinstance(backend, CascadeBackend):
+        raise InvalidInputError(
+            f"cascade_attention=True: backend {backend.name!r} attends every row by itself; give backend='flashinfer' "
+            "(a GPU with FlashInfer), or False"
+        )
+    if prefix_caching != "on":
+        raise InvalidInputError(
+            f"cascade_attention=True: requests share no pages, because prefix caching is {prefix_caching}; give False, "
+            "or have prefixes cached"
+        )
+    backend.cascade()
+    return "on"
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,30 @@ exception."""
 
 from __future__ import annotations
 
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+
+from attention.hf.weights import runs_plainly
+from specdec.config import EngineConfig
+from specdec.errors import InvariantError, KernelBuildError
+from specdec.execution.base import Drafter, Executor
+from specdec.execution.eager import EagerExecutor
+from specdec.interrupts import interrupt_in
+from specdec.loading.progress import log
+from specdec.loading.warming import loading_thread
+from specdec.user_warnings import warn_user
+from specdec.wrapped.probing import TargetProbe
+from specdec.wrapped.target import Target
+
+if TYPE_CHECKING:
+    from specdec.execution.graphs import GraphExecutor
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from attention.backends.base import AttentionBackend, GraphBackend, PrefersLayout
@@ -18,8 +36,115 @@ from attention.spec import AttentionSpec
 from drafters.loops.base import DraftLoop, GraphLoop
 from specdec.config import BACKENDS
 from specdec.errors import InvalidInputError
-from specdec.target.unseen import unseen_state
-from specdec.user_warnings import warn_user
+from specdec.wrapped.versions import unseen_state
+
+_WITHOUT_SOFTCAP = "sdpa"
+"""transformers' function for it is given a softcap and does not read it; newer versions (5.23) raise an error.
+
+Source: transformers, integrations/sdpa_attention.py; in 5.17 Gemma 2 and VaultGemma run by it unless told otherwise.
+"""
+
+
+def name_what_is_left_out(probed: TargetProbe) -> None:
+    """Warn where this model's own `generate` may say other tokens than its layers describe."""
+    caps = [call.attention_spec.softcap for call in probed.calls if call.attention_spec.softcap is not None]
+    if not caps or probed.model.config.get_text_config()._attn_implementation != _WITHOUT_SOFTCAP:
+        return
+    warn_user(
+        f"{type(probed.model).__name__} has attn_implementation={_WITHOUT_SOFTCAP!r}, by which transformers leaves out "
+        f"(or refuses) the softcap of {max(caps):g} that its layers ask for. Here it is computed, as by 'eager': its "
+        "tokens may be others than those of this model's own generate; loaded with attn_implementation='eager' it says "
+        "the same"
+    )
+
+
+_MOST_LETTERS = 200
+_NO_REASON = (InvariantError, KernelBuildError)
+"""Bugs of ours, and kernels that rounds without graphs need as well: never a reason to run without."""
+
+
+class Graphs:
+    """The attempt to run a target's rounds from CUDA graphs.
+
+    Attributes:
+        state: "on", or "off: " and the reason.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig, choice: GraphChoice) -> None:
+        self._parts = (target, drafter, config)
+        self._choice = choice
+        self._made: GraphExecutor | None = None
+        self._error: Exception | None = None
+        self.state = "on" if choice.wanted else f"off: {choice.reason}"
+
+    def compile(self) -> None:
+        """Compile target and head where graphs are wanted. What goes wrong is kept until `executor` is called."""
+        if not self._choice.wanted:
+            return
+        log.info("loading the compiler")
+        if self._parts[0].hf_model.device.type == "cuda":
+            loading_thread().join()
+        from specdec.execution.graphs import GraphExecutor
+
+        gc.collect()  # dropped models of ours remove their hooks from this one: not while it is traced
+        try:
+            self._made = GraphExecutor(*self._parts)
+        except Exception as error:
+            if interrupt_in(error) is not None:
+                raise
+            self._error = error
+
+    def executor(self) -> Executor:
+        """Capture, and return what runs the rounds; where graphs may be given up and must be, what runs them without.
+
+        A SpecdecWarning says why. The model is as it was before `compile` then.
+
+        Raises:
+            Exception: what went wrong, where graphs are required.
+        """
+        try:
+            if self._error is not None:
+                raise self._error
+            if self._made is not None:
+                self._made.capture()
+                gc.collect()  # else Python looks through all that compiling left in the midst of a round: half a second
+                return self._made
+        except Exception as error:
+            if self._made is not None:
+                self._made.release()
+            if self._choice.required or isinstance(error, _NO_REASON) or interrupt_in(error) is not None:
+                raise
+            self._give_up(_in_words(error))
+        else:
+            if not self._choice.expected:
+                self._warn(self._choice.reason)
+        return EagerExecutor(*self._parts)
+
+    def _give_up(self, reason: str) -> None:
+        """No graphs; what there is of them is freed."""
+        self._made = self._error = None
+        self.state = f"off: {reason}"
+        self._warn(reason)
+        gc.collect()
+        if self._parts[0].hf_model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _warn(self, reason: str) -> None:
+        model = self._parts[0].hf_model
+        quantised = dict.fromkeys(type(layer).__name__ for layer in model.modules() if not runs_plainly(layer))
+        name = type(model).__name__ + (f" with quantised layers ({', '.join(quantised)})" if quantised else "")
+        warn_user(
+            f"{name} runs without CUDA graphs, several times slower in small batches: {reason}. "
+            "cuda_graphs=True shows the whole error, cuda_graphs=False is silent"
+        )
+
+
+def _in_words(error: Exception) -> str:
+    """The first line of what an error says, with its type."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    said = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return said if len(said) <= _MOST_LETTERS else f"{said[:_MOST_LETTERS]}…"
+
 
 _STORED = {"auto": None, "fp8": FP8}
 _LAYOUTS: dict[str, KVLayout | None] = {"auto": None, "NHD": "NHD", "HND": "HND"}
@@ -82,7 +207,7 @@ def choose_graphs(
 
     Args:
         loop: the head's draft loop; None without a head.
-        uncapturable: what of the target no graph can hold, in words, see `specdec.loading.states`; "" for nothing.
+        uncapturable: what of the target no graph can hold, in words, see `specdec.loading.memory`; "" for nothing.
 
     Raises:
         InvalidInputError: see `check_graphs`; or True with what no graph can hold.

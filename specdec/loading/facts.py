@@ -15,12 +15,12 @@ from attention.runner import GroupRunner
 from specdec.loading.kv_scales import scales_in_words
 from specdec.loading.quantisation import facts_of_quantisation
 from specdec.requests.generation_config import unsupported
-from specdec.target.live import adapter_layers, adapter_states, in_words
 from specdec.values import short
+from specdec.wrapped.live import adapter_layers, adapter_states, in_words
 
 if TYPE_CHECKING:
     from specdec.config import EngineConfig
-    from specdec.execution.report import GraphReport
+    from specdec.execution.base import GraphReport
 
 
 class Loaded(Protocol):

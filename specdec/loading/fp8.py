@@ -1,7 +1,7 @@
 """Checkpoints in FP8 (quant_method "fp8") through transformers, without the packages that its kernels come from.
 
 transformers' own quantizer asks for accelerate, and without a GPU it multiplies the weights out in silence. Ours loads
-them as they are; what runs them is in `specdec.target.fp8`.
+them as they are; what runs them is in `specdec.wrapped.fp8`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from specdec.errors import UnsupportedModelError
-from specdec.target.fp8 import Scheme
+from specdec.wrapped.fp8 import Scheme
 
 METHOD = "fp8"
 

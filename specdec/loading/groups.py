@@ -13,7 +13,7 @@ from attention.groups import layers_by_group, windows_of
 from drafters.base import Head
 from specdec.config import WindowedPool
 from specdec.loading.memory import cache_room, check_cache_fits
-from specdec.target.probing import TargetProbe
+from specdec.wrapped.probing import TargetProbe
 
 _CPU_CACHE_BYTES = 1 << 30
 _SHARE = 0.25

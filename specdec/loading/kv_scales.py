@@ -28,8 +28,8 @@ from drafters.errors import HeadLoadError
 from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.quantisation import MODELOPT_FILE
-from specdec.target.probing import TargetProbe
 from specdec.values import short
+from specdec.wrapped.probing import TargetProbe
 
 Pair = tuple[float, float]
 """Scale of keys, scale of values."""

@@ -26,7 +26,7 @@ from specdec.parallel.leaving import HelperThread
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.workers import Link, Workers, open_workers, starting
 from specdec.requests.prompts import encode_prompts
-from specdec.target.selftest import SELF_TEST_TEXT
+from specdec.selftest.selftest import SELF_TEST_TEXT
 
 T = TypeVar("T")
 _LOOK = 0.1

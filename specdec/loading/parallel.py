@@ -24,8 +24,8 @@ from specdec.parallel.plan import Plan, plan_of
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.shares import take_share
 from specdec.parallel.workers import are_open, is_fork
-from specdec.target.probing import TargetProbe
 from specdec.values import short
+from specdec.wrapped.probing import TargetProbe
 
 _OLDEST = (5, 23)
 

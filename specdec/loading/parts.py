@@ -15,17 +15,23 @@ from attention.recurrence.index import FoldRule
 from drafters.base import Head
 from drafters.mtp.convention import MtpConvention
 from specdec.config import EngineConfig
-from specdec.loading.backends import begin_kernels, expected_keys, kv_format, kv_layout, make_backend
+from specdec.loading.assembly import choose_cascade, choose_prefix_caching
+from specdec.loading.backends import (
+    begin_kernels,
+    expected_keys,
+    kv_format,
+    kv_layout,
+    make_backend,
+    name_what_is_left_out,
+)
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.groups import Division, Rows, TokenBytes, divide_cache, token_bytes
 from specdec.loading.heads import check_without_head, load_head
 from specdec.loading.kv_scales import chosen_scales
 from specdec.loading.memory import check_counts, check_page_size, check_sizes_fit, check_tables_fit
 from specdec.loading.objects import check_head_type
-from specdec.loading.own_attention import name_what_is_left_out
 from specdec.loading.pairs import load_pair
 from specdec.loading.parallel import check_divisible, least_of_all
-from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
 from specdec.loading.progress import log
 from specdec.loading.sizes import long_rope_rule, num_drafts
 from specdec.loading.sizes import max_model_len as max_model_len_of
@@ -37,8 +43,8 @@ from specdec.options import LoadOptions
 from specdec.parallel.ranks import Ranks
 from specdec.rounds.buckets import loop_limits
 from specdec.rounds.transfer import staging_bytes
-from specdec.target.probing import TargetProbe, probe_target
-from specdec.target.selftest import self_test_head
+from specdec.selftest.selftest import self_test_head
+from specdec.wrapped.probing import TargetProbe, probe_target
 
 
 @dataclass(frozen=True)

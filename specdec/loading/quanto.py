@@ -19,8 +19,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from drafters.checkpoints.tensor_files import open_folder
 from specdec.errors import ModelLoadError
 from specdec.loading.checkpoint import Checkpoint
+from specdec.loading.load_errors import check_complete
 from specdec.loading.quantisation import check_packages
-from specdec.loading.strictness import check_complete
 
 _MAP = "quanto_qmap.json"
 _SCALES = (".weight._scale", ".weight._shift", ".input_scale", ".output_scale")

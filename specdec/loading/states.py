@@ -13,7 +13,7 @@ from attention.recurrence.spec import fold_rule
 from specdec.config import EngineConfig, state_slots
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.loading.groups import Rows
-from specdec.target.probing import TargetProbe
+from specdec.wrapped.probing import TargetProbe
 
 
 def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from drafters.mtp.checkpoint import module_names
@@ -23,11 +27,11 @@ from specdec.loading.checkpoint import (
     check_depth,
     check_quantisation,
     check_target_folder,
+    check_weight_files,
     find_checkpoint,
 )
-from specdec.loading.devices import resolve_device, resolve_dtype
 from specdec.loading.fp8 import fp8_checkpoint
-from specdec.loading.load_errors import loading_named
+from specdec.loading.load_errors import check_complete, loading_named
 from specdec.loading.memory import check_weights_fit
 from specdec.loading.objects import check_loaded_target, check_target_type
 from specdec.loading.parallel import as_rank, check_no_adapter, check_not_quantised, plan_for, take_share, told
@@ -43,11 +47,10 @@ from specdec.loading.quantisation import (
     without_kernels,
 )
 from specdec.loading.quanto import is_quanto_folder, load_quanto
-from specdec.loading.strictness import check_complete
-from specdec.loading.weight_files import check_weight_files
+from specdec.loading.sizes import resolve_device, resolve_dtype
 from specdec.parallel.ranks import Ranks
-from specdec.target.alterations import without_unpickled
 from specdec.values import short
+from specdec.wrapped.alterations import without_unpickled
 
 OnConfig = Callable[[PreTrainedConfig, "torch.dtype | str", torch.device], None]
 """Called with a target's configuration, the dtype asked for ("auto": the checkpoint's) and its device, before its
@@ -67,7 +70,7 @@ def load_target(
 
     Raises:
         ModelLoadError: it is missing, damaged or no causal language model, its checkpoint and its configuration do not
-            fit (see `specdec.loading.strictness`), or the device has no room for it.
+            fit (see `specdec.loading.load_errors`), or the device has no room for it.
         UnsupportedModelError: it is quantised in FP8 by a scheme that no operator serves.
     """
     return _load(name if isinstance(name, Checkpoint) else find_checkpoint(name), dtype, device, on_config, ranks)[0]

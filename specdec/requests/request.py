@@ -108,7 +108,7 @@ class Request:
 
     `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted). `progress` is
     what has been reported. `long_rope`: whether it reads its first tokens with long factors, see
-    `specdec.target.long_rope`; decided when it gets a row. One with `hand_off` leaves the engine with its first token,
+    `specdec.wrapped.long_rope`; decided when it gets a row. One with `hand_off` leaves the engine with its first token,
     and its pages are held for so many seconds; one with an `arrival` has come from another, and waits for a row. Of
     two requests that wait for their first row the one with the lower `turn` gets it first.
     """

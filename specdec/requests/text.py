@@ -9,9 +9,222 @@ brings.
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from specdec.requests.detokenize import UNFINISHED, Detokenizer, Tokenizer, Vocabulary
+from specdec.errors import InvalidInputError
+
+UNFINISHED = "\ufffd"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WINDOW = 16
+"""Tokens after which the window moves on."""
+_LONG_WINDOW = 4 * _WINDOW
+_SETTLING = 8
+"""Tokens (of at least a byte each) after which text that still looks unfinished has become final: UTF-8 needs 4."""
+_CLEANING = 4
+"""Longest of the patterns that clean_up_tokenization_spaces replaces (" n't"), in characters."""
+_CLEANED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're"
+
+_UNDECODABLE = (IndexError, KeyError, TypeError, OverflowError)
+"""What tokenizers raise for ids that they do not know: by table, by dictionary, by joining None, in Rust."""
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is used here."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How one token is written.
+
+    Attributes:
+        special: of a token that leaves no text, a special one: what it looks like; None of any other.
+        byte: of a byte token.
+    """
+
+    special: str | None
+    byte: int | None
+
+
+class Vocabulary:
+    """A tokenizer, and the spellings of tokens, cached."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, Spelling] = {}
+        self._cleans: bool | None = None
+
+    def decode(self, token_ids: list[int], special: bool = False) -> str:
+        """The text of these tokens, without special tokens or with them.
+
+        Raises:
+            InvalidInputError: the tokenizer cannot decode them; the message names the first such id. A model may
+                generate more tokens than its tokenizer has, where its vocabulary is padded.
+        """
+        try:
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=not special))
+        except _UNDECODABLE as error:
+            bad = next((t for t in token_ids if not self._decodes(t)), None)
+            which = f"token ids {token_ids}" if bad is None else f"token id {bad}, which the model generated"
+            raise InvalidInputError(
+                f"the tokenizer cannot decode {which} ({type(error).__name__}: {error}): does it belong to this model?"
+            ) from error
+
+    def _decodes(self, token_id: int) -> bool:
+        try:
+            self._tokenizer.decode([token_id], skip_special_tokens=False)
+        except _UNDECODABLE:
+            return False
+        return True
+
+    def spelling(self, token_id: int) -> Spelling:
+        """How a token is written."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._spell(token_id)
+        return found
+
+    @property
+    def cleans(self) -> bool:
+        """Whether `decode` takes out spaces before punctuation (clean_up_tokenization_spaces)."""
+        if self._cleans is None:
+            wanted = getattr(self._tokenizer, "clean_up_tokenization_spaces", False)
+            self._cleans = bool(wanted) and self._changed_by_cleaning()
+        return self._cleans
+
+    def _changed_by_cleaning(self) -> bool:
+        """transformers does not clean up after every kind of tokenizer for which the option is set."""
+        ids = list(self._tokenizer.encode(_CLEANED, add_special_tokens=False))
+        plain = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return bool(plain != self.decode(ids))
+
+    def _spell(self, token_id: int) -> Spelling:
+        text, shown = self.decode([token_id]), self.decode([token_id], special=True)
+        if text != shown:
+            return Spelling(shown, None)
+        convert = getattr(self._tokenizer, "convert_ids_to_tokens", None)
+        if convert is None:
+            return Spelling(None, None)
+        name = convert(token_id)
+        if name is None:  # a place of the model's vocabulary that the tokenizer does not use
+            return Spelling("", None)
+        match = _BYTE.fullmatch(name)
+        return Spelling(None, int(match[1], 16) if match and text != name else None)
+
+
+class _ByteRun:
+    """Successive byte tokens: `text` while they are valid UTF-8 as a whole, None while they are not."""
+
+    def __init__(self, before: str) -> None:
+        self.before = before
+        self.text: str | None = ""
+        self._whole = ""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("strict")
+        self._broken = False
+
+    def add(self, byte: int) -> bool:
+        """Read one byte; True where it completes the run's first character."""
+        first = not self._whole
+        try:
+            self._whole += "" if self._broken else self._utf8.decode(bytes([byte]))
+        except UnicodeDecodeError:
+            self._broken = True
+        complete = not self._broken and not self._utf8.getstate()[0]
+        self.text = self._whole if complete else None
+        return complete and first
+
+    def begin(self, text: str) -> None:
+        """The first character as the tokenizer decodes it: at the very start, a space may be dropped."""
+        self._whole = self.text = text
+
+
+class Detokenizer:
+    """The text of a growing sequence of tokens.
+
+    Attributes:
+        start: characters before `tail`; they are final.
+        tail: the text from there on, as of the last `push`; in a run of byte tokens, its complete characters.
+        stable: characters of `tail` that no later token can change.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._ids: list[int] = []  # those that leave text; all places below are places in it
+        self._context, self._context_text = 0, ""
+        self._mark = 0  # the window is [mark, …), decoded after [context, mark)
+        self._cut, self._cut_text = 0, 0  # where the window may move to, and the characters of `tail` before it
+        self._decoded = 0
+        self._run: _ByteRun | None = None
+        self.start = 0
+        self.tail = ""
+        self.stable = 0
+
+    def settle(self) -> str:
+        """Move the window on where it has become long; return the text that left `tail`."""
+        if self._run is not None or self._cut - self._mark < _WINDOW:
+            return ""
+        context_text = self._vocabulary.decode(self._ids[self._mark : self._cut])
+        if not context_text:  # a context without text: a decoder that drops the first space would drop the next one
+            return ""
+        moved = self.tail[: self._cut_text]
+        self._context, self._mark, self._context_text = self._mark, self._cut, context_text
+        self.start += len(moved)
+        self.tail = self.tail[len(moved) :]
+        self.stable = max(self.stable - len(moved), 0)
+        self._cut_text = 0
+        return moved
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        """Read the next tokens."""
+        for token_id in token_ids:
+            spelling = self._vocabulary.spelling(token_id)
+            if spelling.special is not None:
+                continue
+            if spelling.byte is None:
+                self._run = None
+            elif self._run is None:
+                self._decode()
+                self._run = _ByteRun(self.tail)
+            self._ids.append(token_id)
+            if self._run is not None and spelling.byte is not None and self._run.add(spelling.byte):
+                self._run.begin(self._text(len(self._ids))[len(self._run.before) :])
+        if self._run is None:
+            self._decode()
+        else:
+            self.tail = self._run.before + (self._run.text or "")
+
+    def _decode(self) -> None:
+        num = len(self._ids)
+        if num == self._decoded:
+            return
+        self._decoded = num
+        self.tail = self._text(num)
+        finished = len(self.tail.rstrip(UNFINISHED))
+        self.stable = max(0, min(finished, len(self.tail) - _CLEANING * self._vocabulary.cleans))
+        if self.stable == len(self.tail):
+            self._cut, self._cut_text = num, len(self.tail)
+        elif num - self._mark >= _LONG_WINDOW:
+            self._settle_behind(num - _SETTLING)
+
+    def _settle_behind(self, cut: int) -> None:
+        """Text that has looked unfinished for long: beyond `_SETTLING` tokens back it no longer changes."""
+        text = self._text(cut)
+        if self.tail.startswith(text):
+            self._cut, self._cut_text = cut, len(text)
+            self.stable = max(self.stable, len(text))
+
+    def _text(self, num: int) -> str:
+        """The text of the first `num` tokens from `start` on."""
+        whole = self._vocabulary.decode(self._ids[self._context : num])
+        if whole.startswith(self._context_text):
+            return whole[len(self._context_text) :]
+        return self._vocabulary.decode(self._ids[:num])[self.start :]
+
 
 __all__ = ["TextStream", "Tokenizer", "Vocabulary"]
 

@@ -31,8 +31,7 @@ from drafters.loops.base import CarriedRows, StaticShape
 from drafters.loops.modules.index import rows_before
 from specdec.config import EngineConfig
 from specdec.rounds.buckets import static_entries, static_shape
-from specdec.rounds.fields import DeviceRound, SamplingSection, VerificationSection
-from specdec.rounds.passes import PassesSection, target_sizes
+from specdec.rounds.fields import DeviceRound, PassesSection, SamplingSection, VerificationSection, target_sizes
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetArrays, WindowedTable
 

@@ -11,10 +11,16 @@ from attention.batch.staging import Bucket, StagingArena, bucket_of, layout_of
 from attention.declared import Field
 from drafters.loops.base import DraftInput, DraftLoop, LoopSize
 from specdec.config import EngineConfig
-from specdec.rounds.ahead import AheadInputs
 from specdec.rounds.buckets import group_entries, loop_limits, power_of_two, rounded
-from specdec.rounds.fields import AheadSection, DeviceAhead, DeviceRound, SamplingSection, VerificationSection
-from specdec.rounds.passes import target_sizes
+from specdec.rounds.drafting import AheadInputs
+from specdec.rounds.fields import (
+    AheadSection,
+    DeviceAhead,
+    DeviceRound,
+    SamplingSection,
+    VerificationSection,
+    target_sizes,
+)
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetArrays
 

@@ -18,8 +18,7 @@ from attention.declared import A, array
 from attention.recurrence.index import FoldRule, StateIndex, folded_after, replay_of, slots_of_rows
 from drafters.loops.lengths import draft_room, tokens_accepted
 from specdec.config import EngineConfig, LongRopeRule
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class TargetArrays:
         fold_rule: when recurrent states are stored; None where the target has none. replay: [B] tokens that are not in
             the rows' states; num_folded: [B] tokens of the launch that go into them, see `StateIndex.num_new`.
         long_rope, long: the target's rule and [B] bool, the rows that read their first tokens with long factors; None
-            where no row does, see `specdec.target.long_rope`.
+            where no row does, see `specdec.wrapped.long_rope`.
     """
 
     start: np.ndarray

@@ -17,8 +17,8 @@ from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
 from specdec.requests.prompts import encode_prompts
 from specdec.requests.sampling import SamplingParams
-from specdec.target.fingerprint import target_fingerprint
 from specdec.training.run_folder import FORMAT, locked
+from specdec.wrapped.fingerprint import target_fingerprint
 
 _SHORTEST = 2
 """Tokens of an answer that can be learned from: a bonus token and one after it."""

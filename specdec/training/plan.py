@@ -21,9 +21,9 @@ from specdec.interrupts import interrupts_as_they_are
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import pool_requests
-from specdec.target.fingerprint import target_fingerprint
 from specdec.training.answering import Questions
 from specdec.training.run_folder import Setting, claim, locked, release
+from specdec.wrapped.fingerprint import target_fingerprint
 
 _EVALUATED_PROMPTS = 64
 _EVALUATED_TOKENS = 512

@@ -16,11 +16,11 @@ from specdec.engine.ranked import LeadingEngine
 from specdec.errors import HandoffMismatchError, TransferError
 from specdec.requests.handoff import Handoff
 from specdec.requests.request import Update
-from specdec.target.fingerprint import fingerprints_of_ranks, weights_fingerprint
-from specdec.target.live import adapter_layers, adapter_states, in_words
-from specdec.target.versions import WeightVersions
 from specdec.transfer.end import RankEnd
 from specdec.transfer.ranks import RanksRead, open_on_other_ranks
+from specdec.wrapped.fingerprint import fingerprints_of_ranks, weights_fingerprint
+from specdec.wrapped.live import adapter_layers, adapter_states, in_words
+from specdec.wrapped.versions import WeightVersions
 
 _SHARES = "target weights, share by share"
 
@@ -52,7 +52,7 @@ class Link:
             except BaseException:
                 self._end.close()
                 raise
-            found = model.engine.run("specdec.target.fingerprint:of_all_ranks")
+            found = model.engine.run("specdec.wrapped.fingerprint:of_all_ranks")
             self._weights = fingerprint(model, *found)
         self._ranks = (self._end.table, *others)
 

@@ -20,8 +20,8 @@ from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
 from drafters.mtp.stack import MtpStack
 from specdec import Completion
+from specdec.execution.base import DraftedVerification
 from specdec.execution.ragged import RaggedPrefill
-from specdec.execution.verification import DraftedVerification
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from tests.agreement import agreement, drafted

@@ -22,7 +22,7 @@ from benchmarks.workload import Load
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from specdec.errors import RoundFailedError
-from specdec.execution.verification import DraftedVerification, Verification
+from specdec.execution.base import DraftedVerification, Verification
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from tests.agreement import agreement, drafted

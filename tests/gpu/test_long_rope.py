@@ -17,7 +17,7 @@ from benchmarks.sweep_configs import VOCAB, named_cases
 from benchmarks.sweep_models import NumberTokenizer, ScriptedHead, build, prompts_of
 from specdec import SamplingParams, SpeculativeModel
 from specdec.execution.graphs import GraphExecutor
-from specdec.target.twin import enlarge
+from specdec.selftest.twin import enlarge
 
 ORIGINAL, NEW = 64, 40
 FLASHINFER_WIDTHS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}

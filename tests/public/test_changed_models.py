@@ -33,7 +33,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from specdec import InvalidInputError, ModelChangedError, SamplingParams, SpecdecWarning, SpeculativeModel
 from specdec.engine.engine import Engine
 from specdec.execution.eager import EagerExecutor
-from specdec.target.twin import enlarge
+from specdec.selftest.twin import enlarge
 from tests.specdec.execution.test_graphs import (
     FixedPlaceBackend,
     graphs_on_cpu,  # noqa: F401

@@ -23,8 +23,8 @@ from specdec.loading.states import check_backend_fits
 from specdec.loading.targets import load_target
 from specdec.ops import fp8 as operators
 from specdec.ops import fp8_experts
-from specdec.target.fp8 import Fp8Linear
-from specdec.target.probing import probe_target
+from specdec.wrapped.fp8 import Fp8Linear
+from specdec.wrapped.probing import probe_target
 from tests.fp8 import (
     DEEPSEEK,
     FP8,

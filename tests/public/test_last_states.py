@@ -15,7 +15,7 @@ from drafters.eagle1.head import Eagle1Head
 from drafters.eagle1.spec import Eagle1Spec
 from drafters.oracle import oracle_drafts
 from specdec import SamplingParams, UnsupportedModelError
-from specdec.target.selftest import read_text
+from specdec.selftest.selftest import read_text
 from specdec.training.run import final_features
 from tests.public.test_llama4 import llama4
 

@@ -21,7 +21,7 @@ from specdec import SamplingParams, SpeculativeModel
 from specdec.cli.main import main
 from specdec.errors import InvalidInputError, ModelLoadError, SpecdecError, UnsupportedModelError
 from specdec.loading.heads import target_facts
-from specdec.target.probing import probe_target
+from specdec.wrapped.probing import probe_target
 from tests.hybrids import RecallHead
 from tests.wrappers import (
     IMAGE,

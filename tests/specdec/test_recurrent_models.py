@@ -28,7 +28,7 @@ from specdec.errors import (
 from specdec.loading.groups import Rows
 from specdec.loading.memory import check_cache_fits
 from specdec.loading.states import check_backend_fits, state_bytes
-from specdec.target.probing import probe_target
+from specdec.wrapped.probing import probe_target
 from tests.hybrids import TYPES, RecallHead, greedy_text, tiny_config, tiny_hybrid
 
 PROMPTS = random_prompts([17, 3, 9])

@@ -28,9 +28,9 @@ from attention.hf.mla import AbsorbedAttention, absorbed_attention, unexpanded
 from attention.hf.probe import probe
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from specdec.target.probing import probe_target
-from specdec.target.selftest import self_test
-from specdec.target.target import Target
+from specdec.selftest.selftest import self_test
+from specdec.wrapped.probing import probe_target
+from specdec.wrapped.target import Target
 
 CPU = torch.device("cpu")
 LATENT, ROPE, NOPE, VALUE = 48, 8, 12, 20

@@ -18,7 +18,7 @@ from drafters.eagle3.checkpoint import TargetFacts
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.errors import HeadLoadError, HeadMismatchError
 from specdec.loading.heads import target_facts
-from specdec.target.probing import probe_target
+from specdec.wrapped.probing import probe_target
 from tests.head_layouts import LAYOUTS, Layout, Maker, target
 
 Change = Callable[[Layout], Layout]

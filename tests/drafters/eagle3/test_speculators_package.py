@@ -26,7 +26,7 @@ from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.unroll import unroll
 from specdec import SamplingParams
 from specdec.loading.builtin import builtin_path
-from specdec.loading.outlines import outline_target
+from specdec.loading.heads import outline_target
 
 FILES = Path(__file__).parents[2] / "fixtures" / "speculators"
 WRITTEN = sorted(path.name for path in (FILES / "written").iterdir())

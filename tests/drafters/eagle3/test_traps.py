@@ -31,7 +31,7 @@ from drafters.mtp.spec import mtp_target
 from specdec.errors import InvalidInputError
 from specdec.loading.heads import target_facts
 from specdec.requests.sampling import SamplingParams
-from specdec.target.probing import probe_target
+from specdec.wrapped.probing import probe_target
 from tests.drafters.eagle3.test_layouts import engine_rounds
 from tests.head_layouts import LAYERS, LAYOUTS, SPECULATORS, Layout, Maker, specforge, target
 

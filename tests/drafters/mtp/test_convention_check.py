@@ -33,7 +33,7 @@ from specdec.loading.builtin import builtin_path
 from specdec.loading.tokenizers import load_tokenizer
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
-from specdec.target.selftest import read_text, self_test_head
+from specdec.selftest.selftest import read_text, self_test_head
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "mimo", "ernie", "qwen3_next")
 MODULE = "model.layers.12."

@@ -22,7 +22,7 @@ from specdec.agreement.readings import as_read, other_readings
 from specdec.agreement.texts import PROMPTS, Passage, boundary_states
 from specdec.agreement.vocabulary import check_map
 from specdec.errors import InvalidInputError
-from specdec.target.probing import probe_target
+from specdec.wrapped.probing import probe_target
 
 CHATS = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:4]]
 

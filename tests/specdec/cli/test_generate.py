@@ -18,7 +18,7 @@ from specdec.errors import InvalidInputError
 from specdec.loading.heads import target_facts
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
-from specdec.target.probing import probe_target
+from specdec.wrapped.probing import probe_target
 
 QUESTION = "Tom has 3 boxes with 12 eggs in each box. How many eggs does Tom have now?"
 CPU = ["--device", "cpu", "--max-new-tokens", "40"]

@@ -17,7 +17,7 @@ from specdec.cli.export import export
 from specdec.cli.inspect import inspect
 from specdec.errors import HeadLoadError, InvalidInputError
 from specdec.loading.builtin import builtin_path
-from specdec.loading.outlines import is_available, outline_target, target_of_head
+from specdec.loading.heads import is_available, outline_target, target_of_head
 from tests import head_layouts
 
 FILES = Path(__file__).parents[2] / "fixtures" / "speculators"

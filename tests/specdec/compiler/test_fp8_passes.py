@@ -21,8 +21,8 @@ from specdec.ops.fp8 import fp8_quantise
 from specdec.ops.fp8_fused import add_rms_norm_fp8, rms_norm_fp8, silu_product_fp8
 from specdec.ops.norm import add_rms_norm, rms_norm
 from specdec.ops.silu import silu_product
-from specdec.target.alterations import Alterations
-from specdec.target.fp8 import Fp8Layers
+from specdec.wrapped.alterations import Alterations
+from specdec.wrapped.fp8 import Fp8Layers
 from tests.fp8 import quantised
 from tests.specdec.compiler.test_passes import Norm, any_tokens, operators
 

@@ -20,7 +20,7 @@ from drafters.loops.chain.passes import EaglePasses
 from drafters.rope import rotate as rotate_in_float32
 from specdec.compiler.passes import Rewriting
 from specdec.compiler.siblings import fuse_siblings
-from specdec.target.alterations import Alterations
+from specdec.wrapped.alterations import Alterations
 from tests.drafters.eagle3.test_head import make_head
 from tests.specdec.compiler.test_settings import Block
 

@@ -11,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 from specdec.compiler.settings import store_cos_sin
 from specdec.compiler.siblings import SiblingLinear, fuse_siblings
-from specdec.target.alterations import Alterations
+from specdec.wrapped.alterations import Alterations
 
 
 class Block(nn.Module):

@@ -16,8 +16,7 @@ from specdec.config import EngineConfig
 from specdec.engine.scheduler import Scheduler
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 
 PAGE, LONGEST, K = 4, 64, 3
 

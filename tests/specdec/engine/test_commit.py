@@ -10,8 +10,7 @@ import numpy as np
 from specdec.acceptance.packed import Outcome
 from specdec.engine.commit import Committed, commit, ending_tokens
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 
 EOS = 9
 

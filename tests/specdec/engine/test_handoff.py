@@ -39,8 +39,8 @@ from specdec.errors import (
 )
 from tests.hybrids import RecallHead, greedy_text, tiny_hybrid
 from tests.quantised import Int8Pair
-from tests.specdec.target.test_long_rope import OPTIONS, answers_of, model_of, scripted
 from tests.specdec.test_hybrid_kv_cache import mixed
+from tests.specdec.wrapped.test_long_rope import OPTIONS, answers_of, model_of, scripted
 
 PROMPTS = random_prompts((5, 33, 1, 17))
 GREEDY = SamplingParams(max_new_tokens=20, return_drafts=True)

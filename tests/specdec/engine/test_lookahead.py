@@ -10,12 +10,10 @@ import torch
 
 from drafters.loops.base import Draft
 from specdec.acceptance.packed import Outcome
-from specdec.engine.launcher import Tables
-from specdec.engine.lookahead import Lookahead
-from specdec.execution.verification import ChainedVerification, DraftedVerification, Verification
+from specdec.engine.launcher import Lookahead, Tables
+from specdec.execution.base import ChainedVerification, DraftedVerification, Verification
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import target_arrays
 
 K, EOS, MOST = 2, 9, 40

@@ -11,8 +11,8 @@ from fakes import engine_of, free_everywhere, hf_greedy, random_prompts, tiny_ll
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.engine.admission import admission_order
 from specdec.engine.engine import Engine
-from specdec.engine.order import admission_order
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.submission import Submission
 

@@ -15,8 +15,8 @@ from specdec.acceptance.packed import Outcome, PackedResult
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.errors import InvalidInputError
+from specdec.execution.base import ChainedVerification, DraftedVerification, Verification
 from specdec.execution.readback import HostReads
-from specdec.execution.verification import ChainedVerification, DraftedVerification, Verification
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.verification import TargetArrays
 

@@ -29,8 +29,8 @@ from drafters.base import Head
 from specdec import SpeculativeModel
 from specdec.cli.tables import prompt_tokens
 from specdec.errors import InvalidInputError
+from specdec.loading.assembly import choose_prefix_caching
 from specdec.loading.builtin import builtin_names
-from specdec.loading.prefixes import choose_prefix_caching
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)

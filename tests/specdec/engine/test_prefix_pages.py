@@ -27,7 +27,7 @@ from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.engine import Engine
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.scheduler import Usage
-from specdec.execution.verification import DraftedVerification, Verification
+from specdec.execution.base import DraftedVerification, Verification
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.drafting import accepted_by_row, rows_after
 from specdec.rounds.verification import TargetArrays

@@ -14,8 +14,7 @@ from attention.cache.windowed import WindowedTables
 from attention.errors import InvariantError
 from specdec.engine.prefixes import Prefixes
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 
 SIZE, ROWS, PAGES, MOST, WINDOW = 4, 3, 20, 40, 6
 TEXT = list(range(10, 10 + MOST))

@@ -20,8 +20,7 @@ from specdec.engine.stats import Counters
 from specdec.requests.moved import Arrival
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 
 PAGE = 4
 

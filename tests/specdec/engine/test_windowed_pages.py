@@ -22,8 +22,7 @@ from specdec.engine.scheduler import Scheduler, windowed_tables
 from specdec.errors import CacheTooSmallError
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import WindowedTable, target_arrays
 
 DRAFTS, LONGEST, PAGE, WINDOW, BUDGET, SEQS = 3, 200, 4, 18, 40, 3

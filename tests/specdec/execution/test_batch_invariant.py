@@ -18,13 +18,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import specdec.compiler.settings
 import specdec.execution.graphs
 import specdec.execution.ragged
-import specdec.target.target
+import specdec.wrapped.target
 from specdec.compiler.passes import Rewriting, read_weights_once, sum_alike
 from specdec.compiler.settings import unwrapped
 from specdec.errors import UnsupportedModelError
 from specdec.ops.linear import invariant_linear
 from specdec.requests.sampling import SamplingParams
-from specdec.target.selftest import invariance_test, matmul_test
+from specdec.selftest.selftest import invariance_test, matmul_test
 from tests.specdec.execution.test_graphs import (  # noqa: F401 (fixtures)
     FixedPlaceBackend,
     Replayed,
@@ -168,7 +168,7 @@ def test_matmuls_are_compared(defect: bool, monkeypatch: pytest.MonkeyPatch) -> 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
         return x[:, :1] * weight[:, 0] + (1e-6 if defect and len(x) == 17 else 0)
 
-    monkeypatch.setattr("specdec.target.selftest.invariant_linear", linear)
+    monkeypatch.setattr("specdec.selftest.selftest.invariant_linear", linear)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
     if not defect:
         return matmul_test(tiny_llama())

@@ -15,7 +15,7 @@ from specdec.compiler.fp8_passes import Fp8Rewriting
 from specdec.compiler.fp8_siblings import SiblingFp8Linear
 from specdec.loading.targets import load_target
 from specdec.requests.sampling import SamplingParams
-from specdec.target.fp8 import Fp8Linear
+from specdec.wrapped.fp8 import Fp8Linear
 from tests.fp8 import DEEPSEEK, LLAMA, gaps, greedy, prompts, reference, write
 from tests.specdec.compiler.test_passes import operators
 from tests.specdec.execution.test_closed_graphs import state_of

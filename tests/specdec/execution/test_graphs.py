@@ -47,7 +47,7 @@ from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
 from specdec.compiler.passes import Rewriting
 from specdec.compiler.settings import compiler_settings
-from specdec.engine.lookahead import Lookahead
+from specdec.engine.launcher import Lookahead
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import ModelChangedError, RoundFailedError
 from specdec.execution.graphs import GraphExecutor

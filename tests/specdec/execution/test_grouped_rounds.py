@@ -9,7 +9,7 @@ import torch
 from fakes import backend_of_ours, count_calls, free_everywhere, launch_ahead, table_head, wrap
 
 from attention.groups import GroupedPlanner
-from specdec.engine.lookahead import Lookahead
+from specdec.engine.launcher import Lookahead
 from specdec.execution.graphs import GraphExecutor
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.static import FixedTarget

@@ -11,14 +11,14 @@ import torch
 from fakes import backend_of_ours, count_calls, free_everywhere, launch_ahead, random_prompts, wrap
 
 import attention.recurrence.runner
-import specdec.loading.states
+import specdec.loading.memory
 from attention.recurrence.registry import REFERENCE
 from specdec import SamplingParams
-from specdec.engine.lookahead import Lookahead
+from specdec.engine.launcher import Lookahead
 from specdec.errors import InvalidInputError, SpecdecWarning
 from specdec.execution.graphs import GraphExecutor
 from specdec.rounds.static import FixedTarget
-from specdec.target.rereading import dummy_ids, read_eager, read_paged, scrambled_table
+from specdec.selftest.rereading import dummy_ids, read_eager, read_paged, scrambled_table
 from tests.hybrids import TYPES, RecallHead, greedy_text, tiny_hybrid
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401
 
@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {"max_num_batched_tokens": 48, "max_model_len": 128}
 @pytest.fixture
 def capturable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference may stand in graphs that are launches."""
-    for module in (attention.recurrence.runner, specdec.loading.states):
+    for module in (attention.recurrence.runner, specdec.loading.memory):
         monkeypatch.setattr(module, "recurrences_of", lambda device: replace(REFERENCE, capturable=True))
 
 

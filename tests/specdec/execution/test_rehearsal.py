@@ -38,7 +38,7 @@ def note(fn, **_):
 triton.knobs.runtime.jit_post_compile_hook = note
 
 import attention.kernels.together as together
-from specdec.execution.rehearsal import rehearse_decisions
+from specdec.execution.capture import rehearse_decisions
 from specdec.ops.argmax_kernel import launch_greedy
 from specdec.rounds.static import FixedSampling
 

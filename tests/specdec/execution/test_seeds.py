@@ -28,8 +28,7 @@ from fakes import (
 import specdec.rounds.randomness
 from specdec.execution.graphs import GraphExecutor
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.randomness import SamplingRound
-from specdec.rounds.uniforms import Role, uniforms
+from specdec.rounds.randomness import Role, SamplingRound, uniforms
 from tests.sampled_rounds import kernels_by_reference
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, compile_nothing, record_on_cpu
 

@@ -15,7 +15,7 @@ from attention.backends.two_levels import PrefixLevel
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.spec import AttentionSpec
 from specdec import InvalidInputError
-from specdec.loading.prefixes import choose_cascade
+from specdec.loading.assembly import choose_cascade
 from specdec.requests.sampling import SamplingParams
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 from fakes import table_head, tiny_llama, wrap
 
 from specdec.cli.tables import route_rows
-from specdec.execution.report import GraphReport
+from specdec.execution.base import GraphReport
 from specdec.loading.facts import facts_of
 
 

@@ -16,7 +16,7 @@ from specdec.loading.groups import Division, Rows, TokenBytes, divided, token_by
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable
-from specdec.target.probing import probe_target
+from specdec.wrapped.probing import probe_target
 
 GIB = 1 << 30
 LAYER = 8 * 256 * 2 * 2

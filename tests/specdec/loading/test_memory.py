@@ -13,7 +13,7 @@ from attention.cache.kv_cache import FP8, KVFormat
 from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError, OutOfDeviceMemoryError
 from specdec.loading.groups import Rows, TokenBytes, divide_cache, token_bytes
 from specdec.loading.memory import check_weights_fit
-from specdec.target.probing import probe_target
+from specdec.wrapped.probing import probe_target
 
 CUDA = torch.device("cuda")
 GIB = 1 << 30

@@ -20,8 +20,8 @@ from specdec.compiler.siblings import SiblingLinear, fuse_siblings
 from specdec.errors import HeadLoadError, HeadMismatchError, UnsupportedModelError
 from specdec.loading.heads import target_facts
 from specdec.loading.states import check_backend_fits
-from specdec.target.alterations import Alterations
-from specdec.target.probing import probe_target
+from specdec.wrapped.alterations import Alterations
+from specdec.wrapped.probing import probe_target
 from tests.quantised import Int8Pair, RoundedByRow, make, own_model, plain_llama
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401
 from tests.specdec.loading.test_graphs import broken

@@ -15,8 +15,8 @@ from specdec.compiler.fp8_siblings import SiblingFp8Linear
 from specdec.compiler.siblings import fuse_siblings
 from specdec.ops.fp8 import FP8, fp8_linear, fp8_matmul, fp8_quantise, fp8_quantise_by, reference_matmul
 from specdec.ops.fp8_experts import fp8_expert_matmul
-from specdec.target.alterations import Alterations
-from specdec.target.fp8 import Fp8Layers
+from specdec.wrapped.alterations import Alterations
+from specdec.wrapped.fp8 import Fp8Layers
 from tests.fp8 import multiplied_out, quantised, rounded
 
 interpreted = pytest.mark.skipif(

@@ -11,7 +11,7 @@ import pytest
 from fakes import LetterTokenizer
 
 from specdec import SamplingParams, SpeculativeModel
-from specdec.engine.lookahead import Lookahead
+from specdec.engine.launcher import Lookahead
 from specdec.engine.ranked import differing_ids
 from specdec.execution.graphs import GraphExecutor
 

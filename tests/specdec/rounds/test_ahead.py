@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-import specdec.rounds.ahead
+import specdec.rounds.drafting
 from drafters.loops.modules.index import module_batch, module_rows
-from specdec.rounds.ahead import ahead_inputs
+from specdec.rounds.drafting import ahead_inputs
 from specdec.rounds.verification import TargetArrays
 
 MOST = 6
@@ -79,7 +79,7 @@ def test_one_pass_carries_nothing() -> None:
 
 
 def test_the_example_in_the_docstring() -> None:
-    outcome = doctest.testmod(specdec.rounds.ahead)
+    outcome = doctest.testmod(specdec.rounds.drafting)
     assert outcome.failed == 0 and outcome.attempted == 4
 
 

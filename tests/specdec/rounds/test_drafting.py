@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.drafting import accepted_by_row, draft_input, drafts_after, rows_after
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import TargetArrays, Verified, target_arrays
 
 PAGES = np.arange(1, 65, dtype=np.int32).reshape(4, 16)

@@ -17,19 +17,17 @@ from drafters.loops.chain.run import ChainLoop
 from drafters.loops.chain.staged import ChainSection
 from drafters.loops.modules.staged import ModuleSection
 from specdec.config import EngineConfig
-from specdec.rounds.fields import AheadSection, SamplingSection, VerificationSection
-from specdec.rounds.passes import target_sizes
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.fields import AheadSection, SamplingSection, VerificationSection, target_sizes
+from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.transfer import RoundTransfer
 from specdec.rounds.verification import target_arrays
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 HOMES = {
-    "target.": "specdec/rounds/passes.py",
+    "target.": "specdec/rounds/fields.py",
     "ahead.": "specdec/rounds/fields.py",
     "sampling.": "specdec/rounds/fields.py",
-    "passes.": "specdec/rounds/passes.py",
+    "passes.": "specdec/rounds/fields.py",
     "prefill.": "drafters/loops/chain/staged.py",
     "step.": "drafters/loops/chain/staged.py",
     "modules.": "drafters/loops/modules/staged.py",

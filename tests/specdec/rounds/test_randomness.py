@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.randomness import SamplingRound, sampling_round
+from specdec.rounds.randomness import Role, SamplingRound, request_key, sampling_round, uniforms
 from specdec.rounds.rows import RowTable
-from specdec.rounds.uniforms import Role, request_key, uniforms
 
 KEYS = [request_key(seed, 0) for seed in range(3)]
 TEMPERATURES = (0.5, 0.0, 2.0)

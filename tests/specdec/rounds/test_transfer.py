@@ -18,12 +18,10 @@ from drafters.loops.chain.run import ChainLoop
 from drafters.loops.chain.staged import ChainInputs
 from specdec.config import EngineConfig
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.ahead import ahead_inputs
-from specdec.rounds.drafting import draft_input
+from specdec.rounds.drafting import ahead_inputs, draft_input
 from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound, sampling_round
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.transfer import AheadTransfer, RoundTransfer, SentRound, staging_bytes
 from specdec.rounds.verification import TargetArrays, Verified, target_arrays
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from specdec.rounds.uniforms import Role, request_key, uniforms
+from specdec.rounds.randomness import Role, request_key, uniforms
 
 KEYS = np.array([request_key(seed, index) for seed in range(40) for index in range(5)], np.uint64)
 POSITIONS = np.arange(200)

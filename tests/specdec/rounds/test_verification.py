@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from attention.recurrence.index import FoldRule
 from specdec.config import LongRopeRule
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
+from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import TargetArrays, target_after, target_arrays
 
 MOST, SIZE, LIMIT = 24, 4, 22

@@ -13,8 +13,8 @@ import torch
 from fakes import tiny_llama
 
 from specdec.errors import InvalidInputError, RunFolderError
-from specdec.target.fingerprint import target_fingerprint, weights_fingerprint
 from specdec.training.run_folder import Setting, check_writable, claim, locked
+from specdec.wrapped.fingerprint import target_fingerprint, weights_fingerprint
 
 SETTINGS = {"data": Setting("1a", "a.jsonl"), "taps": Setting((1, 2)), "steps": Setting(4)}
 

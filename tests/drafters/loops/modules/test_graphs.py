@@ -16,14 +16,14 @@ from fakes import backend_of_ours, count_calls, free_everywhere, launch_ahead, r
 from torch._dynamo.backends.debugging import aot_eager
 
 import specdec.execution.ragged
-import specdec.rounds.ahead
+import specdec.rounds.drafting
 import specdec.rounds.static
 from attention.batch.host import HostBatch
 from drafters.loops.base import CarriedRows, StaticPrefill
 from drafters.loops.modules.index import rows_before, shifted_batch
 from drafters.loops.modules.static import StaticModules
 from specdec.compiler.settings import compiler_settings
-from specdec.engine.lookahead import Lookahead
+from specdec.engine.launcher import Lookahead
 from specdec.execution.graphs import GraphExecutor
 from specdec.execution.ragged import RaggedPrefill
 from specdec.model import SpeculativeModel
@@ -149,7 +149,7 @@ def test_pages_of_other_requests(
     drafted = compared(graphed, SHARED, again)
     assert drafted and [ours for ours, _ in drafted] == [oracle for _, oracle in drafted]
     assert graphed.engine_stats.cached_tokens > 100
-    monkeypatch.setattr(specdec.rounds.ahead, "shifted_batch", lambda m, *place: shifted_batch(m, *place[:4]))
+    monkeypatch.setattr(specdec.rounds.drafting, "shifted_batch", lambda m, *place: shifted_batch(m, *place[:4]))
     graphed.refresh()
     assert any(ours != oracle for ours, oracle in compared(graphed, SHARED, graphed.generate(SHARED, GREEDY)))
 
@@ -343,11 +343,11 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what is carried is another module's": (StaticModules, "prefill", altered_prefill(_other_module)),
     "all requests carry in one place": (StaticModules, "prefill", altered_prefill(_one_slot)),
     "rows of one shape read their own output": (specdec.rounds.static, "rows_before", _row_itself),
-    "rows of any shape read their own output": (specdec.rounds.ahead, "rows_before", _row_itself),
+    "rows of any shape read their own output": (specdec.rounds.drafting, "rows_before", _row_itself),
     "rows of one shape carry a neighbour's": (specdec.rounds.static, "rows_before", _wrong_first),
-    "rows of any shape carry a neighbour's": (specdec.rounds.ahead, "rows_before", _wrong_first),
-    "a pass of any shape stands where the one before does": (specdec.rounds.ahead, "shifted_batch", _not_shifted),
-    "rows that do not exist are the first ones": (specdec.rounds.ahead, "shifted_batch", _not_split),
+    "rows of any shape carry a neighbour's": (specdec.rounds.drafting, "rows_before", _wrong_first),
+    "a pass of any shape stands where the one before does": (specdec.rounds.drafting, "shifted_batch", _not_shifted),
+    "rows that do not exist are the first ones": (specdec.rounds.drafting, "shifted_batch", _not_split),
 }
 
 

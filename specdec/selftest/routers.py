@@ -1,0 +1,169 @@
+"""The choices of a mixture's routers in the self-test: near ties are no errors, but they must be near ties.
+
+In half precision hidden states of two paths differ by rounding. Where a router's last chosen expert and the best of the
+others are closer than that, the paths take different experts, and the token's logits are those of other experts. With 8
+chosen of 256 experts that is every tenth token in each layer: in a model of a few layers most tokens have one, and no
+median over tokens helps. So the eager forward is run once more, and its routers are given the choices of the paged
+forward where these differ. What differs then is no choice, and is compared as in a model without experts: the logits,
+and the states that each mixture reads, which show an error of attention in the layer in which it arises. How many
+choices differ is limited, too: a router that goes wrong of itself has few of them right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from attention.recurrence.index import StateIndex
+from specdec.errors import UnsupportedModelError
+from specdec.selftest.rereading import read_eager, read_paged
+from specdec.wrapped.target import Target
+
+MOST_MOVED = 0.25
+"""Largest share of a mixture's choices (tokens x k) that may differ. It grows as the error of the states that routers
+read: 0.02 for 8 of 256 experts and an error of 0.01, in bfloat16. A router that goes wrong has k / E of them right."""
+
+_JUMP = 0.25
+"""Difference of an expert's factor, of the token's largest one, that is no rounding but another choice."""
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What one mixture of experts was called with, for T tokens of a row.
+
+    Attributes:
+        states: [T, H], its input. index: [T, k] int64, the chosen experts. weights: their factors, [T, k].
+    """
+
+    states: torch.Tensor
+    index: torch.Tensor
+    weights: torch.Tensor
+
+    def __getitem__(self, tokens: slice) -> Routed:
+        return Routed(self.states[tokens], self.index[tokens], self.weights[tokens])
+
+    def then(self, more: Routed) -> Routed:
+        """The tokens of both."""
+        pairs = ((self.states, more.states), (self.index, more.index), (self.weights, more.weights))
+        return Routed(*(torch.cat(pair) for pair in pairs))
+
+    def moved(self, own: Routed) -> torch.Tensor:
+        """[T, k] bool: the experts here that `own` has not for that token, or with quite another factor.
+
+        Phi-MoE's factors jump as well: by which of its two experts is first, and by which others are near.
+        """
+        same = self.index[:, :, None] == own.index[:, None, :]
+        factors = (own.weights[:, None, :] * same).sum(-1)
+        jumps = (self.weights - factors).abs() > _JUMP * own.weights.abs().amax(-1, keepdim=True)
+        return ~same.any(-1) | jumps
+
+
+class RoutedReader:
+    """What mixtures of experts were called with for each token, when a paged forward read it last.
+
+    Attributes:
+        rows: row -> the calls of mixtures in the order of a forward, of all of its tokens that stand read.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list[Routed]] = {}
+
+    @contextmanager
+    def reading(self, model: nn.Module, start: np.ndarray, stop: np.ndarray) -> Iterator[None]:
+        """Inside, one forward reads the tokens start … stop [B] of rows 0 … B-1, those from `start` on anew."""
+        with _calls(model) as seen:
+            yield
+        begin = 0
+        for row, (a, b) in enumerate(zip(start.tolist(), stop.tolist(), strict=True)):
+            own, before = [call[begin : begin + b - a] for call in seen], self.rows.get(row)
+            self.rows[row] = own if before is None else [x[:a].then(y) for x, y in zip(before, own, strict=True)]
+            begin += b - a
+
+    def read_paged(
+        self,
+        target: Target,
+        ids: list[torch.Tensor],
+        start: np.ndarray,
+        stop: np.ndarray,
+        table: np.ndarray,
+        states: StateIndex | None = None,
+    ) -> list[torch.Tensor]:
+        """As `rereading.read_paged`."""
+        with self.reading(target.hf_model, start, stop):
+            return read_paged(target, ids, start, stop, table, states=states)
+
+    def read_eager(self, model: PreTrainedModel, row: int, ids: torch.Tensor) -> tuple[torch.Tensor, list[Routed]]:
+        """A row's logits [T, V] by the model's own eager forward with the experts chosen before, and its own calls."""
+        with _calls(model, self.rows[row]) as own:
+            (logits,) = read_eager(model, [ids])
+        return logits, own
+
+
+def check_choices(model: PreTrainedModel, reader: RoutedReader, right: list[list[Routed]]) -> None:
+    """Refuse a model of which a mixture's choices differ by more than near ties.
+
+    Args:
+        right: of each row the calls of its eager forward, as its routers made them.
+
+    Raises:
+        UnsupportedModelError: more than a quarter of them do.
+    """
+    moved = [[a.moved(b) for a, b in zip(reader.rows[row], own, strict=True)] for row, own in enumerate(right)]
+    shares = [float(torch.cat(rows).double().mean()) for rows in zip(*moved, strict=True)]
+    most = max(shares, default=0.0)
+    if most > MOST_MOVED:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} comes out wrong through the paged attention: of the experts that mixture "
+            f"{shares.index(most) + 1} of {len(shares)} is given, {most:.0%} are others than in its own eager forward "
+            f"(allowed, for near ties of its router: {MOST_MOVED:.0%})"
+        )
+
+
+def has_mixtures(model: nn.Module) -> bool:
+    """Whether the model has experts that a router chooses, in the form of transformers 5."""
+    return any(True for _ in _mixtures(model))
+
+
+def _mixtures(model: nn.Module) -> Iterator[nn.Module]:
+    """transformers calls them (states [T, H], index [T, k], weights [T, k]); a call of another form is left alone."""
+    return (module for name, module in model.named_modules() if name.endswith(".experts"))
+
+
+@contextmanager
+def _calls(model: nn.Module, given: list[Routed] | None = None) -> Iterator[list[Routed]]:
+    """The calls of mixtures inside, as the routers made them.
+
+    Args:
+        given: of each call the choices that take the place of the router's, for the tokens of which any has moved.
+    """
+    seen: list[Routed] = []
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not _is_routed(inputs):
+            return None
+        own = Routed(*inputs)
+        other = None if given is None or len(seen) >= len(given) else given[len(seen)]
+        seen.append(own)
+        if other is None or other.index.shape != own.index.shape:
+            return None
+        moved = other.moved(own).any(-1, keepdim=True)
+        return own.states, own.index.where(~moved, other.index), own.weights.where(~moved, other.weights)
+
+    hooks = [module.register_forward_pre_hook(before) for module in _mixtures(model)]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_routed(inputs: tuple[Any, ...]) -> bool:
+    tensors = len(inputs) == 3 and all(isinstance(x, torch.Tensor) and x.ndim == 2 for x in inputs)
+    return tensors and not inputs[1].is_floating_point() and inputs[2].shape == inputs[1].shape

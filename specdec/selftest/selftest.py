@@ -1,0 +1,360 @@
+"""The load-time self-tests, before anybody relies on what was loaded.
+
+The paged target is compared with the model's own eager forward; a head whose checkpoint does not say how it was trained
+to be read is checked on a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from attention.backends.limits import HALF
+from attention.hf.weights import is_plain_weight
+from drafters.base import HasInputConvention, Head
+from specdec.errors import InvalidInputError, UnsupportedModelError
+from specdec.ops.linear import invariant_linear
+from specdec.requests.prompts import encode_prompts
+from specdec.selftest.batch_dependence import neighbour_test, rounds_activations
+from specdec.selftest.fp8 import fp8_self_test
+from specdec.selftest.recurrences import recurrence_self_test
+from specdec.selftest.rereading import (
+    dummy_ids,
+    errors_named,
+    fewest_pages,
+    likely_cause,
+    read_eager,
+    read_logits,
+    read_paged,
+    relative_errors,
+    scrambled_table,
+)
+from specdec.selftest.rollback import read_rollback, rollback_of
+from specdec.selftest.routers import RoutedReader, check_choices, has_mixtures
+from specdec.selftest.twin import TwinReport, in_words
+from specdec.user_warnings import warn_user
+from specdec.wrapped.fp8 import unrounded_activations
+from specdec.wrapped.probing import TargetProbe, decoder_of, last_states
+from specdec.wrapped.target import Target
+
+_PROMPT_LENS = np.array([19, 5, 11])
+_VERIFY_LEN = 4
+_NEIGHBOURS = 32
+_LONG_ROW, _LONGEST_ROW = 256, 512
+"""Longest row of the real weights' test in float32, and where there is no twin."""
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.2, torch.bfloat16: 0.2}
+"""Largest rms error of a token's logits over their rms, by dtype; what comes out wrong is off by about 1."""
+_EIGHT_BIT_TOLERANCE = 0.5
+"""The same with a cache in 8 bits, which rounds every key and value by 2.6 % rms; cut-off ones come out wrong."""
+_ROUNDED_TOLERANCE = 0.1
+"""The same of a model whose layers round their activations to 8 bits: a value between two steps goes to either by an
+error of 1e-7, and so do those that are computed from it. Measured: 0.004 to 0.009 (tests/public/test_quantised.py)."""
+
+SELF_TEST_TEXT = (
+    "Anna has 12 apples and buys 8 more at the market. She gives 5 of them to her brother. She bakes a pie with 6. "
+    "How many apples does she have now. She has 12 plus 8 which is 20 apples. After giving away 5 there were 15 left. "
+    "The pie took 6 of them so 9 apples are left. The sun was low over the river when the old man walked home from "
+    "the field. He had worked since the early morning and was glad that the day was over. At home his wife had made "
+    "soup with carrots and onions. They sat at the table and talked about their son who lives in the city. He writes "
+    "2 letters in a month and comes home 3 times in a year. In 4 years he wrote 96 letters. That is 24 letters in "
+    "each year. A train leaves the station at 9 and drives 60 miles in an hour. After 3 hours it has gone 180 miles. "
+    "The children went to school and learned to read and to write. When it rained they played inside."
+)
+"""Plain enough for any tokenizer and any target trained on English."""
+_MOST_TOKENS = 256
+_Piece = tuple[np.ndarray, np.ndarray, list[torch.Tensor]]
+_BATCHES, _LARGE_BATCH = (1, 16, 17, 48, 200), 600
+"""Tokens for every tile of `triton_invariant_linear`."""
+
+
+def check_target(target: Target, probed: TargetProbe, max_model_len: int, report: TwinReport) -> float:
+    """The self-test of the real weights, see `self_test`; before it those of FP8 operators and of recurrent layers'
+    kernels. The largest error.
+
+    A model without a twin is itself read in rows of up to 512 tokens, and a SpecdecWarning names what was not tested.
+
+    Args:
+        report: of `twin.twin_test`, which comes first: it names the threshold past which a model is wrong.
+
+    Raises:
+        UnsupportedModelError, CacheTooSmallError: as `self_test`; the former also of a quantised target whose results
+            depend on the batch, and of a kernel of recurrent layers that comes out wrong.
+    """
+    neighbour_test(probed.model)
+    room, half = min(max_model_len, _room(target)), probed.model.dtype in HALF
+    if target.fp8 is not None:
+        fp8_self_test(target.fp8)
+    if target.states is not None:
+        recurrence_self_test(target.states)
+    error = self_test(target)
+    if report.unbuilt is None:
+        return error if half else max(error, self_test(target, min(_LONG_ROW, room)))
+    longest = max(min(_LONGEST_ROW, room), int(_PROMPT_LENS.max()) + _VERIFY_LEN)
+    error = max(error, self_test(target, longest))
+    beyond = [threshold for threshold in report.passed if threshold.value >= longest]
+    untested = [f"rows beyond {in_words(beyond)}"] if beyond else []
+    untested += [f"errors below {_TOLERANCE[probed.model.dtype]:g}"] if half else []
+    if untested:
+        warn_user(
+            f"{type(probed.model).__name__}: {' and '.join(untested)} were not tested: there is no small copy of it to "
+            f"test them by: {report.unbuilt}. Its own rows of up to {longest} tokens came out right. Compare a long "
+            "answer with the model's own generate, or give a smaller max_model_len"
+        )
+    return error
+
+
+def self_test(target: Target, longest: int = 0) -> float:
+    """Read three ragged dummy prompts, then four more tokens each, and compare all logits with the eager forward.
+
+    The verification is read once more as a batch of one row with logits for its last token alone. A recurrent target is
+    verified twice, so that drafts are rejected and replayed (`rollback.py`), and then a row is read from its start.
+    Layers do not round their activations to 8 bits here, where that can be switched off (`unrounded_activations`), so
+    that what is compared is the attention; `fp8_self_test` has ours.
+
+    Args:
+        longest: tokens of the longest row; more where nothing else tests long rows. At least 23, and 26 of a recurrent
+            target.
+
+    Returns:
+        The largest error of the pieces, a piece being one row's prompt or its verification, as `_error` says:
+        a flipped expert of one token does not count, a wrong row or a wrong verification does.
+
+    Raises:
+        UnsupportedModelError: the target comes out wrong through the paged attention, fails in it, or has NaN.
+        CacheTooSmallError: the cache cannot hold the test's tokens.
+    """
+    with unrounded_activations(target.hf_model):
+        return _self_test(target, longest)
+
+
+@torch.inference_mode()
+def _self_test(target: Target, longest: int) -> float:
+    tail = _VERIFY_LEN if target.states is None else rollback_of(target).num_tokens
+    lens = _PROMPT_LENS + tail
+    lens[0] = max(lens[0], longest)
+    rows = _Rows(dummy_ids(target, lens), scrambled_table(target, lens), lens - tail, lens)
+    error = _largest(_errors(target, rows))
+    if _fits(target, error):
+        return error
+    chosen = ""
+    if has_mixtures(target.hf_model):
+        error, chosen = _largest(_routed_errors(target, rows)), " that is given the same choices of experts"
+        if _fits(target, error):
+            return error
+    hint = "; the KV cache is in 8 bits: give kv_cache_scales, or kv_cache_dtype='auto'" if _eight_bits(target) else ""
+    cause = "" if hint else likely_cause(target.hf_model)
+    found = "logits with NaN" if error != error else f"relative logit error {error:.2g}"
+    raise UnsupportedModelError(
+        f"{type(target.hf_model).__name__} comes out wrong through the paged attention{cause}: {found} "
+        f"against its own eager forward{chosen} (allowed for {target.hf_model.dtype}: {_limit(target, error):g}){hint}"
+    )
+
+
+def _fits(target: Target, error: float) -> bool:
+    """Whether rounding explains an error, on every rank: a rank that read on alone would wait for the others."""
+    fits = error <= _limit(target, error)
+    return fits if target.ranks is None else bool(target.ranks.collectives.least([int(fits)])[0])
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the self-test reads: ids of B rows, their block table [B, P], tokens [B] of their prompts and of all."""
+
+    ids: list[torch.Tensor]
+    table: np.ndarray
+    prompts: np.ndarray
+    lens: np.ndarray
+
+
+def _errors(target: Target, rows: _Rows) -> list[torch.Tensor]:
+    """Of each piece, against the model's own eager forward."""
+    with errors_named(target.hf_model, "its own eager forward reads one row of dummy tokens"):
+        right = read_eager(target.hf_model, rows.ids)
+    errors = _piece_errors(_read_pieces(target, rows, read_paged), right)
+    start, last = _alone(target, rows)
+    return [*errors, _error(_read_alone(target, rows, start, last), right[0][-1:])]
+
+
+def _routed_errors(target: Target, rows: _Rows) -> list[torch.Tensor]:
+    """The same against an eager forward with the paged one's choices of experts, and of the states these read.
+
+    Raises:
+        UnsupportedModelError: more choices of a mixture differ than rounding explains.
+    """
+    model, reader = target.hf_model, RoutedReader()
+    pieces = _read_pieces(target, rows, reader.read_paged)
+    read = [reader.read_eager(model, row, ids) for row, ids in enumerate(rows.ids)]
+    errors = _piece_errors(pieces, [logits for logits, _ in read])
+    for row, (_, own) in enumerate(read):
+        errors += [_error(ours.states, right.states) for ours, right in zip(reader.rows[row], own, strict=True)]
+    check_choices(model, reader, [own for _, own in read])
+    start, last = _alone(target, rows)
+    with reader.reading(model, start, rows.lens[:1]):
+        logits = _read_alone(target, rows, start, last)
+    right, _ = reader.read_eager(model, 0, rows.ids[0])
+    return [*errors, _error(logits, right[-1:])]
+
+
+def _read_pieces(target: Target, rows: _Rows, read: Callable[..., list[torch.Tensor]]) -> list[_Piece]:
+    """Prompts and verifications of all rows: first and last token [B] of each piece, and its logits by row."""
+    none = np.zeros(len(rows.ids), np.int64)
+    with errors_named(target.hf_model, "three rows are read through the paged attention"):
+        prompts = (none, rows.prompts, read(target, rows.ids, none, rows.prompts, rows.table))
+        if target.states is not None:
+            return [prompts, *read_rollback(target, rows.ids, rows.prompts, rows.table, read)]
+        return [prompts, (rows.prompts, rows.lens, read(target, rows.ids, rows.prompts, rows.lens, rows.table))]
+
+
+def _piece_errors(pieces: list[_Piece], right: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [
+        _error(ours, own[a:b])
+        for start, stop, logits in pieces
+        for ours, own, a, b in zip(logits, right, start, stop, strict=True)
+    ]
+
+
+def _alone(target: Target, rows: _Rows) -> tuple[np.ndarray, torch.Tensor]:
+    """Where the first row is read from as a batch of one, [1], and the token of that batch whose logits count, [1]."""
+    start = np.zeros(1, np.int64) if target.states is not None else rows.prompts[:1]  # a state is at its row's end
+    return start, torch.tensor([int((rows.lens[:1] - start)[0]) - 1], device=target.hf_model.device)
+
+
+def _read_alone(target: Target, rows: _Rows, start: np.ndarray, last: torch.Tensor) -> torch.Tensor:
+    """With the aux hidden states that a head gets in rounds, where their buffer has room for so many tokens."""
+    num_tokens = int((rows.lens[:1] - start)[0])
+    keep = len(target.aux_hidden_states(num_tokens)) == num_tokens
+    with errors_named(target.hf_model, "a batch of one row is read through the paged attention"):
+        return read_logits(target, rows.ids[:1], start, rows.lens[:1], rows.table[:1], last, keep_aux=keep)
+
+
+def _largest(errors: list[torch.Tensor]) -> float:
+    return float(torch.stack(errors).max())
+
+
+def _eight_bits(target: Target) -> bool:
+    return target.runner.runners[0].group.format.dtype is not None
+
+
+def _limit(target: Target, error: float) -> float:
+    """What rounding explains."""
+    limit = _EIGHT_BIT_TOLERANCE if _eight_bits(target) else _TOLERANCE[target.hf_model.dtype]
+    if limit < error <= _ROUNDED_TOLERANCE and rounds_activations(target.hf_model):
+        return _ROUNDED_TOLERANCE
+    return limit
+
+
+@torch.inference_mode()
+def invariance_test(target: Target, model: Callable[..., Any]) -> None:
+    """Read three rows at once and again in pieces, and compare all logits bit by bit.
+
+    Args:
+        model: the form of the target that is tested, see `Target.forward`.
+
+    Raises:
+        UnsupportedModelError: a token's logits depend on what else is in the batch, or are not those of the model.
+        CacheTooSmallError: the cache cannot hold the test's tokens.
+    """
+    ends = _lens_that_fit(target)
+    table, ids = scrambled_table(target, ends), dummy_ids(target, ends)
+    no_tokens = np.zeros(len(ids), np.int64)
+    whole = read_paged(target, ids, no_tokens, ends, table, model)
+    error = max(float(_error(own, right)) for own, right in zip(whole, read_eager(target.hf_model, ids), strict=True))
+    if not error <= _TOLERANCE[target.hf_model.dtype]:
+        raise UnsupportedModelError(
+            f"{type(target.hf_model).__name__} comes out wrong when compiled: error {error:.2g}"
+        )
+    cuts = (ends - _VERIFY_LEN, ends - 1)
+    pieces = [(slice(None), no_tokens, cuts[0])] + [(slice(None), cut, ends) for cut in cuts]
+    pieces += [(slice(row, row + 1), cut, ends) for row in range(len(ids)) for cut in cuts]
+    for rows, start, stop in pieces:
+        found = read_paged(target, ids[rows], start[rows], stop[rows], table[rows], model)
+        for right, own, a, b in zip(whole[rows], found, start[rows], stop[rows], strict=True):
+            if not torch.equal(own, right[a:b]):
+                raise UnsupportedModelError(
+                    f"{type(target.hf_model).__name__} is not batch-invariant: the logits of tokens {a} to {b} of a "
+                    f"row of {len(right)} differ by up to {float((own - right[a:b]).abs().max()):.2g} when they are "
+                    "read apart; use backend='flashinfer'"
+                )
+
+
+@torch.inference_mode()
+def matmul_test(model: PreTrainedModel) -> None:
+    """Multiply by a weight of every shape of the model in batches of all sizes of tiles, and compare bit by bit.
+
+    Raises:
+        UnsupportedModelError: on this device the result for a token depends on how many there are.
+    """
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and is_plain_weight(m.weight)]
+    weights = {m.weight.shape: m.weight for m in layers}
+    for weight in weights.values():
+        generator = torch.Generator(weight.device).manual_seed(0)  # the user's own stays as it is
+        shape = (_LARGE_BATCH, weight.shape[1])
+        x = torch.randn(shape, generator=generator, device=weight.device, dtype=weight.dtype)
+        whole = invariant_linear(x, weight, None)
+        if not all(torch.equal(invariant_linear(x[:n], weight, None), whole[:n]) for n in _BATCHES):
+            raise UnsupportedModelError(
+                f"matmuls with a weight of {list(weight.shape)} are not batch-invariant on "
+                f"{torch.cuda.get_device_name(weight.device)}; use backend='flashinfer'"
+            )
+
+
+@torch.inference_mode()
+def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, num_drafts: int) -> None:
+    """Read a short text with the target and check on it how the head is read; heads without such a check pass.
+
+    Args:
+        num_drafts: K; with 0 nothing is tested.
+
+    Raises:
+        HeadLoadError: see `drafters.base.HasInputConvention`.
+    """
+    if isinstance(head, HasInputConvention) and num_drafts:
+        head.check_convention(*read_text(model, tokenizer), num_drafts)
+
+
+def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A short plain text: its token ids [T] int64 and the target's states after its final norm [T, H].
+
+    Raises:
+        InvalidInputError: the tokenizer makes ids that the model has no embedding for.
+        UnsupportedModelError: the model does not give such states, see `decoder_of`.
+    """
+    (ids,) = encode_prompts(SELF_TEST_TEXT, tokenizer)
+    rows = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    largest = max(ids[:_MOST_TOKENS])
+    if largest >= rows:
+        raise InvalidInputError(
+            f"the tokenizer makes token id {largest}, but the model's embedding has {rows} rows: it does not belong to "
+            "this model"
+        )
+    token_ids = torch.tensor(ids[:_MOST_TOKENS], device=model.device)
+    decoder, width = decoder_of(model), model.config.get_text_config().hidden_size
+    return token_ids, last_states(decoder, decoder(input_ids=token_ids[None], use_cache=False), width)[0]
+
+
+def _error(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Rms error over rms of [T, V], the median of some 32 neighbouring tokens; the largest of these medians.
+
+    So a flipped expert of one token does not count, and what is wrong from some position on does. NaN where a token
+    has NaN.
+    """
+    errors = relative_errors(ours, right)
+    return torch.stack([part.median() for part in errors.tensor_split(max(len(errors) // _NEIGHBOURS, 1))]).max()
+
+
+def _lens_that_fit(target: Target) -> np.ndarray:
+    """Lengths of three rows of which one goes beyond the kernels' tiles, where the cache has room for three of it."""
+    lens = _PROMPT_LENS + _VERIFY_LEN
+    most = getattr(target.hf_model.config.get_text_config(), "max_position_embeddings", _MOST_TOKENS)
+    lens[0] = max(lens[0], min(_MOST_TOKENS, most, _room(target)))
+    return lens
+
+
+def _room(target: Target) -> int:
+    """Tokens of which the cache holds three rows."""
+    return (fewest_pages(target) - 1) // len(_PROMPT_LENS) * target.runner.page_size

@@ -1,0 +1,289 @@
+"""The twin: a model's own class in miniature, by which what its class and configuration do is tested in float32.
+
+The self-test of the real weights has short rows, and in half precision it cannot tell a small mistake from rounding.
+A twin has narrow layers of each kind, low thresholds (a sliding window of 20 tokens, …) and random float32 weights so
+large that every part shows in the logits; it runs on the CPU, through the torch backend, past all of its thresholds.
+What it cannot show are mistakes of a kernel, which the self-test of the real weights looks for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from attention.backends.reference import TorchBackend
+from attention.cache.kv_cache import CacheGroup
+from attention.cache.state import StateGroup
+from attention.hf.probe import AttentionCall
+from attention.recurrence.index import StateIndex
+from attention.recurrence.runner import StateRunner
+from attention.runner import GroupRunner
+from specdec.errors import UNNAMED_ERRORS, SpecdecError, UnsupportedModelError
+from specdec.interrupts import interrupt_in
+from specdec.selftest.rereading import (
+    all_committed,
+    dummy_ids,
+    errors_named,
+    likely_cause,
+    read_eager,
+    read_logits,
+    relative_errors,
+    scrambled_table,
+)
+from specdec.selftest.rollback import verifying
+from specdec.selftest.shrinking import Threshold, miniature, thresholds
+from specdec.wrapped.probing import TargetProbe, probe_target
+from specdec.wrapped.target import Target
+
+_LENS = np.array([300, 9, 57])
+_VERIFY_LEN = 4
+_SHORTEST = 2 * _VERIFY_LEN
+_PAGE_SIZE = 4
+_TOLERANCE = 1e-3
+"""Largest rms error of any token's logits over their rms. Right models stay below 1e-5."""
+_SEEDS = (0, 1)
+"""Of the weights. Rounding may flip an expert of one token with one of them; a wrong model is wrong with both."""
+
+
+@dataclass(frozen=True)
+class TwinReport:
+    """What the twin showed.
+
+    Attributes:
+        passed: the thresholds past which it was exact; all that a request can reach.
+        unbuilt: why there is no twin, or None.
+    """
+
+    passed: tuple[Threshold, ...]
+    unbuilt: str | None = None
+
+    def __str__(self) -> str:
+        if self.unbuilt is not None:
+            return f"none: {self.unbuilt}"
+        return "exact" + (f" past {in_words(self.passed)}" if self.passed else "")
+
+
+def in_words(found: Sequence[Threshold]) -> str:
+    """Thresholds as "name=value, …"."""
+    return ", ".join(f"{threshold.name}={threshold.value}" for threshold in found)
+
+
+def twin_test(probed: TargetProbe, max_model_len: int) -> TwinReport:
+    """Build a model's twin and compare all of its logits through the paged cache with its own eager forward.
+
+    Args:
+        max_model_len: longest row of a request. Thresholds from there on stay beyond the twin's rows.
+
+    Raises:
+        UnsupportedModelError: the twin comes out wrong, or only fails through the paged attention; the message names
+            the thresholds past which it does.
+    """
+    model = probed.model
+    reach = thresholds(model.config, max_model_len)
+    name = type(model).__name__
+    try:
+        error = _errors(probed, reach, max_model_len)
+    except _NoTwin as reason:
+        return TwinReport(reach, str(reason))
+    if error is None:
+        return TwinReport(reach)
+    guilty = [t for t in reach if _right_without(probed, reach, [t], max_model_len)]
+    if not guilty and len(reach) > 1 and _right_without(probed, reach, reach, max_model_len):
+        guilty = list(reach)
+    if not guilty:
+        raise UnsupportedModelError(
+            f"{name} comes out wrong through the paged attention{likely_cause(model)}: a small copy of it {error}"
+        )
+    least = min(threshold.value for threshold in guilty)
+    raise UnsupportedModelError(
+        f"{name} comes out wrong through the paged attention in rows longer than {in_words(guilty)}: a small copy of "
+        f"it {error}, and is right without. The model applies this in a mask or in positions of its own, which the "
+        f"paged attention does not see; requests of at most {least} tokens come out right: give max_model_len={least} "
+        "or less"
+    )
+
+
+class _NoTwin(Exception):
+    """A twin cannot be built; the message says why."""
+
+
+def _right_without(
+    probed: TargetProbe, reach: Sequence[Threshold], left_out: Sequence[Threshold], max_model_len: int
+) -> bool:
+    """Whether the twin is right when these thresholds lie beyond its rows."""
+    try:
+        return _errors(probed, [t for t in reach if t not in left_out], max_model_len) is None
+    except _NoTwin:
+        return False
+
+
+def _errors(probed: TargetProbe, low: Sequence[Threshold], max_model_len: int) -> str | None:
+    """What is wrong with the twin whose thresholds `low` are low, in words; None when it is right."""
+    said = None
+    for seed in _SEEDS:
+        twin = _build(probed, [threshold.name for threshold in low], seed)
+        try:
+            said = _wrong(twin, max_model_len)
+        except UnsupportedModelError as error:
+            if interrupt_in(error) is not None:
+                raise
+            return f"is refused: {error}"
+        if said is None:
+            return None
+    return said
+
+
+def _build(probed: TargetProbe, low: Sequence[str], seed: int) -> TargetProbe:
+    """The twin of a model, on the CPU in float32.
+
+    Raises:
+        _NoTwin: its class cannot be built so small, does not run then, or lacks a variant of attention.
+    """
+    reason: Exception | None = None
+    for towers in (True, False):
+        try:
+            twin = _constructed(probed.model, low, towers)
+            enlarge(twin, seed)
+            with torch.inference_mode():
+                read_eager(twin, [torch.arange(1, _SHORTEST)])
+            small = probe_target(twin)
+        except (*UNNAMED_ERRORS, SpecdecError) as error:
+            if interrupt_in(error) is not None:
+                raise
+            reason = error
+            continue
+        if not _variants(probed.calls) <= _variants(small.calls):
+            raise _NoTwin("a small copy has other variants of attention")
+        if not _kinds(probed) <= _kinds(small):
+            raise _NoTwin("a small copy has other recurrent layers")
+        return small
+    raise _NoTwin(f"its class cannot be built with a small configuration ({type(reason).__name__}: {reason})")
+
+
+def _constructed(model: PreTrainedModel, low: Sequence[str], towers: bool) -> PreTrainedModel:
+    config = miniature(model.config, low, towers)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), _quiet_transformers(), torch.no_grad():
+        return type(model)(config).float().eval()
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+@torch.no_grad()
+def enlarge(model: torch.nn.Module, seed: int = 0, std: float = 1.5) -> None:
+    """Random weights so large that every part of the model shows in its logits; matrices of rows with norm `std`."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.copy_(noise * (std / parameter.shape[-1] ** 0.5))
+        else:
+            parameter.add_(0.2 * noise)
+
+
+@torch.inference_mode()
+def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
+    """Read ragged rows in pieces, as the engine does, and compare; what is wrong in words, or None.
+
+    Pieces: three rows at once, two of them, one alone, then a verification of each, together and alone. Of recurrent
+    models the verifications alone follow those together, with some of their drafts accepted.
+    """
+    lens = np.maximum(np.minimum(_LENS, max_model_len), _SHORTEST)
+    twin, target = small.model, _target_of(small, lens)
+    ids, table = dummy_ids(target, lens), scrambled_table(target, lens)
+    right = read_eager(twin, ids)
+    prompt = lens - _VERIFY_LEN
+    first, second = np.minimum(prompt, [24, 5, 17]), np.minimum(prompt, [150, 5, 53])
+    none = np.zeros(3, np.int64)
+    pieces: list[tuple[list[int], np.ndarray, np.ndarray, np.ndarray | None]] = [
+        ([0, 1, 2], none, first, None),
+        ([0, 2], first, second, None),
+        ([0], second, prompt, None),
+        ([2], second, prompt, None),
+    ]
+    if target.states is None:
+        pieces += [([0, 1, 2], prompt, lens, None), ([1], prompt, prompt + 1, None), ([0], prompt, lens, None)]
+    else:
+        later = 1 + target.states.group.rule.defers
+        pieces += [
+            ([0, 1, 2], prompt, lens, none),
+            ([1], lens - 1, lens, none + 1 + later),
+            ([0, 2], lens - 2, lens, none + later),
+        ]
+    for rows, start, stop, replay in pieces:
+        rows = [row for row in rows if stop[row] > start[row]]
+        if not rows:
+            continue
+        a, b = start[rows], stop[rows]
+        states = _states(target, np.array(rows), a, b, replay)
+        kept = None if target.states is None else target.states.copied()
+        own = torch.cat([right[row][start[row] : stop[row]] for row in rows])
+        for logits_indices in _selections(b - a, with_none=start is second):
+            tried = f"{len(rows)} row(s) are read from token {a.tolist()} to {b.tolist()}"
+            if target.states is not None and kept is not None:
+                target.states.put_back(kept)  # the piece is read several times, from the same states
+            with errors_named(twin, tried):
+                given = [ids[row] for row in rows]
+                ours = read_logits(target, given, a, b, table[rows], logits_indices, states=states)
+            if ours.shape != own[logits_indices].shape:
+                return f"returns logits {list(ours.shape)} instead of {list(own[logits_indices].shape)} when {tried}"
+            error = float(relative_errors(ours, own[logits_indices]).max()) if len(logits_indices) else 0.0
+            if not error <= _TOLERANCE:
+                return f"has a relative logit error of {error:.2g} in float32 (allowed: {_TOLERANCE:g}) when {tried}"
+    return None
+
+
+def _states(
+    target: Target, rows: np.ndarray, start: np.ndarray, stop: np.ndarray, replay: np.ndarray | None
+) -> StateIndex | None:
+    """Of tokens that are all committed, or with `replay` of a verification."""
+    if target.states is None:
+        return None
+    if replay is None:
+        return all_committed(rows, start, stop)
+    stores = bool(replay.any()) or not target.states.group.rule.defers  # the first leaves it to the one after it
+    return verifying(rows, start, replay[rows], int(stores))
+
+
+def _selections(lens: np.ndarray, with_none: bool) -> tuple[torch.Tensor, ...]:
+    """Logits indices to test: all, the last of each row as after a prompt, and none as within one."""
+    last = torch.from_numpy(np.cumsum(lens) - 1)
+    return (torch.arange(int(lens.sum())), last, last[:0])[: 3 if with_none else 2]
+
+
+def _target_of(probed: TargetProbe, lens: np.ndarray) -> Target:
+    specs = tuple(call.attention_spec for call in probed.calls)
+    page_size = math.gcd(_PAGE_SIZE, *(spec.chunk_size or 0 for spec in specs))
+    group = CacheGroup("twin", specs, len(lens) * -(-int(lens.max()) // page_size) + 1, page_size)
+    cpu = torch.device("cpu")
+    states = None
+    if probed.recurrent_calls:
+        slots = StateGroup(probed.recurrence_specs, len(lens) + 1, _VERIFY_LEN - 1)
+        states = StateRunner(slots, torch.float32, cpu)
+    return Target(probed, GroupRunner(TorchBackend(cpu), group, torch.float32, cpu), (), 0, states)
+
+
+def _kinds(probed: TargetProbe) -> set[str]:
+    """The kinds of recurrence that layers use."""
+    return {spec.kind for spec in probed.recurrence_specs}
+
+
+def _variants(calls: tuple[AttentionCall, ...]) -> set[tuple[bool, ...]]:
+    """The variants of attention that layers use: window, softcap, sinks, chunks, temperature tuning."""
+    keys = [call.attention_spec for call in calls]
+    used = [(key.window, key.softcap, key.has_sinks or None, key.chunk_size, key.temperature) for key in keys]
+    return {tuple(value is not None for value in values) for values in used}

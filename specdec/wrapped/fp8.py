@@ -1,0 +1,301 @@
+"""Whether quantised layers round their activations to 8 bits, which they do not in the self-test of logits.
+
+That test compares attentions: two forwards that differ by a last bit after the first one. In a layer that rounds what
+it reads to 8 bits such a bit moves roundings, each by a whole step, and over 32 layers that comes to a third of the
+logits: more than what a wrong slot in a deep model may make. So the test compares the same model without that rounding,
+by the limit of its dtype.
+
+Of three kinds of layers: our own in FP8 (`specdec.wrapped.fp8`) ask `are_rounded`; those of compressed-tensors round in
+a forward of their own, which calls that of their class; weights of torchao say how their inputs are rounded.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+
+from specdec.errors import UnsupportedModelError
+from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, unrounded_linear
+from specdec.ops.fp8_experts import fp8_experts
+from specdec.user_warnings import warn_user
+
+_ROUNDS: ContextVar[bool] = ContextVar("specdec_rounds", default=True)
+"""Of this thread, so that other engines over the same modules go on."""
+_INPUTS_OF_TORCHAO = ("act_quant_kwargs", "activation_quantization")
+"""Attributes of torchao's weights that are not None where a matmul by them rounds its input."""
+
+
+def are_rounded() -> bool:
+    """Whether layers that run now round their activations; compiled code does always."""
+    return torch.compiler.is_compiling() or _ROUNDS.get()
+
+
+@contextmanager
+def unrounded_activations(model: nn.Module | None = None) -> Iterator[None]:
+    """Inside, layers that run eagerly on this thread do not round their activations to 8 bits.
+
+    Each layer multiplies its weight out, in the dtype of its input, while it runs.
+
+    Args:
+        model: of whose layers those of compressed-tensors and torchao are meant; None: our own FP8 layers alone. What
+            other libraries round (quanto's activations, LLM.int8) is rounded all the same.
+    """
+    before = _ROUNDS.set(False)
+    layers = () if model is None else tuple(model.modules())
+    wrapped = {layer: vars(layer)["forward"] for layer in layers if _rounds_by_its_forward(layer)}
+    try:
+        for layer, rounding in wrapped.items():
+            layer.forward = _switched(layer, rounding)
+        with ExitStack() as modes:
+            if any(_rounds_by_its_weight(getattr(layer, "weight", None)) for layer in layers):
+                modes.enter_context(_WeightsMultipliedOut())
+            yield
+    finally:
+        for layer, rounding in wrapped.items():
+            layer.forward = rounding
+        _ROUNDS.reset(before)
+
+
+def _rounds_by_its_forward(layer: Any) -> bool:
+    """Source: compressed_tensors/quantization/lifecycle/forward.py, `set_forward_quantized`."""
+    scheme, status = (getattr(layer, f"quantization_{name}", None) for name in ("scheme", "status"))
+    rounds = scheme is not None and (scheme.input_activations or scheme.output_activations)
+    # In any other state the forward rounds, or unpacks, the weight as well.
+    return bool(rounds and getattr(status, "value", "") == "decompressed" and "forward" in vars(layer))
+
+
+def _switched(layer: Any, rounding: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A forward of this layer that is its class's where activations are not rounded."""
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = rounding(*args, **kwargs) if are_rounded() else type(layer).forward(layer, *args, **kwargs)
+        return out
+
+    return forward
+
+
+def _rounds_by_its_weight(weight: Any) -> bool:
+    return hasattr(weight, "dequantize") and any(getattr(weight, n, None) is not None for n in _INPUTS_OF_TORCHAO)
+
+
+class _WeightsMultipliedOut(TorchFunctionMode):
+    """linear(x, weight) of a weight that rounds its input is linear(x, weight multiplied out); of this thread.
+
+    Source: torchao/quantization/quantize_/workflows/float8/float8_tensor.py and int8/int8_tensor.py, `linear`.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear and len(args) > 1 and _rounds_by_its_weight(args[1]):
+            args = (args[0], args[1].dequantize().to(args[0].dtype), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+_LEAST_CAPABILITY = (8, 9)
+
+
+class Fp8Linear(FP8Linear):
+    """A linear layer of transformers in FP8 whose forward is our operator."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        if are_rounded():
+            return fp8_linear(input, self.weight, self.weight_scale_inv, self.bias, self.activation_scale)
+        return unrounded_linear(input, self.weight, self.weight_scale_inv, self.bias)
+
+
+class Fp8Experts(FP8Experts):
+    """A mixture of experts of transformers in FP8 whose forward is our operator, in whatever form it is asked for."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states [T, H], top_k_index [T, k] int64, top_k_weights [T, k] -> [T, H]."""
+        return fp8_experts(self, hidden_states, top_k_index, top_k_weights, are_rounded())
+
+
+_KINDS = (FP8Linear, FP8Experts)
+_HOLDERS = "_specdec_holders"
+_OURS: dict[type, type] = {FP8Linear: Fp8Linear, FP8Experts: Fp8Experts}
+_THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the weights and activations of a layer are rounded.
+
+    Attributes:
+        blocks: rows and columns that share a scale; None: the whole weight has one.
+        static: whether activations have one scale that the checkpoint gives; else one a token and group.
+        exponents: scales are powers of two (scale_fmt "ue8m0").
+    """
+
+    blocks: tuple[int, ...] | None
+    static: bool
+    exponents: bool = False
+
+    @property
+    def in_words(self) -> str:
+        """'fine-grained, 128x128', '…, static activation scales'."""
+        if self.blocks is None:
+            return "one scale a weight, static activation scales"
+        return f"fine-grained, {'x'.join(map(str, self.blocks))}{', static activation scales' * self.static}"
+
+    def check(self, name: str) -> None:
+        """Refuse a scheme that no operator serves.
+
+        Raises:
+            UnsupportedModelError: blocks of another size than 128 x 128, one scale a weight with dynamic scales of
+                activations, or scales in powers of two.
+        """
+        reason = None
+        if self.exponents:
+            reason = "scale_fmt='ue8m0', scales that are powers of two"
+        elif self.blocks is None and not self.static:
+            reason = "one scale a weight (weight_block_size=null) with activation_scheme='dynamic'"
+        elif self.blocks not in (None, (BLOCK, BLOCK)):
+            reason = f"weight_block_size={list(self.blocks or ())}"
+        if reason:
+            raise UnsupportedModelError(
+                f"{name} is quantised in FP8 with {reason}; supported are blocks of 128 x 128 with scales in float32, "
+                "and one scale a weight with static scales of activations"
+            )
+
+
+class Fp8Layers:
+    """The FP8 layers of a model, run by our operators until `release`, or until this is garbage.
+
+    Attributes:
+        scheme: of all of them. linear, experts: the modules, by name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """`model` has such layers, see `fp8_layers`.
+
+        Raises:
+            UnsupportedModelError: layers that our operators do not serve, or scales that are no scales; nothing is
+                changed then.
+        """
+        found = {name: m for name, m in model.named_modules() if isinstance(m, _KINDS)}
+        what = type(model).__name__
+        self.scheme = _common_scheme(what, found.values())
+        for name, module in found.items():
+            _check_layer(f"{what}: {name}", module)
+        self.linear: dict[str, Any] = {n: m for n, m in found.items() if isinstance(m, FP8Linear)}
+        self.experts: dict[str, Any] = {n: m for n, m in found.items() if isinstance(m, FP8Experts)}
+        modules, holder = tuple(found.values()), object()
+        _check_device(what, next(modules[0].parameters()).device)
+        for module in modules:
+            _set_class(module, _OURS)
+            vars(module).setdefault(_HOLDERS, set()).add(holder)
+        self._finalizer = weakref.finalize(self, _let_go, modules, holder)
+        self._finalizer.atexit = False
+
+    def release(self) -> None:
+        """Let the modules be what they were, unless another engine still runs them. Idempotent."""
+        self._finalizer()
+
+
+def fp8_layers(model: nn.Module) -> Fp8Layers | None:
+    """The FP8 layers of a model, from now on run by our operators; None for a model without.
+
+    Raises:
+        UnsupportedModelError: see `Fp8Layers`.
+    """
+    return Fp8Layers(model) if any(isinstance(m, _KINDS) for m in model.modules()) else None
+
+
+def _let_go(modules: tuple[Any, ...], holder: object) -> None:
+    for module in modules:
+        holders = vars(module).get(_HOLDERS, set())
+        holders.discard(holder)
+        if not holders:
+            vars(module).pop(_HOLDERS, None)
+            _set_class(module, _THEIRS)
+
+
+def _set_class(module: Any, classes: Mapping[type, type]) -> None:
+    module.__class__ = classes.get(type(module), type(module))
+
+
+def scheme_of(module: Any) -> Scheme:
+    """The scheme of an FP8 module of transformers."""
+    blocks = None if module.block_size is None else tuple(module.block_size)
+    scales = [p for n, p in module.named_parameters(recurse=False) if n.endswith("scale_inv")]
+    exponents = any(scale.dtype != torch.float32 for scale in scales)
+    return Scheme(blocks, module.activation_scheme == "static", exponents)
+
+
+def _common_scheme(what: str, modules: Iterable[Any]) -> Scheme:
+    schemes = list(dict.fromkeys(scheme_of(module) for module in modules))
+    for scheme in schemes:
+        scheme.check(what)
+    if len(schemes) > 1:
+        raise UnsupportedModelError(
+            f"{what} has layers of several kinds of FP8: {'; '.join(each.in_words for each in schemes)}"
+        )
+    return schemes[0]
+
+
+def _check_layer(name: str, module: Any) -> None:
+    """Refuse a layer of another form, and scales by which nothing can be multiplied."""
+    kind = _THEIRS.get(type(module), type(module))
+    if kind not in _OURS:
+        raise UnsupportedModelError(f"{name} is a {kind.__name__}, an FP8 layer that specdec has no operator for")
+    if isinstance(module, FP8Experts):
+        _check_experts(name, module)
+    elif module.weight_scale_inv.shape != (expected := _scale_shape(module)):
+        raise UnsupportedModelError(
+            f"{name}.weight_scale_inv is {list(module.weight_scale_inv.shape)}; a weight of "
+            f"{list(module.weight.shape)} has scales {list(expected)}: is the checkpoint damaged?"
+        )
+    for weight, parameter in module.named_parameters(recurse=False):
+        if weight.endswith(("weight", "_proj")) and parameter.dtype != FP8:
+            raise UnsupportedModelError(f"{name}.{weight} is {parameter.dtype}, not {FP8}")
+        if weight.endswith(("scale_inv", "activation_scale")):
+            wrong = parameter[~((parameter > 0) & parameter.isfinite())]
+            if len(wrong):
+                raise UnsupportedModelError(
+                    f"{name}.{weight} holds {wrong[0].item()}: a scale is a positive number; is the checkpoint damaged?"
+                )
+
+
+def _scale_shape(module: Any) -> tuple[int, ...]:
+    if module.block_size is None:
+        return ()
+    return math.ceil(module.weight.shape[0] / BLOCK), math.ceil(module.weight.shape[1] / BLOCK)
+
+
+def _check_experts(name: str, module: Any) -> None:
+    if module.activation_scheme == "static" or module.block_size is None:
+        raise UnsupportedModelError(
+            f"{name}: experts in FP8 are served with blocks of 128 x 128 and dynamic scales of activations only"
+        )
+    if module.has_gate and module.intermediate_dim % BLOCK:
+        raise UnsupportedModelError(
+            f"{name}: experts of {module.intermediate_dim} features, which blocks of {BLOCK} do not divide: their gate "
+            "and up projections would share a block"
+        )
+
+
+def _check_device(what: str, device: torch.device) -> None:
+    """Refuse a GPU without 8-bit floats; on a CPU, say what it costs."""
+    if device.type == "cpu":
+        warn_user(
+            f"{what} is quantised in FP8 and runs on a CPU, which cannot multiply in 8 bits: weights are multiplied "
+            "out in float32 whenever they are used, with the results of a GPU and many times slower than unquantised"
+        )
+    elif torch.version.hip is not None or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        raise UnsupportedModelError(
+            f"{what} is quantised in FP8, which needs an NVIDIA GPU of compute capability 8.9 or more (L4, H100, …), "
+            f"not {torch.cuda.get_device_name(device)}"
+        )

@@ -1,0 +1,341 @@
+"""The target: an unmodified AutoModelForCausalLM whose attention reads and writes our paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from attention.groups import Planned, Runner, is_blank
+from attention.hf.custom_op import LayerAttend
+from attention.hf.port import AttentionPort
+from attention.hf.recurrent import RecurrentPort
+from attention.recurrence.runner import Recur, StateRunner
+from drafters.base import FINAL_NORM
+from specdec.errors import InvalidInputError, InvariantError
+from specdec.parallel.ranks import Ranks
+from specdec.wrapped.alterations import Alterations
+from specdec.wrapped.long_rope import LongRopePort, find_long_rope
+from specdec.wrapped.probing import TargetProbe, decoder_of, last_states, placeholders
+
+
+class AuxStateRecorder:
+    """Copies the aux hidden states that a head reads into one static buffer [max_tokens, A·Ht] while the target runs.
+
+    Hooks, not `output_hidden_states`: the list form of that means different layers in different transformers releases.
+    """
+
+    def __init__(
+        self, probed: TargetProbe, aux_layers: tuple[int, ...], max_tokens: int, alterations: Alterations
+    ) -> None:
+        """Raises InvalidInputError for a layer boundary that the target does not have; nothing is hooked then.
+
+        Raises UnsupportedModelError, where the last state is read, for a model that does not give it.
+        """
+        num_layers = len(probed.layers)
+        for layer in aux_layers:
+            if layer != FINAL_NORM and not 0 <= layer <= num_layers:
+                raise InvalidInputError(f"aux layer {layer}: the target has boundaries 0 … {num_layers}")
+        weight: torch.Tensor = probed.model.get_input_embeddings().weight  # type: ignore[assignment]
+        self._width = probed.model.config.get_text_config().hidden_size
+        self.buffer = torch.zeros(max_tokens, len(aux_layers) * self._width, dtype=weight.dtype, device=weight.device)
+        self._on = False
+        self._thread: int | None = None
+        self._caught: dict[int, torch.Tensor] = {}
+        self._missing: set[int] = set()
+        self._num_tokens = 0
+        self._places = range(len(aux_layers))
+        for place, layer in enumerate(aux_layers):
+            if layer == FINAL_NORM:
+                alterations.hook_after(decoder_of(probed.model), self._after_decoder(place))
+            elif layer == num_layers:
+                alterations.hook_after(probed.layers[-1], self._after_layer(place))
+            else:
+                alterations.hook_before(probed.layers[layer], self._before_layer(place))
+
+    @contextmanager
+    def recording(self, num_tokens: int, keep: bool = True) -> Iterator[None]:
+        """Record the forward inside. Others are the user's: the states of a queued verification must outlive them.
+
+        Args:
+            num_tokens: T, rows that count; a compiled forward may have one more.
+            keep: False for a forward whose aux hidden states nobody reads; it may be longer than the buffer. Compiled
+                code is the same for both.
+
+        Raises:
+            InvariantError: the states have more rows than the buffer (before the forward), or a hook was not called or
+                got fewer rows than T (after it): a head would draft from those of an earlier forward.
+        """
+        if keep and self._places and num_tokens > len(self.buffer):
+            raise InvariantError(
+                f"{num_tokens} tokens are to be read in one forward; the buffer of aux hidden states holds "
+                f"{len(self.buffer)}"
+            )
+        self._on, self._thread, self._num_tokens = True, get_ident(), num_tokens if keep else 0
+        self._missing.update(self._places if keep else ())
+        try:
+            yield
+            self._copy_caught()
+            if self._missing:
+                raise InvariantError(f"the target ran without passing aux hidden states {sorted(self._missing)}")
+        finally:
+            self._on = False
+            self._caught.clear()  # a forward that raised leaves no states to the next one
+            self._missing.clear()
+
+    def _store(self, place: int, states: torch.Tensor) -> None:
+        if not self._on:
+            return
+        if torch.compiler.is_compiling():
+            # A copy into the buffer inside compiled code would rewrite the whole buffer: 0.56 ms per round at 8B.
+            self._caught[place] = states
+        elif self._thread == get_ident():
+            self._copy(place, states)
+
+    def _copy(self, place: int, states: torch.Tensor) -> None:
+        if not self._num_tokens:
+            return
+        start = place * self._width
+        self.buffer[: self._num_tokens, start : start + self._width].copy_(self._rows(states))
+        self._missing.discard(place)
+
+    def _copy_caught(self) -> None:
+        """What compiled code passed, in one launch."""
+        if not self._num_tokens or not self._caught:
+            return
+        if len(self._caught) < len(self._places):  # the others were copied, or are missing
+            for place, states in self._caught.items():
+                self._copy(place, states)
+            return
+        rows = [self._rows(self._caught[place]) for place in self._places]
+        torch.cat(rows, dim=-1, out=self.buffer[: self._num_tokens])
+        self._missing.clear()
+
+    def _rows(self, states: torch.Tensor) -> torch.Tensor:
+        """[T, H] of the forward's tokens."""
+        rows = states.reshape(-1, self._width)[: self._num_tokens]
+        if len(rows) < self._num_tokens:
+            raise InvariantError(f"aux hidden states of {len(rows)} tokens in a forward of {self._num_tokens}")
+        return rows
+
+    def _before_layer(self, place: int) -> Any:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._store(place, args[0] if args else kwargs["hidden_states"])
+
+        return hook
+
+    def _after_layer(self, place: int) -> Any:
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+            self._store(place, output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    def _after_decoder(self, place: int) -> Any:
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if self._on:
+                self._store(place, last_states(module, output, self._width))
+
+        return hook
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """logits [R, V] at the logits indices; aux_hidden_states [T, A·Ht], the aux hidden states.
+
+    `aux_hidden_states` is a view of the static buffer, valid until the next forward.
+    """
+
+    logits: torch.Tensor
+    aux_hidden_states: torch.Tensor
+
+
+class Target:
+    """The model over one GroupRunner, or one GroupedRunner where layers are in several cache groups.
+
+    Attributes:
+        runner: the attention of its layers.
+        states: the states of its recurrent layers; None where it has none.
+        num_layers: decoder layers.
+        fp8: its FP8 layers; None where it has none.
+        uncalled: modules whose weights rounds read without calling them (MLA's up projections). tabulated: those whose
+            results were computed at loading (rotary modules of longrope models).
+        placeholders: token ids that stand for what is no text, see `specdec.wrapped.probing`.
+        long_rope: the rule of a longrope model's requests; None for other models.
+        alterations: what was done to the model for this target and its executor.
+        ranks: among which it is divided; None where this process has all of it.
+    """
+
+    def __init__(
+        self,
+        probed: TargetProbe,
+        runner: Runner,
+        aux_layers: tuple[int, ...],
+        max_tokens: int,
+        states: StateRunner | None = None,
+        max_positions: int | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """states: of the probe's recurrent calls. max_positions: that a token may have; default the model's own.
+
+        ranks: among which it is divided.
+        """
+        self.hf_model = probed.model
+        self.vocab_size = probed.vocab_size
+        self.runner = runner
+        self.states = states
+        self.ranks = ranks
+        self.num_layers = len(probed.layers)
+        self.placeholders = placeholders(probed.model.config)
+        self._selects_rows = probed.selects_rows
+        self.alterations = Alterations(self)
+        self.fp8 = probed.fp8
+        if probed.fp8 is not None:  # the first, so that it is undone when nothing else lies over these modules
+            self.alterations.on_undo(probed.fp8.release)
+        self._recorder = AuxStateRecorder(probed, aux_layers, max(max_tokens, 2) if aux_layers else 0, self.alterations)
+        self._port = AttentionPort(probed.model, probed.calls)
+        latent = [call.latent.module for call in probed.calls if call.latent is not None]
+        self.uncalled: tuple[torch.nn.Module, ...] = tuple(module.get_submodule("kv_b_proj") for module in latent)
+        self.alterations.on_undo(self._port.release)
+        self._recurrent = RecurrentPort(probed.recurrent_calls)
+        self.alterations.on_undo(self._recurrent.release)
+        found = find_long_rope(probed.model)
+        self.tabulated = () if found is None else found.modules
+        self.long_rope = None if found is None else found.rule
+        self._rope: LongRopePort | None = None
+        if found is not None:
+            most = max_positions or probed.model.config.get_text_config().max_position_embeddings
+            self._rope = LongRopePort(found, self._embedding[:0], most)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Token ids that the model can read and predict: logits may be wider than the input embedding (padding)."""
+        return min(self.vocab_size, len(self._embedding))
+
+    @property
+    def _embedding(self) -> torch.Tensor:
+        weight: torch.Tensor = self.hf_model.get_input_embeddings().weight  # type: ignore[assignment]
+        return weight
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        planned: Planned,
+        logits_indices: torch.Tensor | None,
+        model: Callable[..., Any] | None = None,
+        keep_aux: bool = True,
+        rope_positions: torch.Tensor | None = None,
+    ) -> TargetOutput:
+        """One pass over a ragged batch.
+
+        Args:
+            token_ids: [T] int64; planned: the batch's attention, positions included.
+            logits_indices: [R] int64 logits indices, token rows whose logits are computed; None for all.
+            model: the model in another form (compiled); default the model itself. It is given two tokens at least, and
+                two logits indices: code compiled for any number is compiled again for one and for none, and without
+                logits the compiler removes all that nothing reads, the writes of the cache included.
+            keep_aux: whether the aux hidden states are kept; without, the batch may be longer than their buffer, and
+                `aux_hidden_states` has no rows.
+            rope_positions: [T] int64, see `LongRopeRule.encoded`; default the batch's positions.
+
+        Raises:
+            InvariantError: the batch is longer than their buffer, or the model did not hand them out.
+        """
+        attend = partial(self.runner.attend, planned)
+        positions = planned.metadata.positions if rope_positions is None else rope_positions
+        count, num_tokens = len(token_ids if logits_indices is None else logits_indices), len(token_ids)
+        ids, rows = token_ids, logits_indices if self._selects_rows else None
+        if model is not None:
+            ids, positions = _at_least_two(ids), _at_least_two(positions)
+            rows = None if rows is None else _at_least_two(rows)
+        served = attend if len(ids) == num_tokens else _once(attend)
+        recur = self.recur(planned)
+        with (
+            self._port.using(served),
+            self._using_rope(),
+            self._recurrent.using(recur),
+            self._recorder.recording(num_tokens, keep_aux),
+        ):
+            logits = self._logits(ids, positions, rows, model)
+        if logits_indices is not None and not self._selects_rows:
+            logits = logits.index_select(0, logits_indices)
+        return TargetOutput(logits[:count], self.aux_hidden_states(num_tokens if keep_aux else 0))
+
+    def recur(self, planned: Planned) -> Recur | None:
+        """What serves the recurrent calls of a planned batch; None for a target without.
+
+        Raises:
+            InvariantError: a batch of a recurrent target has no states.
+        """
+        if self.states is None:
+            return None
+        if is_blank(planned):
+            return self.states.blank()
+        if planned.metadata.states is None:
+            raise InvariantError("a batch of a recurrent target has no states")
+        return self.states.over(planned.metadata.states)
+
+    def launch(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits_indices: torch.Tensor,
+        attend: LayerAttend,
+        model: Callable[..., Any],
+        recur: Recur,
+    ) -> torch.Tensor:
+        """The compiled model with any attention, for graphs by segments: [R, V] logits; aux hidden states are kept.
+
+        Args:
+            token_ids, positions: [T >= 2] int64; logits_indices: [R >= 2] int64 logits indices.
+            recur: any recurrences; unused by a target without.
+        """
+        served = None if self.states is None else recur
+        with (
+            self._port.using(attend),
+            self._using_rope(),
+            self._recurrent.using(served),
+            self._recorder.recording(len(token_ids)),
+        ):
+            logits = self._logits(token_ids, positions, logits_indices if self._selects_rows else None, model)
+        return logits if self._selects_rows else logits.index_select(0, logits_indices)
+
+    def _using_rope(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._rope is None else self._rope.using()
+
+    def _logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor | None,
+        model: Callable[..., Any] | None,
+    ) -> torch.Tensor:
+        """[R, V] of these rows; of all where None, or where the model cannot select."""
+        selection = {"logits_to_keep": 0 if rows is None else rows} if self._selects_rows else {}
+        output = (self.hf_model if model is None else model)(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **selection
+        )
+        return output.logits[0]
+
+    def aux_hidden_states(self, num_tokens: int) -> torch.Tensor:
+        """[T, A·Ht] aux hidden states of the last forward; always the same memory."""
+        return self._recorder.buffer[:num_tokens]
+
+
+def _at_least_two(x: torch.Tensor) -> torch.Tensor:
+    # The compiler specialises sizes 0 and 1. Logits of what is added are cut off, and `_once` keeps it from the cache.
+    return x if len(x) > 1 else F.pad(x, (0, 2 - len(x)))
+
+
+def _once(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Attention of the only token of a batch, to which another was added: the cache gets the one."""
+
+    def first(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sinks: Any) -> torch.Tensor:
+        return attend(layer, query[:1], key[:1], value[:1], *sinks).repeat(2, 1, 1)
+
+    return first
