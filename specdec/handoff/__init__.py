@@ -1,1 +1,1 @@
-"""Transfers of one model: each rank's end of a transport, what engines tell each other, reads of all ranks as one."""
+"""Requests that change engines: one model reads a prompt, another generates. Optional: nothing else needs it."""

@@ -86,21 +86,21 @@ class Run:
 
 @dataclass(frozen=True)
 class SubmitLeaving:
-    """`Engine.submit_leaving` of this `Submission`."""
+    """`MovingRequests.submit_leaving` of this `Leaving`."""
 
     request: Any
 
 
 @dataclass(frozen=True)
 class Reserve:
-    """`Engine.reserve` of this `MovedRequest`."""
+    """`MovingRequests.reserve` of this `MovedRequest`."""
 
     moved: Any
 
 
 @dataclass(frozen=True)
 class Resume:
-    """`Engine.resume`. data: a `Handoff` of request and tensors, as bytes. number: of its pages, None without any."""
+    """`MovingRequests.resume`. data: a `Handoff` of request and tensors, as bytes. number: of its pages, if any."""
 
     data: bytes
     number: int | None
@@ -108,7 +108,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Drop:
-    """`Engine.drop`. settled: whether the pages are free at once; else rank 0 says later that they are."""
+    """`MovingRequests.drop`. settled: whether the pages are free at once; else rank 0 says later that they are."""
 
     number: int
     settled: bool
@@ -116,7 +116,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Release:
-    """`Moving.settle` of these leases and late reads."""
+    """`HeldPages.settle` of these leases and late reads."""
 
     leases: tuple[str, ...]
     reads: tuple[int, ...] = ()

@@ -600,7 +600,6 @@ def test_rounds_in_vain_do_not_write_to_pages_that_were_filled(planted: bool, mo
         pass
     (handoff,) = p.prefill(PROMPTS[1], GREEDY)
     kept = [bytes_of(p, handoff.blocks[group]) for group in ("target",)]
-    engine = engine_of(d)
     given: list[Any] = []
     guests = guests_of(d)
     plain = guests.held.take

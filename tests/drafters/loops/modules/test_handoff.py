@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from fakes import wrap
-from tests.specdec.handoff.test_transfers import PARAMS, PROMPTS, SIZES, lived, moved, sent
 
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
+from tests.specdec.handoff.test_transfers import PARAMS, PROMPTS, SIZES, lived, moved, sent
 
 
 @pytest.mark.slow

@@ -1,0 +1,49 @@
+"""Without the package `specdec.handoff` everything else works, and what needs it says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+CODE = """
+import sys
+if {absent}:
+    sys.modules["specdec.handoff"] = None  # as where it is not installed: an ImportError
+from specdec import SamplingParams, SpeculativeModel
+with SpeculativeModel.from_pretrained("gsm-llama", "auto", device="cpu", num_speculative_tokens=3) as model:
+    params = [SamplingParams(max_new_tokens=12), SamplingParams(max_new_tokens=12, temperature=0.8, seed=1)]
+    done = model.generate(["Tom has 3 apples.", "A farm has 40 cows."], params)
+    print([(c.token_ids, c.drafts, c.stats.rounds) for c in done], model.usage())
+    print([name for name in sys.modules if name.startswith("specdec.handoff.")])
+    for call in (lambda: model.prefill("Tom"), lambda: model.resume([]), lambda: model.open_transfer("sockets")):
+        try:
+            call()
+            print("done")
+        except Exception as error:
+            print(type(error).__name__, error)
+"""
+
+
+def run(absent: bool) -> list[str]:
+    """What the code prints in a fresh process."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", CODE.format(absent=absent)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_a_model_loads_and_generates_without_it() -> None:
+    """Nor does a model import it that no request moves into or out of."""
+    with_it, without = run(absent=False), run(absent=True)
+    assert with_it[:2] == without[:2] and with_it[1] == "[]"
+    assert len(set(without[2:])) == 1 and without[2].startswith(
+        "InvalidInputError requests cannot move between models without specdec.handoff: "
+    )
+    assert "still held" in with_it[4] and with_it[3] == "done"
