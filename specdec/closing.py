@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -26,10 +25,6 @@ class Closing(Generation):
 
     ranks: Ranks | None
     _alterations: Alterations
-
-    @abstractmethod
-    def _close_transfers(self) -> None:
-        """Close the transport of requests that move, if one is open."""
 
     @property
     def device(self) -> torch.device:
@@ -55,7 +50,8 @@ class Closing(Generation):
             return  # a sum may still wait on the device for a rank that is gone, and so would whoever waits for it
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        self._close_transfers()
+        if (transfers := vars(self).get("_transfers")) is not None:
+            transfers.close()
         freed = bool([vars(self).pop(name) for name in _FREED if name in vars(self)])
         if freed and not self._shared.forked:  # a fork would first copy the memory of all objects
             gc.collect()  # compiled code and graphs refer to themselves

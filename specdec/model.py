@@ -378,42 +378,36 @@ class SpeculativeModel(Closing):
 
     def open_transfer(self, transport: str | Transport = "local", **options: Any) -> EngineTable:
         """Choose how requests get from this model into others, and from others into this one: see `Transfers.open`."""
-        return self._requests_that_move.open(transport, options)
+        return self._moves.open(transport, options)
 
     def prefill(self, prompts: Prompts, params: Params = None, *, lease_seconds: float = 60.0) -> list[Handoff]:
         """Read prompts, and hand the requests over to another model after their first token: `Transfers.prefill`."""
-        return self._requests_that_move.prefill(prompts, params, lease_seconds)
+        return self._moves.prefill(prompts, params, lease_seconds)
 
     def release(self, handoffs: Handoff | Sequence[Handoff]) -> None:
         """Let go of requests that this model handed over and that nobody will continue: see `Transfers.release`."""
-        self._requests_that_move.release(handoffs)
+        self._moves.release(handoffs)
 
     def resume(
         self, handoffs: Handoff | Sequence[Handoff], *, timeout: float = 30.0, on_failure: OnFailure = "raise"
     ) -> list[Completion]:
         """Continue requests that another model has handed over: see `Transfers.resume`."""
-        return self._requests_that_move.resume(handoffs, timeout, on_failure)
+        return self._moves.resume(handoffs, timeout, on_failure)
 
     def stream_resumed(
         self, handoff: Handoff, *, timeout: float = 30.0, on_failure: OnFailure = "raise"
     ) -> Iterator[StreamUpdate]:
         """As `resume` of one, but yield every round's new tokens and text: see `Transfers.stream_resumed`."""
-        return self._requests_that_move.stream_resumed(handoff, timeout, on_failure)
+        return self._moves.stream_resumed(handoff, timeout, on_failure)
 
     @property
-    def _requests_that_move(self) -> Transfers:
+    def _moves(self) -> Transfers:
         """Of the optional package `specdec.handoff`. Raises InvalidInputError: it is not there."""
         try:
-            from specdec.handoff.transfers import Transfers
+            from specdec.handoff.transfers import transfers_of
         except ImportError as error:
             raise InvalidInputError(f"requests cannot move between models without specdec.handoff: {error}") from error
-        found: Transfers = vars(self).setdefault("_transfers", Transfers(self))  # the first one of several threads'
-        return found
-
-    def _close_transfers(self) -> None:
-        transfers: Transfers | None = vars(self).get("_transfers")
-        if transfers is not None:
-            transfers.close()
+        return transfers_of(self)
 
     def describe(self) -> dict[str, Any]:
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""

@@ -74,8 +74,8 @@ class PageAllocator:
 class BlockTables:
     """Rows of page ids, one row a running request, over one allocator.
 
-    `table` is [max_rows, P] int32; entries past a row's own pages are 0. Pages may also be *aside*: owned by no row,
-    because a request moves in from another engine or out to one.
+    `table` is [max_rows, P] int32; entries past a row's own pages are 0. Pages may also be *detached*: owned by no row,
+    by a request that comes with keys and values, or leaves with them.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class BlockTables:
         self.allocator = allocator or PageAllocator(num_pages)
         self.table = np.zeros((max_rows, -(-max_tokens_per_row // page_size)), np.int32)
         self._counts = np.zeros(max_rows, np.int64)
-        self._aside: Counter[int] = Counter()
+        self._detached: Counter[int] = Counter()
 
     @property
     def num_used(self) -> int:
@@ -122,35 +122,35 @@ class BlockTables:
         self.table[row, : len(pages)] = pages
         self._counts[row] = len(pages)
 
-    def put_aside(self, count: int) -> list[int]:
+    def allocate_detached(self, count: int) -> list[int]:
         """Take `count` pages that belong to no row. Raises OutOfPagesError: fewer are free; nothing was taken."""
         pages = self.allocator.allocate(count)
-        self._aside.update(pages)
+        self._detached.update(pages)
         return pages
 
     def detach(self, row: int) -> list[int]:
-        """A row gives up its pages, in the order of its tokens, and they stay owned: aside."""
+        """A row gives up its pages, in the order of its tokens, and they stay owned: detached."""
         pages = [page for page in self.pages_of(row) if page != NULL_PAGE]
-        self._aside.update(pages)
+        self._detached.update(pages)
         self.table[row, : self._counts[row]] = NULL_PAGE
         self._counts[row] = 0
         return pages
 
     def attach(self, row: int, pages: Sequence[int], num_tokens: int) -> None:
-        """A row without pages gets those of its `num_tokens` tokens that were aside."""
+        """A row without pages gets those of its `num_tokens` tokens that were detached."""
         require(self.pages_for(num_tokens) == len(pages), "a row was given pages of other tokens")
-        self._aside -= Counter(pages)
+        self._detached -= Counter(pages)
         self.begin(row, pages)
 
-    def release_aside(self, pages: Sequence[int]) -> None:
-        """Return pages that were aside."""
-        self._aside -= Counter(pages)
+    def release_detached(self, pages: Sequence[int]) -> None:
+        """Return detached pages."""
+        self._detached -= Counter(pages)
         self.allocator.release(list(pages))
 
-    def keep_aside(self, pages: Sequence[int]) -> None:
-        """In tables that replace others: these pages were aside there, and are here."""
+    def keep_detached(self, pages: Sequence[int]) -> None:
+        """In tables that replace others: these pages were detached there, and are here."""
         self.allocator.claim(pages)
-        self._aside.update(pages)
+        self._detached.update(pages)
 
     def resize(self, rows: Sequence[int] | np.ndarray, num_tokens: Sequence[int] | np.ndarray) -> None:
         """Give each row exactly the pages that num_tokens[i] tokens need; the rest is returned.
@@ -175,7 +175,7 @@ class BlockTables:
             InvariantError: a page is owned twice, lost, or an entry that is none of its row's pages is not 0.
         """
         held = Counter(page for row in np.flatnonzero(self._counts).tolist() for page in self._held_by(row))
-        self.allocator.check_holders(held + self._aside if self._aside else held)
+        self.allocator.check_holders(held + self._detached if self._detached else held)
         others = np.count_nonzero(self.table) - held.total()
         require(not others, "an entry that its row does not own, past a row's pages or freed, is not the null page")
 

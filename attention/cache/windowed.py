@@ -60,7 +60,7 @@ class WindowedTables(BlockTables):
 
     def attach(self, row: int, pages: Sequence[int], num_tokens: int) -> None:
         """See `BlockTables.attach`: the last pages of so many tokens, all before them freed."""
-        self._aside -= Counter(pages)
+        self._detached -= Counter(pages)
         self.begin_behind(row, pages, self.pages_for(num_tokens))
 
     def most_pages(self, num_tokens: int, query_len: int) -> int:

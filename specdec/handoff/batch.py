@@ -18,7 +18,7 @@ from specdec.engine.faults import raised_twice
 from specdec.engine.guests import DraftsOf
 from specdec.engine.scheduler import Scheduler
 from specdec.execution.round import Round
-from specdec.handoff.held import HeldPages, release_aside
+from specdec.handoff.held import HeldPages, release_pages
 from specdec.handoff.moved import Arrival, Departed, Departure, MovedRequest, Pages
 from specdec.handoff.tensors import Arrived, RowTensors
 from specdec.requests.request import Request, Update
@@ -54,7 +54,7 @@ class Arrivals:
         arrival = self._waiting.pop(request, None)
         request.has_pages = False
         if arrival is not None:
-            release_aside(batch.scheduler.pools(), arrival.pages)
+            release_pages(batch.scheduler.pools(), arrival.pages)
 
     def join(self, round_: Round, draft: Draft | None, tensors: RowTensors) -> Draft | None:
         """See `Guests.join`: what each request that has just entered brings goes to its row, once."""

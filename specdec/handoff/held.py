@@ -45,24 +45,24 @@ def pages_needed(pools: Sequence[BlockTables], computed: int, without_head: bool
     return [*counts[:-1], 0] if without_head else counts
 
 
-def put_aside(pools: Sequence[BlockTables], counts: Sequence[int]) -> Pages:
+def take_pages(pools: Sequence[BlockTables], counts: Sequence[int]) -> Pages:
     """Take so many pages of each pool. Raises OutOfPagesError: fewer are free; nothing was taken."""
     for pool, count in zip(pools, counts, strict=True):
         if count > pool.allocator.num_free:
             raise OutOfPagesError(f"{count} pages wanted, {pool.allocator.num_free} are free")
-    return tuple(tuple(pool.put_aside(count)) for pool, count in zip(pools, counts, strict=True))
+    return tuple(tuple(pool.allocate_detached(count)) for pool, count in zip(pools, counts, strict=True))
 
 
-def release_aside(pools: Sequence[BlockTables], pages: Pages) -> None:
-    """Return pages that were aside."""
+def release_pages(pools: Sequence[BlockTables], pages: Pages) -> None:
+    """Return pages that no row has."""
     for pool, own in zip(pools, pages, strict=True):
-        pool.release_aside(own)
+        pool.release_detached(own)
 
 
-def keep_aside(pools: Sequence[BlockTables], pages: Pages) -> None:
-    """In pools that replace others: these pages stay aside."""
+def keep_pages(pools: Sequence[BlockTables], pages: Pages) -> None:
+    """In pools that replace others: these pages stay owned by no row."""
     for pool, own in zip(pools, pages, strict=True):
-        pool.keep_aside(own)
+        pool.keep_detached(own)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class HeldPages:
             held = self._held.pop(lease, None)
             if held is not None:
                 self.revoke(lease)
-                release_aside(pools, held.pages)
+                release_pages(pools, held.pages)
 
     def due(self) -> Due:
         """What was read, what is overdue or ended here, and what may leave quarantine."""
@@ -179,7 +179,7 @@ class HeldPages:
         """Release what is due."""
         self.release(pools, due.leases)
         for number in due.reads:
-            release_aside(pools, self._late.pop(number).pages)
+            release_pages(pools, self._late.pop(number).pages)
 
     def begin_round(self) -> None:
         """A round begins; who asks `may_fill` between two rounds asks after it."""
@@ -190,7 +190,7 @@ class HeldPages:
 
         rounds: how many must be over before they are filled, see `may_fill`.
         """
-        pages = put_aside(pools, pages_needed(pools, moved.computed, without_head))
+        pages = take_pages(pools, pages_needed(pools, moved.computed, without_head))
         self._next += 1
         self._filling[self._next] = pages
         if rounds:
@@ -219,7 +219,7 @@ class HeldPages:
         if pages is None:
             return
         if settled():
-            release_aside(pools, pages)
+            release_pages(pools, pages)
         else:
             self._late[number] = _Late(pages, settled)
 
@@ -229,7 +229,7 @@ class HeldPages:
             self._late[number] = replace(self._late[number], settled=settled)
 
     def keep(self, pools: Sequence[BlockTables]) -> None:
-        """In pools that replace others: all that is aside stays aside."""
+        """In pools that replace others: all held pages stay held."""
         every = [*(held.pages for held in self._held.values()), *self._filling.values()]
         for pages in (*every, *(late.pages for late in self._late.values())):
-            keep_aside(pools, pages)
+            keep_pages(pools, pages)

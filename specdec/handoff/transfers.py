@@ -278,6 +278,12 @@ class Transfers:
             link.close()
 
 
+def transfers_of(model: Any) -> Transfers:
+    """Those of a `SpeculativeModel`, made when they are first asked for, by any thread; it closes them when it ends."""
+    found: Transfers = vars(model).setdefault("_transfers", Transfers(model))
+    return found
+
+
 def _kinds(ranks: Ranks | None) -> tuple[Callable[[Any], MovingRequests], type[Link]]:
     """What makes the moving requests of an engine, and a link, by the ranks of the model."""
     if ranks is None:

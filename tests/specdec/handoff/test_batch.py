@@ -12,7 +12,7 @@ import torch
 from specdec.config import EngineConfig
 from specdec.engine.guests import NoGuests
 from specdec.handoff.batch import Arrivals, take_out
-from specdec.handoff.held import put_aside
+from specdec.handoff.held import take_pages
 from specdec.handoff.moved import Arrival
 from specdec.handoff.tensors import Arrived
 from specdec.requests.request import Request
@@ -61,7 +61,7 @@ def arriving(scheduler: Hosting, number: int, length: int, num_drafts: int) -> R
     came.committed = np.arange(length, dtype=np.int32)
     counts = [pool.pages_for(length - 1) for pool in scheduler.pools()]
     tensors = {"drafts": torch.arange(num_drafts)} if num_drafts else {}
-    scheduler.coming.arrivals.add(came, Arrival(put_aside(scheduler.pools(), counts), tensors))
+    scheduler.coming.arrivals.add(came, Arrival(take_pages(scheduler.pools(), counts), tensors))
     return came
 
 

@@ -1,4 +1,4 @@
-"""Pages aside: owned by no row, because a request moves. No page is ever free and owned, or lost."""
+"""Detached pages: owned by no row, because a request moves. No page is ever free and owned, or lost."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def tables(kind: str) -> Any:
 @settings(deadline=None, max_examples=examples(60))
 @given(data=st.data())
 def test_any_sequence_keeps_every_page_owned_once(kind: str, data: st.DataObject) -> None:
-    """Rows grow, leave and come; tables are made anew with what is aside."""
+    """Rows grow, leave and come; tables are made anew with what is detached."""
     pool, lens = tables(kind), {}
-    aside: list[tuple[list[int], int]] = []
+    detached: list[tuple[list[int], int]] = []
     for _ in range(data.draw(st.integers(1, 25))):
         step = data.draw(st.sampled_from(["grow", "leave", "come", "enter", "drop", "anew"]))
         row = data.draw(st.integers(0, ROWS - 1))
@@ -45,25 +45,25 @@ def test_any_sequence_keeps_every_page_owned_once(kind: str, data: st.DataObject
                 own = lens.pop(row)
                 if kind == "windowed":
                     pool.free_behind(np.array([row]), np.array([own]))
-                aside.append((pool.detach(row), own))
+                detached.append((pool.detach(row), own))
                 assert not pool.table[row].any()
             elif step == "come":
-                aside.append((pool.put_aside(pool.pages_for(tokens) - first), tokens))
-            elif step == "enter" and aside and row not in lens:
-                pages, lens[row] = aside.pop()
+                detached.append((pool.allocate_detached(pool.pages_for(tokens) - first), tokens))
+            elif step == "enter" and detached and row not in lens:
+                pages, lens[row] = detached.pop()
                 pool.attach(row, pages, lens[row])
                 assert [p for p in pool.pages_of(row) if p] == pages
                 assert len(pool.pages_of(row)) == pool.pages_for(lens[row])
-            elif step == "drop" and aside:
-                pool.release_aside(aside.pop()[0])
+            elif step == "drop" and detached:
+                pool.release_detached(detached.pop()[0])
             elif step == "anew":
                 pool, lens = tables(kind), {}
-                for pages, _ in aside:
-                    pool.keep_aside(pages)
+                for pages, _ in detached:
+                    pool.keep_detached(pages)
         except OutOfPagesError:
             pass
         pool.validate()
-        owned = sum(len(pages) for pages, _ in aside)
+        owned = sum(len(pages) for pages, _ in detached)
         rows = sum(np.count_nonzero(pool.table[row]) for row in range(ROWS))
         assert pool.num_used == owned + rows and pool.allocator.num_free == PAGES - 1 - owned - rows
 
@@ -78,12 +78,12 @@ def test_a_page_that_a_row_shares_stays_shared() -> None:
     left = pool.detach(0)
     pool.validate()
     again = BlockTables(PAGES, ROWS, LONGEST, SIZE, SharedPages(PAGES, lambda page: None))
-    again.keep_aside(left)
-    again.keep_aside(left)
-    again.release_aside(left)
+    again.keep_detached(left)
+    again.keep_detached(left)
+    again.release_detached(left)
     again.validate()
     assert again.num_used == 2
-    pool.release_aside(left)
+    pool.release_detached(left)
     pool.validate()
     assert pool.num_used == 2 and pool.pages_of(1) == pages
 
@@ -95,9 +95,9 @@ def test_a_page_that_is_lost_or_free_besides_is_seen(kind: str) -> None:
     lost.allocator.allocate(1)
     with pytest.raises(InvariantError, match="lost"):
         lost.validate()
-    twice.allocator.release(twice.put_aside(1))
+    twice.allocator.release(twice.allocate_detached(1))
     with pytest.raises(InvariantError):
         twice.validate()
     other = tables(kind)
     with pytest.raises(InvariantError):
-        other.attach(0, other.put_aside(3), 4)
+        other.attach(0, other.allocate_detached(3), 4)
