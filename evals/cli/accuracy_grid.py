@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attention.backends.registry import KINDS
+from attention.backends.kinds import KINDS
 from evals.cli import options as shared
 from evals.runs.verdict import Verdict
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attention.backends.registry import KINDS
+from attention.backends.kinds import KINDS
 from specdec.cli.options import added, examples, load_options, load_options_of, offered, pick_options
 from specdec.errors import InvalidInputError
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from attention.backends.base import AttentionBackend, GraphBackend, PrefersLayout
-from attention.backends.registry import KINDS, automatic
+from attention.backends.kinds import KINDS, automatic
 from attention.cache.kv_cache import FP8, KVFormat, KVLayout
 from attention.hf.weights import runs_plainly
 from attention.spec import AttentionSpec

@@ -14,7 +14,7 @@ import torch
 from fakes import VOCAB, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 from transformers import MistralConfig, MistralForCausalLM
 
-from attention.backends.registry import KINDS, BackendKind, register
+from attention.backends.kinds import KINDS, BackendKind, register
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV, write

@@ -70,7 +70,7 @@ def warnings_are_errors() -> Iterator[None]:
 
 @pytest.fixture
 def without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attention.backends.registry.find_spec", lambda name: None)
+    monkeypatch.setattr("attention.backends.kinds.find_spec", lambda name: None)
 
 
 def test_without_flashinfer_a_gpu_takes_flex_and_says_so(without_flashinfer: None) -> None:
@@ -97,7 +97,7 @@ def test_flex_runs_without_graphs_and_says_so() -> None:
 def rocm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch built for ROCm, as far as the code can tell, with FlashInfer installed. Untested on such hardware."""
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
-    monkeypatch.setattr("attention.backends.registry.find_spec", lambda name: object())
+    monkeypatch.setattr("attention.backends.kinds.find_spec", lambda name: object())
 
 
 def test_on_rocm_auto_takes_flex_and_torch_stays(rocm: None) -> None:
