@@ -15,17 +15,15 @@ from functools import partial
 import torch
 
 from attention.cache.pages import BlockTables, PageAllocator
-from attention.cache.prefix import PrefixCache
 from attention.hf.gate import gate_of
-from drafters.loops.base import SharesPages
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.engine.admission import Admission, admission_order
 from specdec.engine.commit import Committed, commit
 from specdec.engine.faults import Change, raised_twice, request_failed, rewound, round_failed
-from specdec.engine.guests import Guests, NoGuests
+from specdec.engine.guests import Guests
 from specdec.engine.launcher import Announce, LaunchedRound, Launcher, Lookahead, VerifyingRound
-from specdec.engine.prefixes import Prefixes
+from specdec.engine.prefixes import Prefixes, prefix_cache
 from specdec.engine.scheduler import Scheduler, Usage, windowed_tables
 from specdec.engine.stats import Counters, EngineStats
 from specdec.errors import InvalidInputError
@@ -102,7 +100,7 @@ class Engine:
             self._weights = versions or WeightVersions(target.hf_model, head, captured=captured)
         self._told = False
         self.change = Change(self._mend)
-        self.guests: Guests = NoGuests()
+        self.guests = Guests()
         self._start([])
         pools = (self.scheduler.target_pages.capacity_tokens, self.scheduler.windowed_pages)
         self.admission = Admission(target, tokenizer, config, eos_token_ids, *pools)
@@ -113,7 +111,7 @@ class Engine:
         self.table = RowTable(c.max_num_seqs, c.max_model_len)
         num_head_pages = None if drafter is None else c.num_head_pages
         num_modules = 1 if drafter is None else drafter.loop.num_modules
-        cache = self._prefix_cache(num_head_pages)
+        cache = prefix_cache(c, None if drafter is None else drafter.loop, num_head_pages)
         pages = self._pages(c.num_pages, None if cache is None else cache.pages)
         head_pages = None
         if num_head_pages is not None:
@@ -139,18 +137,6 @@ class Engine:
         self._launcher.announce = self._announce
         num_drafts = 0 if self.drafter is None else c.num_speculative_tokens
         self._lookahead = Lookahead(self._launcher, scheduler, table, num_drafts)
-
-    def _prefix_cache(self, num_head_pages: int | None) -> PrefixCache | None:
-        """Raises InvalidInputError where there can be none, see `choose_prefix_caching`."""
-        c, drafter = self.config, self.drafter
-        if not c.enable_prefix_caching:
-            return None
-        windows = [(pool.window, pool.num_pages) for pool in c.windowed]
-        if drafter is None:
-            return PrefixCache(c.page_size, c.num_pages, windows=windows)
-        if not isinstance(drafter.loop, SharesPages):
-            raise InvalidInputError(f"enable_prefix_caching=True: not with {drafter.loop.name}; give False")
-        return PrefixCache(c.page_size, c.num_pages, num_head_pages, drafter.loop.num_following, windows)
 
     def _pages(self, num_pages: int, allocator: PageAllocator | None) -> BlockTables:
         c = self.config

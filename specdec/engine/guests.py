@@ -1,12 +1,11 @@
 """Requests that enter the batch, or leave it, with their keys and values: the interface of an optional feature.
 
-An engine calls a `Guests` once a round in each place where such requests differ from others. It starts with `NoGuests`.
+An engine makes these calls wherever such requests differ from others; by default they do nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -20,8 +19,10 @@ DraftsOf = Callable[[Schedule], tuple[Draft, np.ndarray]]
 """Drafts of some rows, and each row's place among them: see `Launcher.drafts_of`."""
 
 
-class Guests(Protocol):
+class Guests:
     """What a feature does with requests that an engine receives with their keys and values, or gives away with them.
+
+    Here nothing, because all requests begin and end in the engine; a feature has a subclass (see `Engine.host`).
 
     A waiting request with `Request.has_pages` gets its row from `enter`. One with `Request.leaves` is taken out of the
     batch by `leave` once it has its first token.
@@ -30,6 +31,7 @@ class Guests(Protocol):
     @property
     def leaving(self) -> bool:
         """Whether any request of the engine will leave."""
+        return False
 
     def begin_round(self) -> None:
         """Called when a round begins."""
@@ -53,12 +55,14 @@ class Guests(Protocol):
 
         A row whose drafts lie at a place of the executor's buffer has that place in `RowTable.previous`.
         """
+        return schedule
 
     def discard(self, request: Request) -> None:
         """Called when a request is removed from the scheduler. Idempotent."""
 
     def join(self, round_: Round, draft: Draft | None) -> Draft | None:
         """The drafts of a round with those that entered rows have brought along; called once after each schedule."""
+        return draft
 
     def leave(self, owners: Sequence[Request | None], drafts_of: DraftsOf) -> None:
         """Take requests that have their first token out of the batch.
@@ -69,39 +73,4 @@ class Guests(Protocol):
 
     def reported(self, request: Request, update: Update) -> Update:
         """What is reported in place of an update of a request."""
-
-
-class NoGuests:
-    """`Guests` of an engine in which all requests begin and end."""
-
-    leaving = False
-
-    def begin_round(self) -> None:
-        """See `Guests.begin_round`."""
-
-    def idle(self) -> None:
-        """See `Guests.idle`."""
-
-    def settle(self) -> None:
-        """See `Guests.settle`."""
-
-    def keep(self, pools: Sequence[BlockTables], waiting: Sequence[Request]) -> None:
-        """See `Guests.keep`."""
-
-    def enter(self, schedule: Schedule) -> Schedule:
-        """See `Guests.enter`."""
-        return schedule
-
-    def discard(self, request: Request) -> None:
-        """See `Guests.discard`."""
-
-    def join(self, round_: Round, draft: Draft | None) -> Draft | None:
-        """See `Guests.join`."""
-        return draft
-
-    def leave(self, owners: Sequence[Request | None], drafts_of: DraftsOf) -> None:
-        """See `Guests.leave`."""
-
-    def reported(self, request: Request, update: Update) -> Update:
-        """See `Guests.reported`."""
         return update

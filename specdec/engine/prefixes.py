@@ -16,12 +16,16 @@ What is cached, and when:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING, Found, PrefixCache
 from attention.cache.windowed import WindowedTables
+from drafters.loops.base import DraftLoop, SharesPages
+from specdec.config import EngineConfig
+from specdec.errors import InvalidInputError
 from specdec.requests.request import Request
 from specdec.rounds.rows import RowTable, Schedule
 
@@ -190,3 +194,21 @@ class Prefixes:
         """[n] int32: what is committed."""
         tokens: np.ndarray = self._table.tokens[row, : self._table.length[row]]
         return tokens
+
+
+def prefix_cache(
+    config: EngineConfig, loop: DraftLoop[Any, Any] | None, num_head_pages: int | None
+) -> PrefixCache | None:
+    """The prefix cache of an engine with this draft loop; None where it is off.
+
+    Raises:
+        InvalidInputError: the draft loop cannot have one, see `choose_prefix_caching`.
+    """
+    if not config.enable_prefix_caching:
+        return None
+    windows = [(pool.window, pool.num_pages) for pool in config.windowed]
+    if loop is None:
+        return PrefixCache(config.page_size, config.num_pages, windows=windows)
+    if not isinstance(loop, SharesPages):
+        raise InvalidInputError(f"enable_prefix_caching=True: not with {loop.name}; give False")
+    return PrefixCache(config.page_size, config.num_pages, num_head_pages, loop.num_following, windows)

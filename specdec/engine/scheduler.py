@@ -17,7 +17,7 @@ from attention.errors import OutOfPagesError
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.faults import raised_twice
-from specdec.engine.guests import Guests, NoGuests
+from specdec.engine.guests import Guests
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.stats import Counters
 from specdec.engine.waiting import WaitingRequests
@@ -91,7 +91,7 @@ class Scheduler:
         self.waiting = WaitingRequests()
         self.running: list[Request] = []
         self.refused: list[tuple[Request, Exception]] = []
-        self.guests: Guests = guests or NoGuests()
+        self.guests = guests or Guests()
         self.num_preemptions = 0
 
     @property

@@ -13,7 +13,7 @@ from attention.errors import HandoffMismatchError, OutOfPagesError
 from drafters.loops.base import Draft
 from specdec.engine.admission import Admission
 from specdec.engine.engine import Engine
-from specdec.engine.guests import DraftsOf
+from specdec.engine.guests import DraftsOf, Guests
 from specdec.execution.base import Executor
 from specdec.execution.round import Round
 from specdec.handoff.batch import Arrivals, Departures
@@ -25,7 +25,7 @@ from specdec.requests.text import TextStream
 from specdec.rounds.rows import Schedule
 
 
-class MovingRequests:
+class MovingRequests(Guests):
     """The requests of one engine that come from other engines or leave for them. For one thread at a time.
 
     Attributes:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specdec.config import EngineConfig
-from specdec.engine.guests import NoGuests
+from specdec.engine.guests import Guests
 from specdec.handoff.batch import Arrivals, take_out
 from specdec.handoff.held import take_pages
 from specdec.handoff.moved import Arrival
@@ -23,7 +23,7 @@ TENSORS: Any = SimpleNamespace(places=lambda taken, count: None, receive=lambda 
 """Of an executor whose drafts lie at no fixed places."""
 
 
-class Coming(NoGuests):
+class Coming(Guests):
     """Requests come, and none leaves."""
 
     def __init__(self, batch: Hosting) -> None:
