@@ -20,7 +20,6 @@ from specdec.errors import HandoffMismatchError, InvalidInputError, TransferErro
 from specdec.handoff.held import HeldPages
 from specdec.handoff.moved import Departed, Handoff, Pages
 from specdec.handoff.moving import MovingRequests
-from specdec.parallel.ranks import Ranks
 from specdec.requests.request import Update
 from specdec.values import short
 from specdec.wrapped.fingerprint import fingerprints_of_ranks, weights_fingerprint
@@ -77,7 +76,7 @@ class RankEnd:
         Raises:
             InvalidInputError: the layers' heads are not divided alike. TransferError: it cannot be opened.
         """
-        ranks: Ranks | None = model.ranks
+        ranks = model.ranks
         number = 0 if ranks is None else ranks.rank
         device, part = str(model.device), 0 if ranks is None else _part(ranks)
         bounds: list[Bound] = []
@@ -137,7 +136,7 @@ class _InTime:
         return self._read.settled
 
 
-def _part(ranks: Ranks) -> int:
+def _part(ranks: Any) -> int:
     """Which part of a layer's KV heads this rank holds."""
     kinds = ranks.part.kv_copies if ranks.part is not None else frozenset({ranks.size})
     if len(kinds) > 1:
@@ -145,7 +144,8 @@ def _part(ranks: Ranks) -> int:
             f"of this model's layers some have their key-value heads divided among {ranks.size} ranks otherwise than "
             "others; its requests cannot move: load it with tensor_parallel_size=1"
         )
-    return ranks.rank // next(iter(kinds), ranks.size)
+    number: int = ranks.rank // next(iter(kinds), ranks.size)
+    return number
 
 
 def options_of_rank(options: dict[str, Any], rank: int) -> dict[str, Any]:

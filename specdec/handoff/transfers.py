@@ -23,7 +23,6 @@ from specdec.handoff.link import TRANSPORTS, Link, made
 from specdec.handoff.moved import Handoff, Leaving, MovedRequest, Resumption
 from specdec.handoff.moving import MovingRequests, moving_requests
 from specdec.interrupts import interrupt_in, interrupts_as_they_are
-from specdec.parallel.ranks import Ranks
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
 from specdec.requests.submission import Params, check_each, submissions
@@ -284,7 +283,7 @@ def transfers_of(model: Any) -> Transfers:
     return found
 
 
-def _kinds(ranks: Ranks | None) -> tuple[Callable[[Any], MovingRequests], type[Link]]:
+def _kinds(ranks: Any) -> tuple[Callable[[Any], MovingRequests], type[Link]]:
     """What makes the moving requests of an engine, and a link, by the ranks of the model."""
     if ranks is None:
         return MovingRequests, Link
