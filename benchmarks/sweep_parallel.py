@@ -29,11 +29,11 @@ from benchmarks.document import provenance, usage
 from benchmarks.sweep_configs import VOCAB, all_cases, named_cases
 from benchmarks.sweep_models import NotBuilt, build
 from specdec.errors import SpecdecError
-from specdec.loading.parallel import check_divisible
 from specdec.loading.targets import load_target
-from specdec.parallel.group import join_group
-from specdec.parallel.inbox import Ear
+from specdec.parallel.loading import check_divisible
 from specdec.parallel.ranks import Ranks
+from specdec.parallel.symmetric import join_group
+from specdec.parallel.worker import Ear
 from specdec.wrapped.probing import probe_target
 
 _RIGHT = 1e-4

@@ -8,11 +8,16 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, Literal
 
+from transformers import PreTrainedModel
+
 from attention.cache.handoff import EngineTable
 from attention.runner import GroupRunner
 from attention.transport.base import Transport
 from drafters.base import Head
+from specdec.config import EngineConfig
+from specdec.engine.engine import Engine
 from specdec.engine.handoff import LEASE_SECONDS
+from specdec.engine.sharing import SharedEngine
 from specdec.engine.streams import Stream, StreamUpdate
 from specdec.errors import (
     CacheTooSmallError,
@@ -22,9 +27,8 @@ from specdec.errors import (
     SpecdecError,
     TransferError,
 )
-from specdec.generation import Generation
 from specdec.interrupts import interrupt_in, interrupts_as_they_are
-from specdec.parallel.ranks import Ranks
+from specdec.options import Use
 from specdec.requests.handoff import Handoff
 from specdec.requests.moved import MovedRequest
 from specdec.requests.prompts import Prompts
@@ -33,21 +37,30 @@ from specdec.requests.submission import Params, Resumption, check_each, submissi
 from specdec.transfer.end import TRANSPORTS, made
 from specdec.transfer.link import Link
 from specdec.values import real, short
+from specdec.wrapped.live import LiveModel
 
 TIMEOUT_SECONDS = 30.0
 OnFailure = Literal["raise", "prefill"]
 
 
-class Moving(Generation):
+class Moving:
     """`prefill` and `resume` over an engine that callers on any thread share. Whoever inherits it makes the attributes.
 
     Attributes:
-        head, runners, ranks: see `specdec.model.SpeculativeModel`.
+        hf_model, tokenizer, generation_config_use, head, runners, config, engine, ranks: see
+            `specdec.model.SpeculativeModel`.
     """
 
+    hf_model: PreTrainedModel
+    tokenizer: Any
+    generation_config_use: Use
     head: Head | None
     runners: tuple[GroupRunner, ...]
-    ranks: Ranks | None
+    config: EngineConfig
+    engine: Engine
+    ranks: Any
+    _shared: SharedEngine
+    _live: LiveModel
     _link: Link | None = None
     _unopened: str = ""  # why the transport that was asked for last is not open
 

@@ -148,7 +148,7 @@ ROOMS = [
     "specdec/moving.py",
     "specdec/closing.py",
     "specdec/model.py",
-    "specdec/worker.py",
+    "specdec/parallel/worker.py",
     "specdec/agreement",
     "specdec/training",
     "specdec/cli",

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from specdec.errors import RanksLostError
-from specdec.parallel.leaving import HelperThread, leave_group
 
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13's name, and the one before it."""
@@ -160,3 +160,40 @@ class GroupCollectives:
     def _idle(self) -> threading.Event:
         """Set once all that was launched on the device before is done, or has failed."""
         return self._watching.start(partial(torch.cuda.synchronize, self._device))
+
+
+_Call = tuple[Callable[[], object], threading.Event]
+
+
+class HelperThread:
+    """Runs calls in turn. There from the beginning: since Python 3.12 no thread can be started once the interpreter
+    ends, which is when models that were never closed are. Ends with this object."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True).start()
+        weakref.finalize(self, self._calls.put, None).atexit = False  # calls come after such callbacks, too
+
+    def start(self, call: Callable[[], object]) -> threading.Event:
+        """Set once `call` has returned, or has failed, which nobody is told."""
+        done = threading.Event()
+        self._calls.put((call, done))
+        return done
+
+
+def _run(calls: SimpleQueue[_Call | None]) -> None:
+    while (found := calls.get()) is not None:
+        call, done = found
+        with suppress(Exception):
+            call()
+        done.set()
+
+
+def leave_group() -> None:
+    """Idempotent. Nobody is waited for but CUDA graphs that hold NCCL's launches: other ranks may be gone already."""
+    if not dist.is_initialized():
+        return
+    if "nccl" in dist.get_backend_config():
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()

@@ -13,7 +13,6 @@ from attention.transport.local import LocalTransport, synchronize
 from attention.transport.nixl_agent import NixlTransport
 from attention.transport.sockets import SocketTransport
 from specdec.errors import HandoffMismatchError, InvalidInputError, TransferError
-from specdec.parallel.ranks import Ranks
 from specdec.requests.handoff import Handoff
 from specdec.requests.moved import Pages
 from specdec.values import short
@@ -67,7 +66,7 @@ class RankEnd:
         Raises:
             InvalidInputError: the layers' heads are not divided alike. TransferError: it cannot be opened.
         """
-        ranks: Ranks | None = model.ranks
+        ranks = model.ranks
         number = 0 if ranks is None else ranks.rank
         device, part = str(model.device), 0 if ranks is None else _part(ranks)
         bounds: list[Bound] = []
@@ -132,7 +131,7 @@ class _InTime:
         return self._read.settled
 
 
-def _part(ranks: Ranks) -> int:
+def _part(ranks: Any) -> int:
     """Which part of a layer's KV heads this rank holds."""
     kinds = ranks.part.kv_copies if ranks.part is not None else frozenset({ranks.size})
     if len(kinds) > 1:
@@ -140,7 +139,8 @@ def _part(ranks: Ranks) -> int:
             f"of this model's layers some have their key-value heads divided among {ranks.size} ranks otherwise than "
             "others; its requests cannot move: load it with tensor_parallel_size=1"
         )
-    return ranks.rank // next(iter(kinds), ranks.size)
+    number: int = ranks.rank // next(iter(kinds), ranks.size)
+    return number
 
 
 def options_of_rank(options: dict[str, Any], rank: int) -> dict[str, Any]:

@@ -12,13 +12,11 @@ import torch
 
 from attention.cache.handoff import EngineTable, RankTable, check_fingerprints, plan
 from attention.transport.base import Read, Transport
-from specdec.engine.ranked import LeadingEngine
 from specdec.errors import HandoffMismatchError, TransferError
 from specdec.requests.handoff import Handoff
 from specdec.requests.request import Update
 from specdec.transfer.end import RankEnd
-from specdec.transfer.ranks import RanksRead, open_on_other_ranks
-from specdec.wrapped.fingerprint import fingerprints_of_ranks, weights_fingerprint
+from specdec.wrapped.fingerprint import fingerprint_of_target, shared_fingerprint, weights_fingerprint
 from specdec.wrapped.live import adapter_layers, adapter_states, in_words
 from specdec.wrapped.versions import WeightVersions
 
@@ -46,13 +44,15 @@ class Link:
         self._stale = False
         self._looking = threading.Lock()
         others: tuple[RankTable, ...] = ()
-        if isinstance(model.engine, LeadingEngine) and isinstance(transport, str):
+        if model.ranks is not None and isinstance(transport, str):
+            from specdec.transfer.ranks import open_on_other_ranks
+
             try:
                 others = open_on_other_ranks(model, transport, dict(options), self._engine_name)
             except BaseException:
                 self._end.close()
                 raise
-            found = model.engine.run("specdec.wrapped.fingerprint:of_all_ranks")
+            found = model.group.run(fingerprint_of_target, model.engine)
             self._weights = fingerprint(model, *found)
         self._ranks = (self._end.table, *others)
 
@@ -74,7 +74,7 @@ class Link:
                     "the model again"
                 )
             if self._weights is None or self._stale:
-                self._weights = fingerprint(self._model, *fingerprints_of_ranks(self._model.hf_model, None))
+                self._weights = fingerprint(self._model, *shared_fingerprint(self._model.hf_model))
                 self._stale = False
             return EngineTable(self._engine_name, self._end.transport.name, self._weights, self._ranks)
 
@@ -150,6 +150,8 @@ class Link:
             if self._model.ranks is None:
                 read = self._end.read(own)
             else:
+                from specdec.transfer.ranks import RanksRead
+
                 read = every = RanksRead(self._model, handoff, number, deadline)
                 every.own = self._end.read(own)
             read.wait(deadline)
@@ -176,7 +178,7 @@ def comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[s
 def fingerprint(model: Any, weights: str, shares: list[str]) -> dict[str, Any]:
     """By name, all that must be equal for a request to go on in another engine with the same tokens and drafts.
 
-    weights, shares: of the target, see `fingerprints_of_ranks`.
+    weights, shares: of the target, see `shared_fingerprint`.
     """
     head, states = model.head, model.target.states
     modules = min(getattr(head, "num_modules", 1), max(model.num_speculative_tokens, 1))

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-import specdec.engine.ranked
+import specdec.parallel.engine
 import specdec.parallel.ranks
 from specdec.errors import TransferTimeoutError
 from specdec.transfer.end import RankEnd
@@ -259,4 +259,4 @@ def unpatched(engine: Any) -> None:
 
 def waits_again(engine: Any) -> None:
     """After `late_grant(…, False)`."""
-    engine.moving.confirm = functools.partial(specdec.engine.ranked.confirm, engine.ranks)
+    engine.moving.confirm = functools.partial(specdec.parallel.engine.confirm, engine.ranks)

@@ -29,10 +29,10 @@ from specdec import (
     SpecdecError,
     SpeculativeModel,
 )
-from specdec.engine.ranked import differing_ids
-from specdec.loading import leading
+from specdec.parallel import loading as leading
 from specdec.parallel import processes, workers
-from specdec.parallel.group import join_group
+from specdec.parallel.engine import differing_ids
+from specdec.parallel.symmetric import join_group
 
 SOON = 5.0
 SIZES: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 4, "kv_cache_tokens": 400}
@@ -413,7 +413,7 @@ def test_close_ends_the_processes(built_in: Any) -> None:
 
 CRASH = """
 import os, signal, sys, time, torch
-from specdec.loading.leading import start_ranks
+from specdec.parallel.loading import start_ranks
 link = start_ranks(2, torch.device("cpu"))
 fork = os.fork()
 if fork == 0:

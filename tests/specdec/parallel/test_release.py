@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from specdec.parallel import collectives, symmetric
-from specdec.parallel.leaving import HelperThread
+from specdec.parallel.collectives import HelperThread
 from specdec.parallel.ranks import Ranks, note_graph
 
 _WAITS = 20

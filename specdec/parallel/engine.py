@@ -22,20 +22,15 @@ import torch
 from attention.cache.handoff import EngineTable
 from attention.errors import OutOfPagesError
 from attention.transport.local import synchronize
-from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.handoff import Due
 from specdec.errors import RanksLostError, SpecdecError
-from specdec.execution.base import Drafter, Executor
 from specdec.parallel.collectives import RankGoneError
-from specdec.parallel.inbox import Ear
-from specdec.parallel.interrupts import HeldInterrupt
 from specdec.parallel.messages import (
     Abort,
     Arrange,
     Drop,
     Forget,
-    Launching,
     Release,
     Reserve,
     Resume,
@@ -44,56 +39,25 @@ from specdec.parallel.messages import (
     Submit,
     SubmitLeaving,
 )
-from specdec.parallel.ranks import Ranks
-from specdec.parallel.workers import Link
+from specdec.parallel.ranks import HeldInterrupt, Ranks
 from specdec.requests.handoff import Handoff
 from specdec.requests.moved import MovedRequest, Pages
 from specdec.requests.request import Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.submission import Submission
-from specdec.requests.text import Tokenizer
-from specdec.rounds.verification import TargetArrays
-from specdec.wrapped.target import Target
-from specdec.wrapped.versions import WeightVersions
 
-Parts = tuple[Target, Drafter | None, Tokenizer, EngineConfig, Sequence[int], Executor, WeightVersions]
-"""What an engine is made of."""
 NOBODY = EngineTable("", "", {}, ())
 """The source of a handoff that only brings a request and its tensors to another rank."""
-
-
-def make_engine(
-    target: Target,
-    drafter: Drafter | None,
-    tokenizer: Tokenizer,
-    config: EngineConfig,
-    eos_token_ids: Sequence[int],
-    executor: Executor,
-    versions: WeightVersions,
-) -> Engine:
-    """The engine of a target, by the ranks that it is divided among."""
-    parts: Parts = (target, drafter, tokenizer, config, eos_token_ids, executor, versions)
-    if target.ranks is None:
-        return Engine(*parts)
-    ranks, channel = target.ranks, target.ranks.channel
-    return FollowingEngine(parts, ranks, channel) if isinstance(channel, Ear) else LeadingEngine(parts, ranks, channel)
-
-
-def digest_of(target: TargetArrays) -> int:
-    """Of the schedule of a round: its rows, what each reads from where, and how many drafts it verifies."""
-    digest = 0
-    for array in (target.request_rows, target.start, target.num_new, target.drafts, target.decided):
-        digest = zlib.crc32(array.tobytes(), digest)
-    return digest
 
 
 class LeadingEngine(Engine):
     """Rank 0's. An error inside a round ends all requests: the ranks may stand at different places after it."""
 
-    def __init__(self, parts: Parts, ranks: Ranks, link: Link) -> None:
+    def __init__(self, ranks: Ranks, *parts: Any) -> None:
+        """parts: see `Engine`. The ranks' channel is a `Link`."""
         self.ranks = ranks
-        self._link = link
-        super().__init__(*parts, announce=self._tell)
+        self._link: Any = ranks.channel
+        super().__init__(*parts)
         self.moving.confirm = partial(confirm, ranks)
 
     def submit(
@@ -246,9 +210,6 @@ class LeadingEngine(Engine):
                 )
                 raise
 
-    def _tell(self, target: TargetArrays) -> None:
-        self._link.send(Launching(digest_of(target)))
-
     def _run_again(self, error: Exception, reported: list[Update]) -> None:
         """Not with ranks, which stand at different places."""
         self._kept = reported
@@ -301,15 +262,6 @@ def named_function(name: str) -> Any:
     return getattr(import_module(module), function)
 
 
-def own_logits(engine: Engine, token_ids: Sequence[int]) -> torch.Tensor:
-    """[T, V]: what the target's own forward says after each of these tokens; of several ranks all must call it."""
-    model = engine.target.hf_model
-    ids = torch.tensor([list(token_ids)], device=model.device)
-    with torch.inference_mode():
-        logits: torch.Tensor = model(ids, use_cache=False).logits[0]
-    return logits
-
-
 def differing_ids(engine: LeadingEngine | FollowingEngine) -> list[int]:
     """How many drafts and decided tokens of each rank were not rank 0's before they were overwritten.
 
@@ -317,7 +269,7 @@ def differing_ids(engine: LeadingEngine | FollowingEngine) -> list[int]:
     where a rank's kernels are others. On rank 0, between two rounds; waits for the devices.
     """
     if isinstance(engine, LeadingEngine):
-        return list(engine.run("specdec.engine.ranked:_gathered_differing"))
+        return list(engine.run("specdec.parallel.engine:_gathered_differing"))
     return _gathered_differing(engine)
 
 
@@ -330,10 +282,10 @@ def _gathered_differing(engine: LeadingEngine | FollowingEngine) -> list[int]:
 class FollowingEngine(Engine):
     """Another rank's: it does what rank 0 says, and has no texts. Whatever goes wrong is raised: the process ends."""
 
-    def __init__(self, parts: Parts, ranks: Ranks, ear: Ear) -> None:
+    def __init__(self, ranks: Ranks, *parts: Any) -> None:
+        """parts: see `Engine`."""
         self.ranks = ranks
-        self._ear = ear
-        super().__init__(*parts, announce=self._compare)
+        super().__init__(*parts)
         self.moving.confirm = partial(confirm, ranks)
 
     def follow(self, message: Any) -> None:
@@ -379,15 +331,6 @@ class FollowingEngine(Engine):
 
     def _collect(self) -> None:
         """Rank 0 says what is due."""
-
-    def _compare(self, target: TargetArrays) -> None:
-        own, message = digest_of(target), self._ear.get()
-        if message != Launching(own):
-            raise RanksLostError(
-                f"the ranks disagree about a round: rank 0 says {message}, its digest here is {own} (rows "
-                f"{target.request_rows.tolist()}, from {target.start.tolist()}, {target.num_new.tolist()} tokens, "
-                f"{target.drafts.tolist()} drafts)"
-            )
 
     def _run_again(self, error: Exception, reported: list[Update]) -> None:
         raise error
