@@ -30,7 +30,6 @@ from benchmarks.sweep_configs import VOCAB, all_cases, named_cases
 from benchmarks.sweep_models import NotBuilt, build
 from specdec.errors import SpecdecError
 from specdec.loading.targets import load_target
-from specdec.parallel.loading import check_divisible
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.symmetric import join_group
 from specdec.parallel.worker import Ear
@@ -69,9 +68,9 @@ def share_logits(folder: Path, ids: torch.Tensor, ranks: Ranks) -> tuple[torch.T
     """Of this rank's share, and its attention; or why it is refused."""
     try:
         with ranks.together(), torch.inference_mode():
-            model = load_target(folder, torch.float32, _CPU, ranks=ranks)
+            model = load_target(folder, torch.float32, _CPU, group=ranks)
             probed = probe_target(model)
-            check_divisible(probed, ranks)
+            ranks.check_target(probed)
             logits: torch.Tensor = model(_known(ids, model), use_cache=False).logits[0]
             return logits, tuple(call.attention_spec for call in probed.calls)
     except (SpecdecError, RuntimeError) as error:

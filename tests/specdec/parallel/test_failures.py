@@ -161,7 +161,7 @@ def test_a_load_that_fails_on_one_rank_names_it(two_ranks: Any, model: Any, fold
         load(folders("one-kv-head"), draft="/no/such/head")
     assert model.generate(PROMPT, PARAMS)  # what all ranks refuse alike harms nobody
     pids = pids_of(model)
-    model.engine.run("on_ranks:broken_loading", 1, "specdec.loading.targets:take_share", "OSError")
+    model.engine.run("on_ranks:broken_loading", 1, "specdec.parallel.ranks:take_share", "OSError")
     load_ends_all(r"rank 1 \(process \d+\): .*planted", lambda: load(folders("one-kv-head")), pids)
     with pytest.raises(RanksLostError, match="load it again"):
         model.generate(PROMPT, PARAMS)
@@ -266,12 +266,12 @@ def left_behind(before: set[threading.Thread]) -> list[Any]:
 
 
 PHASES = {
-    "share": ("specdec.loading.targets:take_share", "OSError"),
+    "share": ("specdec.parallel.ranks:take_share", "OSError"),
     "sizes": ("specdec.loading.parts:least_of_all", "OSError"),
     "caches": ("specdec.loading.assembly:runner_of", "OutOfMemoryError"),
     "self-test": ("specdec.loading.assembly:check_target", "OSError"),
     "self-test, no memory": ("specdec.loading.assembly:check_target", "OutOfMemoryError"),
-    "behind all sums": ("specdec.model:make_engine", "OutOfMemoryError"),
+    "behind all sums": ("specdec.model:SharedEngine", "OutOfMemoryError"),
 }
 
 

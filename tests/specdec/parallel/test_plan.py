@@ -31,9 +31,9 @@ from specdec.options import LoadOptions
 from specdec.parallel import loading as parallel
 from specdec.parallel import workers
 from specdec.parallel.collectives import leave_group
-from specdec.parallel.engine import HeldInterrupt
-from specdec.parallel.loading import check_not_quantised, check_parallel, plan_for
-from specdec.parallel.plan import Plan
+from specdec.parallel.loading import check_not_quantised, check_parallel
+from specdec.parallel.plan import Plan, plan_for
+from specdec.parallel.ranks import HeldInterrupt
 from specdec.parallel.shares import gather_ranks, sum_ranks
 from specdec.parallel.symmetric import join_group
 

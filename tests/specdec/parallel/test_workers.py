@@ -128,7 +128,7 @@ def test_a_rank_ends_where_its_load_fails_for_another_is_gone(monkeypatch: pytes
         except (RankGoneError, OSError) as error:
             raise ModelLoadError("planted") from error
 
-    monkeypatch.setattr("specdec.parallel.worker.SpeculativeModel._share", share)
+    monkeypatch.setattr("specdec.parallel.worker.SpeculativeModel.in_group", share)
     monkeypatch.setattr("specdec.parallel.worker.Ranks.together", lambda self: threading.Lock())
     follower: Any = object.__new__(Follower)
     vars(follower).update(_inbox=Inbox(), _rank=1, _size=2, _device="cpu", _collectives=None)
