@@ -32,7 +32,7 @@ from specdec.errors import SpecdecError
 from specdec.loading.targets import load_target
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.symmetric import join_group
-from specdec.parallel.worker import Ear
+from specdec.parallel.worker import Orders
 from specdec.wrapped.probing import probe_target
 
 _RIGHT = 1e-4
@@ -83,7 +83,7 @@ def run(rank: int, folder: Path, names: tuple[str, ...]) -> list[dict[str, Any]]
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
     collectives = join_group(rank, 2, _CPU, str(folder / "meeting"))
-    ranks, lines = Ranks(rank, 2, _CPU, collectives, Ear(None, 0)), []  # type: ignore[arg-type]
+    ranks, lines = Ranks(rank, 2, _CPU, collectives, Orders(None, 0)), []  # type: ignore[arg-type]
     ids = torch.randint(8, VOCAB, (1, 24), generator=torch.Generator().manual_seed(1))
     for number, case in enumerate(named_cases(names) if names else all_cases()):
         own = folder / str(number)

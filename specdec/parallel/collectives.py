@@ -1,4 +1,13 @@
-"""What carries sums, gathers and broadcasts between ranks: torch's default process group (gloo, NCCL)."""
+"""What carries sums, gathers and broadcasts between ranks: torch's default process group (gloo, NCCL), and its end.
+
+The group is left whatever the device waits for and whatever CUDA graphs hold. NCCL ends a communicator only when no
+CUDA graph holds a launch of it any more, and waits for that without end. Graphs are dropped when the device is idle,
+and the device may wait for a rank that is gone until NCCL's abort begins. So the abort begins on a thread of its own,
+and the graphs are dropped meanwhile.
+
+Source: NVIDIA/nccl, src/init.cc (commDestroySync polls until localPersistentRefs is 0, since NCCL 2.26; ncclCommAbort
+sets the abort flag that its kernels look at, then goes there).
+"""
 
 from __future__ import annotations
 
@@ -166,8 +175,8 @@ _Call = tuple[Callable[[], object], threading.Event]
 
 
 class HelperThread:
-    """Runs calls in turn. There from the beginning: since Python 3.12 no thread can be started once the interpreter
-    ends, which is when models that were never closed are. Ends with this object."""
+    """A thread that runs calls in turn. It starts with the object, because since Python 3.12 no thread can be started once
+    the interpreter ends, which is when models that were never closed are closed. It ends with the object."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
@@ -175,7 +184,7 @@ class HelperThread:
         weakref.finalize(self, self._calls.put, None).atexit = False  # calls come after such callbacks, too
 
     def start(self, call: Callable[[], object]) -> threading.Event:
-        """Set once `call` has returned, or has failed, which nobody is told."""
+        """Run `call` after those before it. The event is set when it is done; exceptions are ignored."""
         done = threading.Event()
         self._calls.put((call, done))
         return done
@@ -190,7 +199,8 @@ def _run(calls: SimpleQueue[_Call | None]) -> None:
 
 
 def leave_group() -> None:
-    """Idempotent. Nobody is waited for but CUDA graphs that hold NCCL's launches: other ranks may be gone already."""
+    """Leave the default process group. Idempotent. Waits for no other rank, since they may be gone, but with NCCL until
+    no CUDA graph holds its launches."""
     if not dist.is_initialized():
         return
     if "nccl" in dist.get_backend_config():

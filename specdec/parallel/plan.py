@@ -6,6 +6,8 @@ its inputs, whose partial results are summed) and stacked experts. Whatever gath
 is left whole: on few tokens such a gather costs more than the matmul. The embedding and lm_head are read whole, because
 heads share them; of lm_head every rank multiplies its own rows (`specdec.parallel.shares`).
 
+While transformers reads the shares it is told the plan, and finds one mesh of all ranks: `told`, `as_rank`.
+
 Source: transformers, src/transformers/distributed/tensor_parallel.py (styles), `_tp_plan` of its modeling files.
 """
 

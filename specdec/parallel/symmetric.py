@@ -1,7 +1,7 @@
-"""Sums by torch's symmetric memory: every GPU reads the others' parts itself, where they can reach each other's memory.
+"""Joining the process group of all ranks, and sums by torch's symmetric memory, where GPUs can read each other's parts.
 
 On few tokens such a sum is three times as fast as NCCL's (docs/parallel.md). All else is NCCL's. NVLink multicast is
-never used: TORCH_SYMM_MEM_DISABLE_MULTICAST is set before anything is allocated (`specdec.parallel.symmetric`).
+never used: TORCH_SYMM_MEM_DISABLE_MULTICAST is set before anything is allocated (`join_group`).
 
 Source: pytorch/pytorch, torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu: one_shot_all_reduce_copy reads
 all parts of all ranks; two_shot_all_reduce_out sums a part on each and lets the others read it. Before and after that
@@ -38,6 +38,16 @@ _RANKS = (2, 4, 8)
 _GIVE_EVERY = 2e-4
 """Seconds. A sum waits two or three times, and each needs all signals once: of 80 layers 320 to 480 times a round."""
 _DTYPES = (torch.bfloat16, torch.float32)
+_LONGEST_WAIT = timedelta(minutes=30)
+"""How long one rank may load or compile before another. A lost rank is found in other ways, see `workers`."""
+_MEETING = timedelta(minutes=2)
+"""How long the others are waited for, all of which run already."""
+_NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+"""Of the environment: NVLink multicast stays off."""
+_NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""NCCL's own threads would end this process, the user's, when a rank is lost; here that is noticed by its socket."""
+_COLLECTIVES = "SPECDEC_COLLECTIVES"
+"""A variable of the environment: "nccl" keeps sums from symmetric memory, to compare the two."""
 _numbers = itertools.count()
 """Of the groups that symmetric memory has had in this process: torch keeps what it knows of one by its name."""
 
@@ -220,18 +230,6 @@ class RenumberedStore(dist.Store):
     def _renumbered(self, key: str) -> str:
         *prefix, number, rank = key.split("/")
         return "/".join((*prefix, str(int(number) - (self._first or 0)), rank))
-
-
-_LONGEST_WAIT = timedelta(minutes=30)
-"""So long may one rank load or compile before another. A rank that is lost is found in other ways, see `workers`."""
-_MEETING = timedelta(minutes=2)
-"""So long the others are waited for, all of which run already."""
-_NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
-"""Of the environment: NVLink multicast stays off."""
-_NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""NCCL's own threads would end this process, the user's, when a rank is lost; here that is noticed by its socket."""
-_COLLECTIVES = "SPECDEC_COLLECTIVES"
-"""A variable of the environment: "nccl" keeps sums from symmetric memory, to compare the two."""
 
 
 def join_group(rank: int, size: int, device: torch.device, rendezvous: str) -> Collectives:

@@ -100,8 +100,10 @@ def _follows(error: BaseException | None) -> bool:
     return error is not None
 
 
-class Ear:
-    """What one model of a worker hears."""
+class Orders:
+    """What rank 0 tells one model of this process: a `Channel`, which is never lost, since this process ends first."""
+
+    is_lost = False
 
     def __init__(self, inbox: Inbox, number: int) -> None:
         self._inbox = inbox
@@ -125,8 +127,6 @@ class Ear:
 
     def check(self) -> None:
         """Nothing: this process ends with rank 0's."""
-
-    is_lost = False
 
     def close(self) -> None:
         """Nothing: rank 0 closes models."""
@@ -183,7 +183,7 @@ class Follower:
             Exception: another rank is gone: this process ends, too, for others may be waiting for it.
         """
         ranks = Ranks(
-            self._rank, self._size, self._device, self._collectives, Ear(self._inbox, number), FollowingEngine
+            self._rank, self._size, self._device, self._collectives, Orders(self._inbox, number), FollowingEngine
         )
         options = replace(message.options, tokenizer=SilentTokenizer(message.text_ids), device=self._device)
         try:
