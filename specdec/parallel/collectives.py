@@ -175,8 +175,8 @@ _Call = tuple[Callable[[], object], threading.Event]
 
 
 class HelperThread:
-    """A thread that runs calls in turn. It starts with the object, because since Python 3.12 no thread can be started once
-    the interpreter ends, which is when models that were never closed are closed. It ends with the object."""
+    """A thread that runs calls in turn. It starts with the object: since Python 3.12 no thread can be started once the
+    interpreter ends, which is when models that were never closed are closed. It ends with the object."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
