@@ -267,7 +267,7 @@ def left_behind(before: set[threading.Thread]) -> list[Any]:
 
 PHASES = {
     "share": ("specdec.parallel.ranks:take_share", "OSError"),
-    "sizes": ("specdec.loading.parts:least_of_all", "OSError"),
+    "sizes": ("specdec.loading.parts:divide_cache", "OSError"),
     "caches": ("specdec.loading.assembly:runner_of", "OutOfMemoryError"),
     "self-test": ("specdec.loading.assembly:check_target", "OSError"),
     "self-test, no memory": ("specdec.loading.assembly:check_target", "OutOfMemoryError"),
