@@ -95,7 +95,7 @@ def _click_type(kind: Kind) -> click.ParamType | type[str]:
         return click.IntRange(kind.least, None if kind.most == MOST_COUNT else kind.most)
     if isinstance(kind, Share):
         return click.FloatRange(0, 1, min_open=True)
-    return click.Choice(kind.words) if isinstance(kind, Choice) else str
+    return click.Choice(list(kind.words)) if isinstance(kind, Choice) else str
 
 
 def load_options_of(options: Mapping[str, Any], **more: Any) -> LoadOptions:
@@ -123,7 +123,8 @@ def load_model(model: str, draft: str, options: LoadOptions) -> SpeculativeModel
     Raises:
         InvalidInputError: no head is wanted, and the model is one. Others: see `SpeculativeModel.from_pretrained`.
     """
-    from specdec.loading.pairs import has_builtin_head, pair_of
+    from specdec.loading.builtin import has_builtin_head
+    from specdec.loading.pairs import pair_of
     from specdec.model import SpeculativeModel
 
     auto_without_head = draft == "auto" and not has_builtin_head(model)

@@ -26,7 +26,7 @@ from transformers import (
 from specdec import SpeculativeModel
 from specdec.errors import InvalidInputError, ModelLoadError, SpecdecError, UnsupportedModelError
 from specdec.loading.auto_classes import auto_class
-from specdec.loading.pairs import resolve
+from specdec.loading.builtin import resolve
 from specdec.options import LoadOptions
 from specdec.parallel import loading as parallel
 from specdec.parallel import workers
