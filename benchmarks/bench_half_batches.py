@@ -34,10 +34,8 @@ import torch.multiprocessing as multiprocessing
 from benchmarks.document import provenance, usage
 from benchmarks.given import numbers
 from benchmarks.hold import wait_for
-from specdec.parallel.collectives import GroupCollectives
-from specdec.parallel.group import join_group
-from specdec.parallel.leaving import leave_group
-from specdec.parallel.symmetric import SymmetricCollectives
+from specdec.parallel.collectives import GroupCollectives, leave_group
+from specdec.parallel.symmetric import SymmetricCollectives, join_group
 
 _REPLAYS, _BLOCKS = 10, 7
 

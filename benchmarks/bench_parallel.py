@@ -40,8 +40,8 @@ from benchmarks.parallel_report import report
 from benchmarks.parallel_shapes import SHAPES, write_pair
 from benchmarks.rank_work import floor_ms
 from benchmarks.synthetic import DrawnAcceptance, Tokenizer, decide
-from specdec.engine.ranked import LeadingEngine
 from specdec.model import SpeculativeModel
+from specdec.parallel.engine import LeadingEngine
 
 _LEAST_VOCAB = 4000
 

@@ -10,14 +10,16 @@ import torch
 from attention.backends.base import GraphBackend
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.cache.kv_cache import CacheGroup
+from attention.cache.kv_cache import CacheGroup, KVFormat
 from attention.spec import AttentionSpec
 from benchmarks.shapes import Pair
 from benchmarks.synthetic import Tokenizer
 from specdec.config import EngineConfig
+from specdec.loading.assembly import Parts
 from specdec.loading.backends import make_backend
 from specdec.loading.states import rule_of
 from specdec.model import SpeculativeModel
+from specdec.options import LoadOptions
 from specdec.wrapped.probing import probe_target
 
 
@@ -86,7 +88,11 @@ def engine(pair: Pair, config: EngineConfig, name: str, plan_from: str) -> Specu
         backend = DevicePlannedBackend(backend)
     head = pair.head if config.num_speculative_tokens else None
     graphs: Any = True if isinstance(backend, GraphBackend) and config.fold_rule is None else "auto"
-    return SpeculativeModel(probed, Tokenizer(), head, backend, config, graphs)
+    caching = "on" if config.enable_prefix_caching else "off"
+    fixed = (KVFormat(), "NHD", caching, "off", config.num_pages * config.page_size, 0)
+    return SpeculativeModel(
+        Parts(probed, head, None, Tokenizer(), backend, config, *fixed), LoadOptions(cuda_graphs=graphs)
+    )
 
 
 def sizes_of(

@@ -66,7 +66,7 @@ def exchanges_ms(engine: Any, tokens: int, rows: int) -> dict[str, Any]:
     """Milliseconds of a round's exchanges alone, on all ranks: `LeadingEngine.run("benchmarks.rank_work:…")`.
 
     Two sums a layer, behind attention and behind the feed-forward part (compiled code makes one of those of experts and
-    shared experts, see `specdec.compiler.rank_passes`), one after the other in a CUDA graph, by what the engine uses
+    shared experts, see `specdec.parallel.shares`), one after the other in a CUDA graph, by what the engine uses
     and by the process group alone (NCCL); one gather of logits; and the broadcasts of drafts and results.
 
     Args:

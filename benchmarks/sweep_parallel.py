@@ -29,11 +29,10 @@ from benchmarks.document import provenance, usage
 from benchmarks.sweep_configs import VOCAB, all_cases, named_cases
 from benchmarks.sweep_models import NotBuilt, build
 from specdec.errors import SpecdecError
-from specdec.loading.parallel import check_divisible
 from specdec.loading.targets import load_target
-from specdec.parallel.group import join_group
-from specdec.parallel.inbox import Ear
 from specdec.parallel.ranks import Ranks
+from specdec.parallel.symmetric import join_group
+from specdec.parallel.worker import Orders
 from specdec.wrapped.probing import probe_target
 
 _RIGHT = 1e-4
@@ -69,9 +68,9 @@ def share_logits(folder: Path, ids: torch.Tensor, ranks: Ranks) -> tuple[torch.T
     """Of this rank's share, and its attention; or why it is refused."""
     try:
         with ranks.together(), torch.inference_mode():
-            model = load_target(folder, torch.float32, _CPU, ranks=ranks)
+            model = load_target(folder, torch.float32, _CPU, group=ranks)
             probed = probe_target(model)
-            check_divisible(probed, ranks)
+            ranks.check_target(probed)
             logits: torch.Tensor = model(_known(ids, model), use_cache=False).logits[0]
             return logits, tuple(call.attention_spec for call in probed.calls)
     except (SpecdecError, RuntimeError) as error:
@@ -84,7 +83,7 @@ def run(rank: int, folder: Path, names: tuple[str, ...]) -> list[dict[str, Any]]
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
     collectives = join_group(rank, 2, _CPU, str(folder / "meeting"))
-    ranks, lines = Ranks(rank, 2, _CPU, collectives, Ear(None, 0)), []  # type: ignore[arg-type]
+    ranks, lines = Ranks(rank, 2, _CPU, collectives, Orders(None, 0)), []  # type: ignore[arg-type]
     ids = torch.randint(8, VOCAB, (1, 24), generator=torch.Generator().manual_seed(1))
     for number, case in enumerate(named_cases(names) if names else all_cases()):
         own = folder / str(number)

@@ -28,9 +28,9 @@ import pytest
 
 from specdec.parallel import processes
 
-COMMAND = [sys.executable, "-P", "-m", "specdec.worker"]
+COMMAND = [sys.executable, "-P", "-m", "specdec.parallel.worker"]
 IMPORTED = ("accelerate", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
-"""What every rank imports when it loads a model, besides `specdec.worker`."""
+"""What every rank imports when it loads a model, besides `specdec.parallel.worker`."""
 
 
 class Forked:
@@ -127,7 +127,7 @@ def server() -> socket.socket:
 
 def serve(control: socket.socket) -> None:
     """Fork a process for each message, and say how each ended, until the line is cut."""
-    for name in ("specdec.worker", *IMPORTED):
+    for name in ("specdec.parallel.worker", *IMPORTED):
         importlib.import_module(name)
     assert threading.active_count() == 1
     awake, wake = socket.socketpair()
@@ -178,8 +178,8 @@ def become(fds: list[int], main: str, arguments: Sequence[Any], variables: dict[
 
 
 def rank(fds: list[int], folder: str) -> None:
-    """`python -m specdec.worker`."""
-    sys.modules["specdec.worker"].main(fds[0], os.getppid(), folder)
+    """`python -m specdec.parallel.worker`."""
+    sys.modules["specdec.parallel.worker"].main(fds[0], os.getppid(), folder)
 
 
 def script(fds: list[int], code: str, arguments: Sequence[str]) -> None:

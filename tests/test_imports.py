@@ -133,7 +133,6 @@ ROOMS = [
     "specdec/option_kinds.py",
     "specdec/options.py",
     "specdec/ops",
-    "specdec/parallel",
     "specdec/requests",
     "specdec/wrapped",
     "specdec/selftest",
@@ -143,11 +142,10 @@ ROOMS = [
     "specdec/execution",
     "specdec/engine",
     "specdec/loading",
+    "specdec/parallel",
     "specdec/handoff",
-    "specdec/generation.py",
-    "specdec/closing.py",
     "specdec/model.py",
-    "specdec/worker.py",
+    "specdec/parallel/worker.py",
     "specdec/agreement",
     "specdec/training",
     "specdec/cli",
@@ -164,8 +162,9 @@ ROOMS = [
 
 
 def room_of(path: str) -> str:
-    """The room of a file, "" for the `__init__.py` of a package: a package is no room."""
-    return next((room for room in ROOMS if path == room or path.startswith(f"{room}/")), "")
+    """The room of a file, "" for the `__init__.py` of a package: a package is no room. A file may be a room of its own
+    inside of another one."""
+    return max((room for room in ROOMS if path == room or path.startswith(f"{room}/")), key=len, default="")
 
 
 def sources() -> dict[str, str]:

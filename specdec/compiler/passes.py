@@ -16,12 +16,12 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from attention.backends.limits import HALF
-from specdec.compiler.rank_passes import sum_once
 from specdec.errors import UnsupportedModelError
 from specdec.ops.linear import few_tokens_linear, invariant_linear  # noqa: F401 (registers the operators)
 from specdec.ops.norm import add_rms_norm, rms_norm  # noqa: F401
 from specdec.ops.rotary import rotated, rotated_together  # noqa: F401
 from specdec.ops.silu import silu_product  # noqa: F401
+from specdec.wrapped.group import GRAPH_PASSES
 
 _SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
 _MATMULS = ("mm", "addmm", "fp8_quantise", "fp8_quantise_by", "fp8_matmul")
@@ -39,7 +39,8 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the compiler's graph."""
-        sum_once(graph)
+        for each in GRAPH_PASSES:
+            each(graph)
         leave_one_matmul(graph)
         (sum_alike if self._batch_invariant else read_weights_once)(graph)
         norm_at_once(graph)

@@ -22,7 +22,7 @@ from specdec.engine.admission import Admission, admission_order
 from specdec.engine.commit import Committed, commit
 from specdec.engine.faults import Change, raised_twice, request_failed, rewound, round_failed
 from specdec.engine.guests import Guests
-from specdec.engine.launcher import Announce, LaunchedRound, Launcher, Lookahead, VerifyingRound
+from specdec.engine.launcher import LaunchedRound, Launcher, Lookahead, VerifyingRound
 from specdec.engine.prefixes import Prefixes, prefix_cache
 from specdec.engine.scheduler import Scheduler, Usage, windowed_tables
 from specdec.engine.stats import Counters, EngineStats
@@ -72,16 +72,13 @@ class Engine:
         eos_token_ids: Sequence[int],
         executor: Executor | None = None,
         versions: WeightVersions | None = None,
-        announce: Announce | None = None,
     ) -> None:
         """Make an engine with no requests.
 
         Args:
             executor: default operator by operator. versions: of target and head; default from now on.
-            announce: called with every round before it is launched.
         """
         self.config = config
-        self._announce = announce
         self.reported: list[Update] = []
         self._kept: list[Update] = []
         self.meanwhile: deque[Callable[[], None]] = deque()
@@ -133,8 +130,8 @@ class Engine:
 
     def _connect(self) -> None:
         c, scheduler, table = self.config, self.scheduler, self.table
-        self._launcher = Launcher(self.executor, scheduler, table, c, self._counters, self._queue_verification)
-        self._launcher.announce = self._announce
+        queue, group = self._queue_verification, self.target.group
+        self._launcher = Launcher(self.executor, scheduler, table, c, self._counters, queue, group)
         num_drafts = 0 if self.drafter is None else c.num_speculative_tokens
         self._lookahead = Lookahead(self._launcher, scheduler, table, num_drafts)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +19,7 @@ from specdec.rounds.drafting import draft_input, drafts_after
 from specdec.rounds.randomness import SamplingRound, sampling_round
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import TargetArrays, WindowedTable, target_after, target_arrays
-
-Announce = Callable[[TargetArrays], None]
-"""Called with every round before it is launched."""
+from specdec.wrapped.group import ALONE, Group
 
 
 @dataclass(frozen=True)
@@ -68,11 +65,8 @@ class Launcher:
     """Launches rounds of an executor over one row table.
 
     Attributes:
-        executor: how rounds run on the device.
-        announce: where ranks compare their rounds; None with one rank.
+        executor: how rounds run on the device. group: the processes that launch the same rounds.
     """
-
-    announce: Announce | None = None
 
     def __init__(
         self,
@@ -82,8 +76,15 @@ class Launcher:
         config: EngineConfig,
         counters: Counters,
         queue_verification: bool,
+        group: Group = ALONE,
     ) -> None:
-        """queue_verification: launch a round's verification with the round, without waiting for `verify`."""
+        """Make one.
+
+        Args:
+            queue_verification: launch a round's verification with the round, without waiting for `verify`.
+            group: the processes that launch the same rounds.
+        """
+        self.group = group
         self.executor = executor
         self._scheduler = scheduler
         self._table = table
@@ -218,8 +219,7 @@ class Launcher:
 
     def send(self, loop: DraftInput | None, target: TargetArrays, rows: np.ndarray) -> Round:
         """One transfer of a round of these RowTable rows [B]."""
-        if self.announce is not None:
-            self.announce(target)
+        self.group.before_launch(target)
         return self.executor.send(loop, target, self.sampling(target, rows))
 
     def sampling(self, target: TargetArrays, rows: np.ndarray) -> SamplingRound | None:
@@ -255,8 +255,7 @@ class Lookahead:
             return None
         nothing = np.zeros(len(current.schedule.rows), np.int64)
         target = self._after(current, nothing, nothing, nothing, self._reserved)
-        if self._launcher.announce is not None:
-            self._launcher.announce(target)
+        self._launcher.group.before_launch(target)
         device, following = verification.launch_next(target, self._launcher.sampling(target, current.schedule.rows))
         self._launcher.count()
         return VerifyingRound(current.schedule, target, device, None, following)

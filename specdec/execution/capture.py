@@ -20,8 +20,8 @@ from specdec.compiler.settings import compiler_settings
 from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.ops.argmax import greedy_ids
 from specdec.ops.draws import Proposal
-from specdec.parallel.ranks import note_graph
 from specdec.rounds.fields import DeviceRound, DeviceSampling
+from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.target import Target
 
 T = TypeVar("T")
@@ -235,8 +235,8 @@ def _verify(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The verification: logits, their arg max, and the packed result, as if every row were greedy."""
     drafted = None if drafts is None else Draft(drafts.loop.drafts, None)
-    if drafted is not None and target.ranks is not None:
-        target.ranks.share(drafted.token_ids)
+    if drafted is not None:
+        target.group.share(drafted.token_ids)
     logits = target.forward(fill_from_loop(device, drafted), planned, device.logits_indices, model).logits
     greedy = greedy_ids(logits)
     return logits, greedy, judge_from_loop(greedy, device, drafted).packed
@@ -257,7 +257,7 @@ def capture_bucket(
 
     recorder: what makes graphs, `record` unless given; with `rehearse` all is launched once, and there are none.
     """
-    recorder = recorder or record
+    recorder = recorder or partial(record, group=target.group)
     device = round_.target
     rows, query_len = device.logit_index.shape
     planner = target.runner.fixed_planner(rows, query_len)
@@ -275,8 +275,10 @@ def capture_bucket(
     return Bucket(planner, graph, decide, device.token_ids, index, device.num_drafts, logits, result, draft)
 
 
-def record(launch: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+def record(launch: Callable[[], T], pool: Any, group: Group = ALONE) -> tuple[torch.cuda.CUDAGraph, T]:
     """Run a `launch` that was rehearsed once (load, allocate), then capture it into a graph that shares `pool`.
+
+    group: the processes whose exchanges the graph may hold.
 
     Returns:
         The graph, and what the captured launch returned.
@@ -284,7 +286,7 @@ def record(launch: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    note_graph(graph)
+    group.note_graph(graph)
     # Of this thread alone: NCCL's own thread looks at events meanwhile.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = launch()

@@ -31,7 +31,7 @@ class EagerExecutor:
         device = target.hf_model.device
         self._transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
         most = PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens)
-        self.reads = HostReads(most, device, target.ranks)
+        self.reads = HostReads(most, device, target.group)
         self._vocab = None if drafter is None else draft_vocab(drafter, target)
 
     @property
@@ -65,8 +65,8 @@ class EagerExecutor:
         device = round_.sent.verification
         planned = self.target.runner.plan(device.metadata)
         draft = in_order(draft, device)
-        if draft is not None and self.target.ranks is not None:
-            self.target.ranks.share(draft.token_ids)
+        if draft is not None:
+            self.target.group.share(draft.token_ids)
         ids, rope = fill_drafts(device, draft), device.rope_positions
         output = self.target.forward(ids, planned, device.logits_indices, None, True, rope)
         read = self.reads.start(self.judge(output.logits, device, draft), device.num_drafts)

@@ -109,7 +109,7 @@ class GraphExecutor:
         self._target = target
         device = target.hf_model.device
         most = PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens)
-        self.reads = HostReads(most, device, target.ranks)
+        self.reads = HostReads(most, device, target.group)
         self.before_capture: Callable[[], None] | None = None
         self._nobody = empty_target(config)
         self._query_len = config.num_speculative_tokens + 1
@@ -141,7 +141,7 @@ class GraphExecutor:
                     self._drawn = SampledDrafts(drafter.head, self._loop, self._sampling.device, target.vocab_size)
                 drafts = DraftCapture(self._loop, self._drawn, drafter.runner, self._pool)
                 self._prefill = RaggedPrefill(
-                    self._loop, self._num_modules, drafter.runner, config, self._pool, self._compiling
+                    self._loop, self._num_modules, drafter.runner, config, self._pool, self._compiling, target.group
                 )
             self._drafts = drafts
             self.draft_buffers = None if self._loop is None else DraftBuffers(self._loop, self._drawn)
@@ -264,8 +264,8 @@ class GraphExecutor:
         """A round of any shape: the target and the draft prefill from graphs by segments, the rest by operators."""
         assert round_.sent is not None
         device = round_.sent.verification
-        if draft is not None and self._target.ranks is not None and self._loop is not None:
-            self._target.ranks.share(self._loop.drafts)
+        if draft is not None and self._loop is not None:
+            self._target.group.share(self._loop.drafts)
         ids, rope = fill_from_loop(device, draft), device.rope_positions
         logits = self._ragged.logits(ids, device.metadata, device.logits_indices, rope)
         result = self._decide_ragged(logits, device, draft, round_.sampling)

@@ -26,6 +26,7 @@ from specdec.config import EngineConfig
 from specdec.execution.segments import Between, SegmentedGraph, record_segments, unowned
 from specdec.rounds.buckets import TILE_TOKENS, power_of_two, prefill_budget
 from specdec.rounds.fields import DeviceAhead
+from specdec.wrapped.group import Group
 from specdec.wrapped.target import Target
 
 Compiling = Callable[[], AbstractContextManager[None]]
@@ -165,7 +166,9 @@ class RaggedTarget:
             device = self._target.hf_model.device
             ids, positions, rows = (_integers(n, device) for n in (tokens, tokens, indices))
             launch = partial(self._target.launch, ids, positions, rows, model=self._model)
-            graph, logits = record_segments(lambda attend, recur: launch(attend=attend, recur=recur), self._pool)
+            graph, logits = record_segments(
+                lambda attend, recur: launch(attend=attend, recur=recur), self._pool, self._target.group
+            )
         return _TargetGraph(ids, positions, rows, graph, unowned(logits))
 
 
@@ -206,8 +209,10 @@ class RaggedPrefill:
         config: EngineConfig,
         pool: Any,
         compiling: Compiling,
+        group: Group,
     ) -> None:
-        """num_passes: M of the loop; compiling: the state in which its passes were compiled."""
+        """num_passes: M of the loop; compiling: the state in which its passes were compiled; group: the target's."""
+        self._group = group
         self._compiling = compiling
         self._loop = loop
         self._num_passes = num_passes
@@ -279,7 +284,7 @@ class RaggedPrefill:
                 chosen = self._loop.prefill(inputs, positions, served)
                 return chosen.ids, chosen.logits
 
-            graph, chosen = record_segments(launch, self._pool)
+            graph, chosen = record_segments(launch, self._pool, self._group)
         return _PrefillGraph(inputs, positions, graph, Chosen(*map(unowned, chosen)))
 
 

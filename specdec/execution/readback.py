@@ -10,7 +10,7 @@ import torch
 
 from specdec.acceptance.packed import Outcome, PackedResult, unpack_outcome
 from specdec.errors import InvalidInputError
-from specdec.parallel.ranks import Ranks
+from specdec.wrapped.group import ALONE, Group
 
 _RING = 2
 
@@ -19,24 +19,21 @@ _RING = 2
 class Readback:
     """A tensor on its way to the host. `copied` is None where nothing travels (CPU).
 
-    ranks: that compute it together; a lost one would be waited for forever.
+    group: the processes that compute it together.
     """
 
     host: torch.Tensor
     copied: torch.cuda.Event | None
-    ranks: Ranks | None = None
+    group: Group = ALONE
 
     def wait(self) -> np.ndarray:
         """A copy of the tensor. What was launched after the verification goes on meanwhile.
 
         Raises:
-            RanksLostError: a rank is lost.
+            RanksLostError: another process of the group is lost.
         """
-        if self.copied is not None and self.ranks is not None:
-            while not self.copied.query():
-                self.ranks.check_alive()
-        elif self.copied is not None:
-            self.copied.synchronize()
+        if self.copied is not None:
+            self.group.wait(self.copied)
         return self.host.numpy().copy()
 
 
@@ -49,14 +46,14 @@ class HostReads:
     Attributes:
         before_read: called with every result and num_drafts [J], both on the device, before the copy is queued; may
             write into the result there, and must not wait for the device. What is launched after it, the draft prefill
-            and a chained verification, reads what it wrote. Of several ranks only rank 0's counts.
+            and a chained verification, reads what it wrote. Of several processes only the first one's counts.
         after_read: called with every result on the host and num_drafts [J]; returns the result that counts. Without
             drafts it must keep the tokens: the next verification may have read them on the device already.
     """
 
-    def __init__(self, max_numel: int, device: torch.device, ranks: Ranks | None = None) -> None:
-        """max_numel: elements of the largest tensor that will be read, int64. ranks: that all read what rank 0 does."""
-        self._ranks = ranks
+    def __init__(self, max_numel: int, device: torch.device, group: Group = ALONE) -> None:
+        """max_numel: elements of the largest tensor that will be read, int64. group: all read what its first does."""
+        self._group = group
         self._on_cuda = device.type == "cuda"
         count = _RING if self._on_cuda else 0
         self._pinned = [torch.empty(max_numel, dtype=torch.int64, pin_memory=True) for _ in range(count)]
@@ -70,8 +67,7 @@ class HostReads:
         if self.before_read is not None:
             self.before_read(result, num_drafts)
         packed = result.packed
-        if self._ranks is not None:
-            self._ranks.share(packed)
+        self._group.share(packed)
         if not self._on_cuda:
             return Readback(packed.clone(), None)  # what is launched next may write to the same place
         slot = self._started % _RING
@@ -79,19 +75,19 @@ class HostReads:
         host = self._pinned[slot][: packed.numel()].view(packed.shape)
         host.copy_(packed, non_blocking=True)
         self._events[slot].record()
-        return Readback(host, self._events[slot], self._ranks)
+        return Readback(host, self._events[slot], self._group)
 
     def finish(self, read: Readback, num_drafts: np.ndarray) -> Outcome:
         """Wait for a read of rows with num_drafts [J] drafts.
 
         Raises:
-            InvalidInputError: `after_read` would decide on one rank alone.
-            RanksLostError: a rank is lost.
+            InvalidInputError: `after_read` would decide in one process of several.
+            RanksLostError: another process of the group is lost.
         """
         outcome = unpack_outcome(read.wait())
         if self.after_read is None:
             return outcome
         counts = self.after_read(outcome, num_drafts)
-        if self._ranks is not None and counts is not outcome:
+        if counts is not outcome and self._group.size > 1:
             raise InvalidInputError("HostReads.after_read gave another result than the one that all ranks have read")
         return counts

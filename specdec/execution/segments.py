@@ -20,7 +20,7 @@ import torch
 
 from attention.hf.custom_op import LayerAttend
 from attention.recurrence.runner import Blank, Recur, empty_output
-from specdec.parallel.ranks import note_graph
+from specdec.wrapped.group import ALONE, Group
 
 T = TypeVar("T")
 
@@ -93,15 +93,16 @@ class SegmentedGraph:
 class _Cutter:
     """Captures on a stream of its own, and begins a new graph at every attention."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, group: Group) -> None:
         self._pool = pool
+        self._group = group
         self._open = False
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.calls: list[AttentionCall | RecurrenceCall] = []
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
-        note_graph(self.graphs[-1])
+        self._group.note_graph(self.graphs[-1])
         self.graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._open = True
 
@@ -142,16 +143,20 @@ class _CutRecurrences:
         return out
 
 
-def record_segments(launch: Callable[[LayerAttend, Recur], T], pool: Any) -> tuple[SegmentedGraph, T]:
+def record_segments(
+    launch: Callable[[LayerAttend, Recur], T], pool: Any, group: Group = ALONE
+) -> tuple[SegmentedGraph, T]:
     """Run `launch` once with an attention of zeros (load, allocate), then capture it into graphs that share `pool`.
 
     Nothing waits for the device, so it can be done between two rounds.
+
+    group: the processes whose exchanges the graphs may hold.
 
     Returns:
         The graphs, and what the captured launch returned: where each replay writes its result.
     """
     launch(_nothing, Blank())
-    stream, cutter = _capture_stream(), _Cutter(pool)
+    stream, cutter = _capture_stream(), _Cutter(pool, group)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         cutter.begin()

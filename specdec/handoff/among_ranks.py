@@ -21,12 +21,12 @@ from attention.errors import OutOfPagesError
 from attention.transport.base import Read, ReadPlan, Transport
 from attention.transport.local import synchronize
 from attention.transport.region_tables import EngineTable, RankTable
-from specdec.engine.ranked import FollowingEngine, LeadingEngine
 from specdec.errors import RanksLostError, SpecdecError, TransferError, TransferTimeoutError
 from specdec.handoff.held import Due
 from specdec.handoff.link import TRANSPORTS, Link, RankEnd, fingerprint, options_of_rank
 from specdec.handoff.moved import Handoff, Leaving, MovedRequest, Pages
 from specdec.handoff.moving import MovingRequests, moving_requests
+from specdec.parallel.engine import FollowingEngine, LeadingEngine
 from specdec.parallel.messages import (
     CloseTransfer,
     Drop,
@@ -41,6 +41,7 @@ from specdec.parallel.messages import (
 )
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.workers import Link as Channel
+from specdec.wrapped.fingerprint import fingerprint_of_target
 
 _OPENING = 60.0
 """Seconds in which the other ranks have opened a transport: registering memory may take a while."""
@@ -191,7 +192,7 @@ class RanksLink(Link):
         except BaseException:
             self._end.close()
             raise
-        found = self._model.engine.run("specdec.wrapped.fingerprint:of_all_ranks")
+        found = self._model.group.run(fingerprint_of_target, self._model.engine)
         self._weights = fingerprint(self._model, *found)
         return others
 

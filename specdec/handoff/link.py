@@ -22,7 +22,7 @@ from specdec.handoff.moved import Departed, Handoff, Pages
 from specdec.handoff.moving import MovingRequests
 from specdec.requests.request import Update
 from specdec.values import short
-from specdec.wrapped.fingerprint import fingerprints_of_ranks, weights_fingerprint
+from specdec.wrapped.fingerprint import shared_fingerprint, weights_fingerprint
 from specdec.wrapped.live import adapter_layers, adapter_states, in_words
 from specdec.wrapped.versions import WeightVersions
 
@@ -206,7 +206,7 @@ class Link:
                     "the model again"
                 )
             if self._weights is None or self._stale:
-                self._weights = fingerprint(self._model, *fingerprints_of_ranks(self._model.hf_model, None))
+                self._weights = fingerprint(self._model, *shared_fingerprint(self._model.hf_model))
                 self._stale = False
             return EngineTable(self._engine_name, self._end.transport.name, self._weights, self._ranks)
 
@@ -309,7 +309,7 @@ def comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[s
 def fingerprint(model: Any, weights: str, shares: list[str]) -> dict[str, Any]:
     """By name, all that must be equal for a request to go on in another engine with the same tokens and drafts.
 
-    weights, shares: of the target, see `fingerprints_of_ranks`.
+    weights, shares: of the target, see `shared_fingerprint`.
     """
     head, states = model.head, model.target.states
     modules = min(getattr(head, "num_modules", 1), max(model.num_speculative_tokens, 1))

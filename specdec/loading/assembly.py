@@ -2,34 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch.nn import Module
 
 from attention.backends.base import AttentionBackend, CascadeBackend
+from attention.backends.building import Build
 from attention.cache.kv_cache import CacheGroup, KVFormat, KVLayout
 from attention.groups import runner_of
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import DraftLoop, SharesPages
 from specdec.config import EngineConfig
+from specdec.engine.engine import Engine
 from specdec.errors import InvalidInputError
-from specdec.execution.base import Drafter, Executor
+from specdec.execution.base import CapturesLate, Drafter
+from specdec.execution.eager import EagerExecutor
 from specdec.loading.backends import GraphChoice, Graphs, choose_graphs, made_in_inference_mode, uncaptured_state
+from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.progress import log
 from specdec.loading.states import state_runner, uncapturable
-from specdec.parallel.ranks import Ranks
+from specdec.requests.generation_config import eos_ids
 from specdec.rounds.buckets import loop_limits
 from specdec.selftest.selftest import check_target
 from specdec.selftest.twin import TwinReport, twin_test
 from specdec.user_warnings import warn_user
+from specdec.wrapped.group import ALONE, Group
+from specdec.wrapped.live import LiveModel
 from specdec.wrapped.probing import TargetProbe
 from specdec.wrapped.settings import Settings
 from specdec.wrapped.target import Target
+from specdec.wrapped.versions import WeightVersions
 
-"""Niceness of the compiler's processes."""
-"""Of a version with other names, or where it wants no such processes: it starts what it needs when it compiles."""
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is built of. Only the weights take memory yet.
+
+    Attributes:
+        probed: the target. head: the draft head that fits it, or None.
+        checkpoint: where the target was read from; None for a loaded model without a name.
+        tokenizer: the target's, or the one that was given; None where there is none.
+        backend: computes attention.
+        config: sizes and limits; with prefix caching where it can be done.
+        format: how the target's keys and values are stored. layout: order inside a page, of the head's cache too.
+        prefix_caching: "on", or "off: " and the reason. cascade: likewise, of cascade attention.
+        cache_tokens: tokens of the KV cache, as asked for or as they fit.
+        cache_bytes: what all caches and the states of recurrent layers will take.
+    """
+
+    probed: TargetProbe
+    head: Head | None
+    checkpoint: Checkpoint | None
+    tokenizer: Any
+    backend: AttentionBackend
+    config: EngineConfig
+    format: KVFormat
+    layout: KVLayout
+    prefix_caching: str
+    cascade: str
+    cache_tokens: int
+    cache_bytes: int
 
 
 def choose_prefix_caching(
@@ -92,35 +127,27 @@ class Assembly:
     """What runs the rounds of a target.
 
     Attributes:
-        target: the wrapped model, which carries its hooks and handles now. drafter: of the head; None without one.
+        target: the wrapped model, which carries its hooks and handles now.
         runners: attention of the target, by cache group, and, with a head, of the head.
-        executor: how rounds run on the device.
-        settings: of the model and the head, those that the forwards of the self-test did not change themselves.
+        engine: runs the rounds. live: notices that the model is no longer what it was.
         twin: what a small float32 copy of the model showed. self_test_error: relative logit error of the self-test.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason.
     """
 
     target: Target
-    drafter: Drafter | None
     runners: tuple[GroupRunner, ...]
-    executor: Executor
-    settings: Settings
+    engine: Engine
+    live: LiveModel
     twin: TwinReport
     self_test_error: float
     graphs: str
 
 
-def assemble(
-    probed: TargetProbe,
-    head: Head | None,
-    backend: AttentionBackend,
-    config: EngineConfig,
-    cuda_graphs: bool | Literal["auto"],
-    format: KVFormat,
-    layout: KVLayout,
-    ranks: Ranks | None = None,
-) -> Assembly:
-    """Allocate, test, compile and capture; arguments as of `SpeculativeModel`. An error leaves the model as it was.
+def assemble(parts: Parts, cuda_graphs: bool | Literal["auto"], group: Group = ALONE) -> Assembly:
+    """Allocate caches, test the target, compile and capture, and wait for kernels. An error leaves the model as it was.
+
+    Args:
+        cuda_graphs: see `SpeculativeModel.from_pretrained`. group: the processes that run the target together.
 
     Raises:
         InvalidInputError: the backend, the head or the target cannot do with CUDA graphs, or not without; a layer
@@ -128,58 +155,64 @@ def assemble(
         UnsupportedModelError: the target would come out wrong.
         UnsupportedAttentionError: the backend lacks a variant.
     """
+    probed, head, config = parts.probed, parts.head, parts.config
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prevented = uncapturable(probed) or made_in_inference_mode(probed.model, head) or uncaptured_state(probed.model)
-    choice = choose_graphs(backend, loop, cuda_graphs, prevented)
-    if ranks is not None:  # a rank without graphs among others with them would wait for sums that never come
+    choice = choose_graphs(parts.backend, loop, cuda_graphs, prevented)
+    if group.size > 1:  # one without graphs among others with them would wait for sums that never come
         choice = replace(choice, required=choice.wanted)
-    target = _target(probed, head, backend, config, format, layout, ranks)
+    target = _target(parts, group)
     with target.alterations.undone_on_error():
         drafter = None
         if head is not None and loop is not None:
             specs = tuple(head.attention_specs)
-            group = CacheGroup("head", specs, config.num_head_pages, config.page_size, layout)
-            runner = GroupRunner(backend, group, probed.model.dtype, probed.model.device)
+            pages = CacheGroup("head", specs, config.num_head_pages, config.page_size, parts.layout)
+            runner = GroupRunner(parts.backend, pages, probed.model.dtype, probed.model.device)
             drafter = Drafter(head, loop, runner)
-        return _checked(target, drafter, probed, config, choice)
+        return _checked(target, drafter, parts, choice)
 
 
-def _target(
-    probed: TargetProbe,
-    head: Head | None,
-    backend: AttentionBackend,
-    config: EngineConfig,
-    format: KVFormat,
-    layout: KVLayout,
-    ranks: Ranks | None,
-) -> Target:
+def _target(parts: Parts, group: Group) -> Target:
     """The wrapped model over its own caches and states."""
+    probed, head, config = parts.probed, parts.head, parts.config
     specs = tuple(call.attention_spec for call in probed.calls)
-    group = CacheGroup("target", specs, config.num_pages, config.page_size, layout, format)
-    runner = runner_of(backend, group, config.windowed, probed.model.dtype, probed.model.device)
+    pages = CacheGroup("target", specs, config.num_pages, config.page_size, parts.layout, parts.format)
+    runner = runner_of(parts.backend, pages, config.windowed, probed.model.dtype, probed.model.device)
     aux_layers = () if head is None else tuple(head.aux_layers)
     positions = config.max_model_len + config.num_speculative_tokens + 1
     states = state_runner(probed, config)
-    return Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, positions, ranks)
+    return Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, positions, group)
 
 
-def _checked(
-    target: Target, drafter: Drafter | None, probed: TargetProbe, config: EngineConfig, choice: GraphChoice
-) -> Assembly:
+def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: GraphChoice) -> Assembly:
     """Test the target, and build what runs its rounds. Compiling comes before the kernels are there.
 
     Raises:
         UnsupportedModelError: the target comes out wrong; whatever else is wrong, this is said first.
     """
+    probed, config, model, head = parts.probed, parts.config, parts.probed.model, parts.head
     graphs = Graphs(target, drafter, config, choice)
     log.info("testing a small copy of the model")
     twin = twin_test(probed, config.max_model_len)
     graphs.compile()
     log.info("self-test")
-    parts = [probed.model, *([drafter.head] if drafter is not None and isinstance(drafter.head, Module) else ())]
-    before = Settings.of(*parts)
+    before = Settings.of(model, *([head] if isinstance(head, Module) else ()))
     error = check_target(target, probed, config.max_model_len, twin)
-    settings = before.settled()
+    settings = before.settled()  # those that the forwards of the self-test did not change themselves
     executor = graphs.executor()
+    captured = not isinstance(executor, EagerExecutor)
+    versions = WeightVersions(model, head, captured=captured, settings=settings)
+    eos = eos_ids(model.generation_config)
+    engine = target.group.engine(Engine, target, drafter, parts.tokenizer, config, eos, executor, versions)
+    live = LiveModel.of(model, captured, settings, target.uncalled, target.tabulated)
+    if isinstance(executor, CapturesLate):
+        executor.before_capture = live.check
     runners = target.runner.runners if drafter is None else (*target.runner.runners, drafter.runner)
-    return Assembly(target, drafter, runners, executor, settings, twin, error, graphs.state)
+    for build in builds_of(runners):
+        build.wait()
+    return Assembly(target, runners, engine, live, twin, error, graphs.state)
+
+
+def builds_of(runners: Iterable[GroupRunner]) -> tuple[Build, ...]:
+    """Attention kernels of these runners that were built or loaded in the background."""
+    return tuple(dict.fromkeys(build for runner in runners for build in runner.builds))

@@ -36,7 +36,7 @@ class Loaded(Protocol):
     twin: Any
     config: Any
     generation_config_use: Any
-    ranks: Any
+    group: Any
     graphs: str
     cascade_attention: str
 
@@ -101,7 +101,7 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "draft_vocab_size": None if head is None else head.draft_vocab_size,
         "generation_config": _own_config(model),
         "engine": _sizes(model.config),
-        "tensor_parallel": None if model.ranks is None else _ranks(model.ranks),
+        "tensor_parallel": model.group.facts(),
         "graphs": {"state": model.graphs}
         | (_graphs(model.executor.report) if isinstance(model.executor, _Captured) else {}),
         "kernels": {build.name: build.state for build in model.builds},
@@ -116,11 +116,6 @@ def _adapter(model: Loaded) -> str | None:
     if named is None:
         return f"live: {live}" if live else None
     return f"{named}, {'live' if live else 'merged'}"
-
-
-def _ranks(ranks: Any) -> dict[str, Any]:
-    """Among how many ranks the target is divided; parameters, bytes and heads elsewhere are those of this rank."""
-    return {"size": ranks.size, "rank": ranks.rank, "collectives": ranks.collectives.name}
 
 
 def _quantisation(model: Loaded) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.backends.base import AttentionBackend
-from attention.cache.kv_cache import KVFormat, KVLayout
 from attention.recurrence.index import FoldRule
 from drafters.base import Head
 from drafters.mtp.convention import MtpConvention
 from specdec.config import EngineConfig
-from specdec.loading.assembly import choose_cascade, choose_prefix_caching
+from specdec.loading.assembly import Parts, choose_cascade, choose_prefix_caching
 from specdec.loading.backends import (
     begin_kernels,
     expected_keys,
@@ -31,7 +30,6 @@ from specdec.loading.kv_scales import chosen_scales
 from specdec.loading.memory import check_counts, check_page_size, check_sizes_fit, check_tables_fit
 from specdec.loading.objects import check_head_type
 from specdec.loading.pairs import load_pair
-from specdec.loading.parallel import check_divisible, least_of_all
 from specdec.loading.progress import log
 from specdec.loading.sizes import long_rope_rule, num_drafts
 from specdec.loading.sizes import max_model_len as max_model_len_of
@@ -40,53 +38,24 @@ from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
 from specdec.options import LoadOptions
-from specdec.parallel.ranks import Ranks
 from specdec.rounds.buckets import loop_limits
 from specdec.rounds.transfer import staging_bytes
 from specdec.selftest.selftest import self_test_head
+from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.probing import TargetProbe, probe_target
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What an engine is built of. Only the weights take memory yet.
-
-    Attributes:
-        probed: the target. head: the draft head that fits it, or None.
-        checkpoint: where the target was read from; None for a loaded model without a name.
-        tokenizer: the target's, or the one that was given; None where there is none.
-        backend: computes attention.
-        config: sizes and limits; with prefix caching where it can be done.
-        format: how the target's keys and values are stored. layout: order inside a page, of the head's cache too.
-        prefix_caching: "on", or "off: " and the reason. cascade: likewise, of cascade attention.
-        cache_tokens: tokens of the KV cache, as asked for or as they fit.
-        cache_bytes: what all caches and the states of recurrent layers will take.
-    """
-
-    probed: TargetProbe
-    head: Head | None
-    checkpoint: Checkpoint | None
-    tokenizer: Any
-    backend: AttentionBackend
-    config: EngineConfig
-    format: KVFormat
-    layout: KVLayout
-    prefix_caching: str
-    cascade: str
-    cache_tokens: int
-    cache_bytes: int
 
 
 def load_parts(
     target: str | Path | PreTrainedModel,
     draft: str | Path | Head | None,
     options: LoadOptions,
-    ranks: Ranks | None = None,
+    group: Group = ALONE,
 ) -> Parts:
     """Load target and head, and settle every size, before memory is taken for any of them.
 
     Args:
-        target, draft: see `SpeculativeModel.from_pretrained`. ranks: load this rank's share of the target.
+        target, draft: see `SpeculativeModel.from_pretrained`. group: the processes that
+            load it together, all of which call it.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
@@ -95,7 +64,7 @@ def load_parts(
     check_counts(options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len)
     if draft is not None:
         check_head_type(draft)
-    opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, ranks))
+    opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, group))
     (model, checkpoint), draft = opened, pair.draft
     convention = MtpConvention(options.mtp_concat, options.mtp_feedback)
     if draft is None:
@@ -103,20 +72,20 @@ def load_parts(
     tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     backend = make_backend(options.backend, model.device)
     probed = _probe(model, backend, options)
-    check_divisible(probed, ranks)
+    group.check_target(probed)
     name_what_is_left_out(probed)
     warn_of_another_vocabulary(tokenizer, probed.vocab_size)
     log.info("loading the head")
     with pair.explained():
         head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
-    parts = _sized(probed, head, checkpoint, tokenizer, backend, options, ranks)
+    parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group)
     if isinstance(draft, (str, Path)):
         self_test_head(head, model, tokenizer, parts.config.num_speculative_tokens)
     return parts
 
 
 def _open(
-    target: str | Path | PreTrainedModel, options: LoadOptions, ranks: Ranks | None
+    target: str | Path | PreTrainedModel, options: LoadOptions, group: Group
 ) -> tuple[PreTrainedModel, Checkpoint | None]:
     """The target and where it was read from; kernels and the compiler begin while its weights are read."""
     log.info("loading the target")
@@ -138,7 +107,7 @@ def _open(
         begin,
         options.adapter,
         options.merge_adapter,
-        ranks,
+        group,
     )
 
 
@@ -159,7 +128,7 @@ def _sized(
     tokenizer: Any,
     backend: AttentionBackend,
     options: LoadOptions,
-    ranks: Ranks | None,
+    group: Group,
 ) -> Parts:
     """The sizes of an engine for these, and what they switch on; refused where memory could not hold them."""
     device, page_size = probed.model.device, options.page_size
@@ -173,7 +142,8 @@ def _sized(
     sizes = token_bytes(probed, head, format, longest, options.hybrid_kv_cache)
     states = state_bytes(probed, rows)
     cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
-    cache = cache if ranks is None else least_of_all(cache, ranks)
+    tokens, *others = group.least([cache.tokens, *cache.windowed])  # their schedules must be the same
+    cache = Division(tokens, tuple(others))
     config = replace(
         _config(rows, cache, sizes, rule_of(probed, rows.num_speculative_tokens), options),
         long_rope=long_rope_rule(probed.model, longest),

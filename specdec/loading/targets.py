@@ -34,7 +34,6 @@ from specdec.loading.fp8 import fp8_checkpoint
 from specdec.loading.load_errors import check_complete, loading_named
 from specdec.loading.memory import check_weights_fit
 from specdec.loading.objects import check_loaded_target, check_target_type
-from specdec.loading.parallel import as_rank, check_no_adapter, check_not_quantised, plan_for, take_share, told
 from specdec.loading.progress import log
 from specdec.loading.quantisation import (
     Quantisation,
@@ -48,9 +47,9 @@ from specdec.loading.quantisation import (
 )
 from specdec.loading.quanto import is_quanto_folder, load_quanto
 from specdec.loading.sizes import resolve_device, resolve_dtype
-from specdec.parallel.ranks import Ranks
 from specdec.values import short
 from specdec.wrapped.alterations import without_unpickled
+from specdec.wrapped.group import ALONE, Group
 
 OnConfig = Callable[[PreTrainedConfig, "torch.dtype | str", torch.device], None]
 """Called with a target's configuration, the dtype asked for ("auto": the checkpoint's) and its device, before its
@@ -62,18 +61,18 @@ def load_target(
     dtype: torch.dtype | str,
     device: torch.device,
     on_config: OnConfig | None = None,
-    ranks: Ranks | None = None,
+    group: Group = ALONE,
 ) -> PreTrainedModel:
     """Load a causal language model, or a model with one inside (`auto_classes`), through transformers.
 
-    ranks: load this rank's share only.
+    group: the processes that load it together, all of which call it.
 
     Raises:
         ModelLoadError: it is missing, damaged or no causal language model, its checkpoint and its configuration do not
             fit (see `specdec.loading.load_errors`), or the device has no room for it.
         UnsupportedModelError: it is quantised in FP8 by a scheme that no operator serves.
     """
-    return _load(name if isinstance(name, Checkpoint) else find_checkpoint(name), dtype, device, on_config, ranks)[0]
+    return _load(name if isinstance(name, Checkpoint) else find_checkpoint(name), dtype, device, on_config, group)[0]
 
 
 def _load(
@@ -81,7 +80,7 @@ def _load(
     dtype: torch.dtype | str,
     device: torch.device,
     on_config: OnConfig | None,
-    ranks: Ranks | None,
+    group: Group,
 ) -> tuple[PreTrainedModel, Quantisation | None]:
     """As `load_target`, with how the weights are stored."""
     check_target_folder(checkpoint)
@@ -102,7 +101,7 @@ def _load(
         else:
             if method is not None and without_kernels(method, device):
                 config.quantization_config = {**(stored or {}), "dequantize": True}  # transformers would do so silently
-            model = _from_pretrained(checkpoint, config, found, dtype, place, ranks)
+            model = _from_pretrained(checkpoint, config, found, dtype, place, group)
     settle(model)
     hold_dtype(model, method, dtype)
     if checkpoint.adapter is not None:
@@ -117,27 +116,6 @@ def _load(
     return placed, quantisation
 
 
-def check_shares(checkpoint: Checkpoint, size: int) -> None:
-    """Refuse, by its configuration alone, a target that cannot be divided: before any process is started for it.
-
-    Args:
-        checkpoint: where the target is read from. size: how many ranks there will be.
-
-    Raises:
-        InvalidInputError: it is an adapter, or its heads cannot be divided among so many.
-        UnsupportedModelError: it is quantised, or there is no plan for it.
-        ModelLoadError: its configuration is missing or damaged.
-    """
-    checkpoint = with_adapter(checkpoint, None, "auto")
-    check_no_adapter(checkpoint.adapter, size)
-    check_target_folder(checkpoint)
-    with loading_named(checkpoint, "the target model"):
-        config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
-        method = check_quantisation(stored_quantisation(config), f"cannot load the target model {checkpoint.name!r}")
-        check_not_quantised("quanto" if is_quanto_folder(checkpoint) else method, size)
-        plan_for(config, auto_class(config, checkpoint.name), size)
-
-
 def _at(model: Any, device: torch.device) -> PreTrainedModel:
     """The model on a device; transformers' decorators hide from type checkers what `to` takes."""
     moved: PreTrainedModel = model.to(device)
@@ -150,14 +128,13 @@ def _from_pretrained(
     found: AutoClass,
     dtype: torch.dtype | str,
     place: Mapping[str, Any],
-    ranks: Ranks | None,
+    group: Group,
 ) -> PreTrainedModel:
-    """The whole checkpoint through transformers, or this rank's share of it; `place`: see `placed_at`."""
-    plan = None if ranks is None else plan_for(config, found, ranks.size)
-    share = {} if plan is None or ranks is None else told(plan, ranks.size)
+    """The checkpoint through transformers, or what of it a process of the group has; `place`: see `placed_at`."""
+    reading = group.reading(config, found)
     quiet = _without_progress_bar() if checkpoint.builtin else nullcontext()
-    here = nullcontext() if ranks is None else as_rank(ranks)
-    with _module_tensors_expected(config, found), fp8_checkpoint(config, checkpoint.name), quiet, here:
+    expected, fp8 = _module_tensors_expected(config, found), fp8_checkpoint(config, checkpoint.name)
+    with expected, fp8, quiet, reading.while_reading():
         loaded: Any = found.loader.from_pretrained(
             checkpoint.path,
             config=config,
@@ -167,14 +144,13 @@ def _from_pretrained(
             # transformers looks for an adapter where peft is installed: not on the hub for a model that is cached
             adapter_kwargs={"local_files_only": checkpoint.local_files_only},
             **place,
-            **share,
+            **reading.options,
             **checkpoint.options,
         )
     model: PreTrainedModel
     model, info = loaded
     check_complete(checkpoint.name, model, info)
-    if plan is not None and ranks is not None:
-        ranks.part = take_share(model, plan, ranks.rank, ranks.size)
+    reading.finish(model)
     return model
 
 
@@ -222,13 +198,13 @@ def open_target(
     on_config: OnConfig | None = None,
     adapter: str | Path | None = None,
     merge_adapter: Merge = "auto",
-    ranks: Ranks | None = None,
+    group: Group = ALONE,
 ) -> tuple[PreTrainedModel, Checkpoint | None]:
     """Load a target by name, or take a loaded model as it is; with the checkpoint its tokenizer and head are found by.
 
     Args:
         adapter, merge_adapter: see `specdec.loading.adapters.with_adapter`. Of a PeftModel the model inside is taken.
-        ranks: load this rank's share, on its device.
+        group: the processes that load it together, all of which call it.
 
     Raises:
         ModelLoadError: it is missing or transformers cannot load it.
@@ -239,10 +215,10 @@ def open_target(
     target = unwrapped(target)
     check_target_type(target)
     if not isinstance(target, PreTrainedModel):
-        place = resolve_device(device) if ranks is None else ranks.device
+        place = resolve_device(device)
         kind = resolve_dtype(dtype, place)
         checkpoint = with_adapter(find_checkpoint(target, revision, trust_remote_code), adapter, merge_adapter)
-        model, quantisation = _load(checkpoint, kind, place, on_config, ranks)
+        model, quantisation = _load(checkpoint, kind, place, on_config, group)
         check_loaded_target(model)
         return model, replace(checkpoint, quantisation=quantisation)
     if not isinstance(dtype, str) or dtype != "auto" or device is not None:

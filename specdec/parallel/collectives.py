@@ -1,21 +1,30 @@
-"""What carries sums, gathers and broadcasts between ranks: torch's default process group (gloo, NCCL)."""
+"""What carries sums, gathers and broadcasts between ranks: torch's default process group (gloo, NCCL), and its end.
+
+The group is left whatever the device waits for and whatever CUDA graphs hold. NCCL ends a communicator only when no
+CUDA graph holds a launch of it any more, and waits for that without end. Graphs are dropped when the device is idle,
+and the device may wait for a rank that is gone until NCCL's abort begins. So the abort begins on a thread of its own,
+and the graphs are dropped meanwhile.
+
+Source: NVIDIA/nccl, src/init.cc (commDestroySync polls until localPersistentRefs is 0, since NCCL 2.26; ncclCommAbort
+sets the abort flag that its kernels look at, then goes there).
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from specdec.errors import RanksLostError
-from specdec.parallel.leaving import HelperThread, leave_group
 
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13's name, and the one before it."""
@@ -160,3 +169,41 @@ class GroupCollectives:
     def _idle(self) -> threading.Event:
         """Set once all that was launched on the device before is done, or has failed."""
         return self._watching.start(partial(torch.cuda.synchronize, self._device))
+
+
+_Call = tuple[Callable[[], object], threading.Event]
+
+
+class HelperThread:
+    """A thread that runs calls in turn. It starts with the object: since Python 3.12 no thread can be started once the
+    interpreter ends, which is when models that were never closed are closed. It ends with the object."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True).start()
+        weakref.finalize(self, self._calls.put, None).atexit = False  # calls come after such callbacks, too
+
+    def start(self, call: Callable[[], object]) -> threading.Event:
+        """Run `call` after those before it. The event is set when it is done; exceptions are ignored."""
+        done = threading.Event()
+        self._calls.put((call, done))
+        return done
+
+
+def _run(calls: SimpleQueue[_Call | None]) -> None:
+    while (found := calls.get()) is not None:
+        call, done = found
+        with suppress(Exception):
+            call()
+        done.set()
+
+
+def leave_group() -> None:
+    """Leave the default process group. Idempotent. Waits for no other rank, since they may be gone, but with NCCL until
+    no CUDA graph holds its launches."""
+    if not dist.is_initialized():
+        return
+    if "nccl" in dist.get_backend_config():
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()

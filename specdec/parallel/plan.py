@@ -6,19 +6,26 @@ its inputs, whose partial results are summed) and stacked experts. Whatever gath
 is left whole: on few tokens such a gather costs more than the matmul. The embedding and lm_head are read whole, because
 heads share them; of lm_head every rank multiplies its own rows (`specdec.parallel.shares`).
 
+While transformers reads the shares it is told the plan, and finds one mesh of all ranks: `told`, `as_rank`.
+
 Source: transformers, src/transformers/distributed/tensor_parallel.py (styles), `_tp_plan` of its modeling files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError, UnsupportedModelError
+from specdec.loading.auto_classes import AutoClass, model_class
 
 _WHOLE = "replicate"
 _BY_OUTPUT, _BY_INPUT, _EXPERTS, _PARTIAL = "colwise", "rowwise", "moe_tp_experts", "all_reduce"
@@ -202,3 +209,56 @@ def _leave_uneven_whole(model: Any, styles: dict[str, str], size: int) -> None:
     for pattern in list(styles):
         if pattern in uneven or pattern.rpartition(".")[0] in uneven:
             del styles[pattern]
+
+
+def plan_for(config: PreTrainedConfig, found: AutoClass, size: int) -> Plan:
+    """The plan of a configuration's model.
+
+    Raises:
+        UnsupportedModelError: its code is not transformers' own, or see `plan_of`.
+    """
+    kind = model_class(config, found)
+    if kind is PreTrainedModel:
+        raise UnsupportedModelError(
+            f"tensor_parallel_size={size}: model_type={config.model_type!r} is code of its checkpoint, for which there "
+            "is no plan"
+        )
+    with torch.device("meta"):
+        return plan_of(kind(config), size)
+
+
+def told(plan: Plan, size: int) -> dict[str, Any]:
+    """What transformers' from_pretrained is given beside the rest."""
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=size, tp_plan=dict(plan.styles))}
+
+
+class _Meshes:
+    """What a load of transformers asks for its meshes: one of all ranks, whose process group is the default one."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self._mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tp",))
+
+    def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
+        """The mesh, whatever dimensions are asked for: no other divides anything."""
+        return self._mesh
+
+
+@contextmanager
+def as_rank(device: torch.device, size: int) -> Iterator[None]:
+    """While transformers loads: this rank's device, and a mesh for which no process group is made.
+
+    transformers' own meshes have three dimensions of one rank beside the one of all, for layers and again for experts,
+    and torch makes a process group of each: six a load, which nobody uses and which stay until the last model is
+    closed. With NCCL they are split off the default one, and on a GPU whose memory is full that has ended the process.
+    """
+    from transformers.distributed import mixin  # as of 5.23
+
+    meshes: Any = _Meshes(device, size)
+    own = mixin.initialize_distributed_mesh
+    mixin.initialize_distributed_mesh = lambda distributed_config: (device, meshes)
+    try:
+        yield
+    finally:
+        mixin.initialize_distributed_mesh = own

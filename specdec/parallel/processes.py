@@ -80,7 +80,7 @@ def start(rank: int, folder: str) -> Process:
             "LOCAL_RANK": str(rank),
         }
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "specdec.worker", str(theirs.fileno()), str(os.getpid()), folder],
+            [sys.executable, "-P", "-m", "specdec.parallel.worker", str(theirs.fileno()), str(os.getpid()), folder],
             env=variables,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,

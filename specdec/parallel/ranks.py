@@ -1,29 +1,50 @@
-"""Ranks: this process's place among those that run one target, and what it may do alone."""
+"""Ranks: this process's place among those that run one target, and what all of them must do alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import local
+import signal
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
 from attention.checking import checking
-from specdec.errors import SpecdecError
+from specdec.errors import InvalidInputError, RanksLostError, UnsupportedModelError
+from specdec.loading.auto_classes import AutoClass
 from specdec.parallel.collectives import Collectives
-from specdec.parallel.inbox import Ear
-from specdec.parallel.plan import Share
-from specdec.parallel.workers import Link
-
-_ALONE = (
-    "a forward of a tensor-parallel model was called on one rank alone: every rank holds a part of its weights, and "
-    "only the rounds of SpeculativeModel (generate, stream, …) run on all of them; load the model without "
-    "tensor_parallel_size to call hf_model itself"
-)
-_here = local()
+from specdec.parallel.messages import Launching
+from specdec.parallel.plan import Plan, Share, as_rank, plan_for, told
+from specdec.parallel.shares import exchanging, take_share
+from specdec.rounds.verification import TargetArrays
+from specdec.wrapped.group import Group, Reading
+from specdec.wrapped.probing import TargetProbe
 
 
-class Ranks:
+class Channel(Protocol):
+    """Of one model: rank 0's to the other ranks, or another rank's from rank 0."""
+
+    def told(self, message: Any) -> Any:
+        """On rank 0: tell all others this message. On another rank: the next one of rank 0. Returns what rank 0 says.
+
+        Raises:
+            RanksLostError: a rank is lost.
+        """
+
+    def check(self) -> None:
+        """On rank 0: raises RanksLostError once a rank is lost."""
+
+    @property
+    def is_lost(self) -> bool:
+        """On rank 0: whether `check` raises."""
+
+    def close(self) -> None:
+        """On rank 0: the other ranks let go of the model. Idempotent."""
+
+
+class Ranks(Group):
     """This process among the N that run one target.
 
     Attributes:
@@ -35,39 +56,34 @@ class Ranks:
     """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, collectives: Collectives, channel: Link | Ear
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        collectives: Collectives,
+        channel: Channel,
+        engine: Callable[..., Any] | None = None,
     ) -> None:
+        """engine: makes this rank's engine of these ranks and the parts of an `Engine`; None where none is made."""
         self.rank, self.size, self.device = rank, size, device
         self.collectives = collectives
         self.channel = channel
         self.lost = False
         self.part: Share | None = None
+        self._engine = engine
         with torch.inference_mode(False):  # now: made while a graph is captured, it would be zero again in every replay
             self._differing = torch.zeros((), dtype=torch.int64, device=device)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """While all ranks run the same: only then, and on this thread, forwards are allowed."""
-        before = getattr(_here, "ranks", None)
-        _here.ranks = self
-        try:
-            yield
-        finally:
-            _here.ranks = before
+        return exchanging(self.collectives)
 
     def check_alive(self) -> None:
         """Raises RanksLostError once a rank is lost; called while the host waits for the device."""
-        if isinstance(self.channel, Link):
-            self.channel.workers.check()
-
-    def close(self) -> None:
-        """On rank 0: the other ranks let go of this model. Idempotent."""
-        if isinstance(self.channel, Link):
-            self.lost = self.lost or self.channel.workers.is_lost
-            self.channel.close()
+        self.channel.check()
 
     def share(self, ids: torch.Tensor) -> None:
-        """Overwrite ids, contiguous int64 on the device, with those of rank 0.
+        """See `Group.share`.
 
         Ranks may round differently by a bit (kernels are chosen by timing), and a near tie then gives other ids. From
         here on all ranks have the same. With SPECDEC_CHECK=1 ids that differed are counted.
@@ -85,21 +101,148 @@ class Ranks:
         """How many ids of this rank were not those of rank 0, in check mode; waits for the device."""
         return int(self._differing)
 
+    def wait(self, event: torch.cuda.Event) -> None:
+        """See `Group.wait`: the event of a round that waits for a lost rank never comes."""
+        while not event.query():
+            self.check_alive()
 
-def current() -> Ranks:
-    """The ranks that run the same now, on this thread.
+    def before_launch(self, target: TargetArrays) -> None:
+        """See `Group.before_launch`: rank 0 tells the digest of its round, the others compare their own with it."""
+        own = Launching(digest_of(target))
+        message = self.channel.told(own)
+        if message != own:
+            raise RanksLostError(
+                f"the ranks disagree about a round: rank 0 says {message}, its digest here is {own.digest} (rows "
+                f"{target.request_rows.tolist()}, from {target.start.tolist()}, {target.num_new.tolist()} tokens, "
+                f"{target.drafts.tolist()} drafts)"
+            )
 
-    Raises:
-        SpecdecError: this rank runs alone, and would wait for the others forever.
+    def note_graph(self, graph: torch.cuda.CUDAGraph) -> None:
+        """See `Group.note_graph`: it holds exchanges between the ranks, and is dropped before they part."""
+        self.collectives.hold(graph)
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """See `Group.least`."""
+        return self.collectives.least(values)
+
+    def gather(self, rows: list[list[int]]) -> list[list[list[int]]]:
+        """See `Group.gather`."""
+        found: list[list[list[int]]] = self.collectives.gather(torch.tensor(rows, device=self.device)).tolist()
+        return found
+
+    def copies(self, name: str) -> int:
+        """See `Group.copies`."""
+        if self.part is None or name in self.part.divided:
+            return 1
+        return self.part.repeated.get(name, self.size)
+
+    def reading(self, config: Any, found: AutoClass) -> Reading:
+        """See `Group.reading`: this rank's share."""
+        return _ReadingShare(self, plan_for(config, found, self.size))
+
+    def check_target(self, probed: TargetProbe) -> None:
+        """See `Group.check_target`. Raises UnsupportedModelError: the target has recurrent layers."""
+        if probed.recurrent_calls:
+            raise UnsupportedModelError(
+                f"tensor_parallel_size={self.size}: {type(probed.model).__name__} has recurrent layers, whose states "
+                "are not divided; load it without tensor_parallel_size"
+            )
+
+    def check_whole(self, call: str, instead: str) -> None:
+        """See `Group.check_whole`."""
+        raise InvalidInputError(
+            f"{call}: with tensor_parallel_size={self.size} this process has one share of the weights; {instead}"
+        )
+
+    def engine(self, make: Callable[..., Any], *parts: Any) -> Any:
+        """See `Group.engine`: rank 0's, or that of a rank which follows it."""
+        assert self._engine is not None
+        return self._engine(self, *parts)
+
+    def run(self, function: Callable[..., Any], engine: Any, *arguments: Any) -> Any:
+        """See `Group.run`."""
+        return engine.run(f"{function.__module__}:{function.__name__}", *arguments)
+
+    def facts(self) -> dict[str, Any]:
+        """See `Group.facts`: the other facts of `describe` (parameters, bytes, heads) are those of this rank."""
+        return {"size": self.size, "rank": self.rank, "collectives": self.collectives.name}
+
+    def close(self) -> None:
+        """On rank 0: the other ranks let go of this model. Idempotent."""
+        self.lost = self.lost or self.channel.is_lost
+        self.channel.close()
+
+
+class _ReadingShare(Reading):
+    """The share of one rank, by a plan."""
+
+    def __init__(self, ranks: Ranks, plan: Plan) -> None:
+        self._ranks, self._plan = ranks, plan
+        self.options = told(plan, ranks.size)
+
+    def while_reading(self) -> AbstractContextManager[None]:
+        """See `Reading.while_reading`."""
+        return as_rank(self._ranks.device, self._ranks.size)
+
+    def finish(self, model: Any) -> None:
+        """See `Reading.finish`."""
+        self._ranks.part = take_share(model, self._plan, self._ranks.rank, self._ranks.size)
+
+
+def digest_of(target: TargetArrays) -> int:
+    """Of the schedule of a round: its rows, what each reads from where, and how many drafts it verifies."""
+    digest = 0
+    for array in (target.request_rows, target.start, target.num_new, target.drafts, target.decided):
+        digest = zlib.crc32(array.tobytes(), digest)
+    return digest
+
+
+_FOREIGN = (signal.SIG_DFL, signal.SIG_IGN, None)
+"""What `signal.getsignal` says where no function of Python's is called: nothing is raised there."""
+_NUMBERS = tuple(int(n) for n in signal.valid_signals() if isinstance(n, signal.Signals) and "RT" not in n.name)
+
+
+class HeldInterrupt:
+    """A with-block that no signal strikes whose handler may raise (Ctrl-C, an alarm): the handler is called at the end.
+    All ranks must come to the same place.
+
+    A second one of the same number strikes at once. On other threads than the main one, which no signal strikes, it
+    does nothing.
     """
-    found: Ranks | None = getattr(_here, "ranks", None)
-    if found is None:
-        raise SpecdecError(_ALONE)
-    return found
 
+    def __init__(self) -> None:
+        self._before: dict[int, Callable[..., Any]] = {}
+        self._here = threading.current_thread() is threading.main_thread()
+        self._held: set[int] = set()
 
-def note_graph(graph: torch.cuda.CUDAGraph) -> None:
-    """Of every graph that is captured: while all ranks run the same, it holds exchanges between them."""
-    found: Ranks | None = getattr(_here, "ranks", None)
-    if found is not None:
-        found.collectives.hold(graph)
+    def __enter__(self) -> HeldInterrupt:
+        if self._here:
+            for number in _NUMBERS:
+                handler: Any = signal.getsignal(number)
+                if handler not in _FOREIGN:
+                    self._before[number] = handler
+                    signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        if number in self._held:
+            self._before[number](number, frame)
+        self._held.add(number)
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._put_back()
+        finally:  # once more: one may have struck in the midst of it
+            self._put_back()
+            self._strike()
+
+    def _put_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _strike(self) -> None:
+        if self._held:
+            try:
+                signal.raise_signal(self._held.pop())
+            finally:
+                self._strike()

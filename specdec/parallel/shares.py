@@ -4,19 +4,130 @@ transformers plans and reads: every rank reads its part of each divided paramete
 forwards are taken off again. What stays is the model's own classes with fewer heads and narrower layers, hooks that sum
 partial results, and an lm_head that multiplies its own rows and gathers; so the probe, the KV cache, MLA's absorbed
 form, the compiler and CUDA graphs need to know nothing of ranks.
+
+Sums and gathers between ranks are operators that torch.compile does not look into, and that CUDA graphs hold. Compiled
+code finds what carries them when it runs: `exchanging`. The compiler's graph of a share is changed in one way: two sums
+between ranks become one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import local
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.fx import Graph, Node
 
-from specdec.parallel.operators import gather_ranks, sum_ranks
+from specdec.errors import SpecdecError
+from specdec.parallel.collectives import Collectives
 from specdec.parallel.plan import Plan, Share, pattern_of
+from specdec.wrapped.group import GRAPH_PASSES
+
+_ALONE = (
+    "a forward of a tensor-parallel model was called on one rank alone: every rank holds a part of its weights, and "
+    "only the rounds of SpeculativeModel (generate, stream, …) run on all of them; load the model without "
+    "tensor_parallel_size to call hf_model itself"
+)
+_here = local()
+
+
+@contextmanager
+def exchanging(collectives: Collectives) -> Iterator[None]:
+    """A with-block in which all ranks run the same. Only inside, and on this thread, are forwards allowed."""
+    before = getattr(_here, "collectives", None)
+    _here.collectives = collectives
+    try:
+        yield
+    finally:
+        _here.collectives = before
+
+
+def _current() -> Collectives:
+    """What carries exchanges on this thread. Raises SpecdecError outside of `exchanging`: others would not answer."""
+    found: Collectives | None = getattr(_here, "collectives", None)
+    if found is None:
+        raise SpecdecError(_ALONE)
+    return found
+
+
+@torch.library.custom_op("specdec::sum_ranks", mutates_args=())
+def sum_ranks(x: torch.Tensor) -> torch.Tensor:
+    """The sum of all ranks' x, the same bits on each of them.
+
+    Raises:
+        SpecdecError: this rank runs alone.
+    """
+    return _current().sum(x)
+
+
+@sum_ranks.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("specdec::gather_ranks", mutates_args=())
+def gather_ranks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x [..., C] of each of `size` ranks -> [..., size·C], in the order of ranks.
+
+    Raises:
+        SpecdecError: this rank runs alone.
+    """
+    found = _current().gather(x)
+    return found.movedim(0, -2).reshape(*x.shape[:-1], size * x.shape[-1])
+
+
+@gather_ranks.register_fake
+def _(x: torch.Tensor, size: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], size * x.shape[-1])
+
+
+_SUM: Any = torch.ops.specdec.sum_ranks.default
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+
+
+def sum_once(graph: Graph) -> None:
+    """sum_ranks(a) + sum_ranks(b) becomes sum_ranks(a + b), where nothing else reads the sums or views of them.
+
+    So a mixture of experts and its shared experts, whose results are added, are summed between ranks together. Every
+    rank has the same graph, so all of them do it.
+    """
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.args) != 2:
+            continue
+        first, second = map(_sum_behind, node.args)
+        if first is None or second is None or first is second or not _same_shape(*node.args):
+            continue
+        for each in (first, second):
+            parts: Any = each.args[0]
+            each.replace_all_uses_with(parts)
+            graph.erase_node(each)
+        with graph.inserting_after(node):
+            total = graph.call_function(_SUM, (node,))
+        total.meta.update(node.meta)
+        node.replace_all_uses_with(total, delete_user_cb=lambda user, total=total: user is not total)
+
+
+def _sum_behind(found: Any) -> Node | None:
+    """The sum that `found` is, or a view of it, where nothing else reads either."""
+    while isinstance(found, Node) and found.target in _VIEWS and len(found.users) == 1:
+        found = found.args[0]
+    if not isinstance(found, Node) or found.target is not _SUM or len(found.users) != 1:
+        return None
+    parts: Any = found.args[0]
+    return found if parts.meta["val"].is_contiguous() else None  # what a view was taken of, it can be taken of again
+
+
+def _same_shape(a: Any, b: Any) -> bool:
+    return bool(a.meta["val"].shape == b.meta["val"].shape)
+
+
+GRAPH_PASSES.append(sum_once)
+
 
 _SUMMED = ("rowwise", "moe_tp_experts", "all_reduce")
 

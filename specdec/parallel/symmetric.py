@@ -1,7 +1,7 @@
-"""Sums by torch's symmetric memory: every GPU reads the others' parts itself, where they can reach each other's memory.
+"""Joining the process group of all ranks, and sums by torch's symmetric memory, where GPUs can read each other's parts.
 
 On few tokens such a sum is three times as fast as NCCL's (docs/parallel.md). All else is NCCL's. NVLink multicast is
-never used: TORCH_SYMM_MEM_DISABLE_MULTICAST is set before anything is allocated (`specdec.parallel.group`).
+never used: TORCH_SYMM_MEM_DISABLE_MULTICAST is set before anything is allocated (`join_group`).
 
 Source: pytorch/pytorch, torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu: one_shot_all_reduce_copy reads
 all parts of all ranks; two_shot_all_reduce_out sums a part on each and lets the others read it. Before and after that
@@ -13,18 +13,19 @@ pad is 1 and makes it 0 (wait_signal). A pad is [blocks, ranks that signal].
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from specdec.parallel.collectives import LONGEST_RELEASE, GroupCollectives
-from specdec.parallel.renumbered import RenumberedStore
+from specdec.parallel.collectives import LONGEST_RELEASE, Collectives, GroupCollectives
 
 MOST_BYTES = 8 << 20
 """Of one sum: 512 tokens of width 8,192 in bfloat16. Longer ones are NCCL's, whose launch then no longer counts."""
@@ -37,6 +38,16 @@ _RANKS = (2, 4, 8)
 _GIVE_EVERY = 2e-4
 """Seconds. A sum waits two or three times, and each needs all signals once: of 80 layers 320 to 480 times a round."""
 _DTYPES = (torch.bfloat16, torch.float32)
+_LONGEST_WAIT = timedelta(minutes=30)
+"""How long one rank may load or compile before another. A lost rank is found in other ways, see `workers`."""
+_MEETING = timedelta(minutes=2)
+"""How long the others are waited for, all of which run already."""
+_NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+"""Of the environment: NVLink multicast stays off."""
+_NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""NCCL's own threads would end this process, the user's, when a rank is lost; here that is noticed by its socket."""
+_COLLECTIVES = "SPECDEC_COLLECTIVES"
+"""A variable of the environment: "nccl" keeps sums from symmetric memory, to compare the two."""
 _numbers = itertools.count()
 """Of the groups that symmetric memory has had in this process: torch keeps what it knows of one by its name."""
 
@@ -182,3 +193,65 @@ def _is_right(found: GroupCollectives, plain: GroupCollectives, device: torch.de
         for part in (x, x.flip(0)):
             right = torch.allclose(found.sum(part), plain.sum(part)) and right
     return right
+
+
+class RenumberedStore(dist.Store):
+    """Another store, whose keys PREFIX/NUMBER/RANK have their numbers counted from the first that is set here.
+
+    torch's symmetric memory numbers what ranks exchange by what the process has exchanged so far, in any group, and
+    waits for keys with its own numbers. Rank 0 is the user's process, in which tensor-parallel models may have been
+    open before; the other ranks' processes are new. Without this they would wait for each other (mended in torch's
+    main branch in September 2026, where numbers are the group's and this changes nothing).
+
+    Source: pytorch/pytorch, torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp (StoreExchange), issue
+    196082 and pull request 196350.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: int | None = None
+
+    def set(self, key: str, value: Any) -> None:
+        """As `torch.distributed.Store.set`, of bytes. The first call of an exchange."""
+        if self._first is None:
+            self._first = int(key.split("/")[-2])
+        self._store.set(self._renumbered(key), value)
+
+    def get(self, key: str) -> bytes:
+        """As `torch.distributed.Store.get`: waits as long as the other store does."""
+        value: bytes = self._store.get(self._renumbered(key))
+        return value
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        """As `torch.distributed.Store.wait`; without a timeout as long as the other store does."""
+        self._store.wait([self._renumbered(key) for key in keys], *timeout)
+
+    def _renumbered(self, key: str) -> str:
+        *prefix, number, rank = key.split("/")
+        return "/".join((*prefix, str(int(number) - (self._first or 0)), rank))
+
+
+def join_group(rank: int, size: int, device: torch.device, rendezvous: str) -> Collectives:
+    """Meet the other ranks by a file that nobody else can write to. Returns once all are there."""
+    os.environ.update(_NO_MULTICAST | _NO_WATCHDOG)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine: gloo needs no name of it
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(device)
+    # As destroy_process_group leaves it. torch numbers the groups that a process has begun, failed and interrupted ones
+    # too, and ranks whose numbers differ would wait for each other.
+    dist.distributed_c10d._world.group_count = 0
+    store = dist.FileStore(rendezvous, size)
+    store.set_timeout(_MEETING)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=_LONGEST_WAIT,
+        device_id=device if on_cuda else None,
+    )
+    if on_cuda and os.environ.get(_COLLECTIVES) != "nccl":
+        return symmetric_or_group(device, dist.PrefixStore("symmetric memory", store))
+    return GroupCollectives(device)

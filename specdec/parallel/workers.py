@@ -5,8 +5,9 @@ go one way, over a socket pair with each process; nobody answers them. What come
 it has loaded, and its last ones. A process that ends unasked is noticed by a thread that reads its socket: the next
 call raises RanksLostError, and what waits for the process on the device is aborted.
 
-The processes run `python -m specdec.worker`: nothing of the user's program is imported there. They have a session of
-their own, so Ctrl-C in a terminal is rank 0's alone, and they end when their socket does, however rank 0 ended.
+The processes run `python -m specdec.parallel.worker`: nothing of the user's program is imported there. They have a
+session of their own, so Ctrl-C in a terminal is rank 0's alone, and they end when their socket does, however rank 0
+ended.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError
-from specdec.parallel.collectives import Collectives
-from specdec.parallel.leaving import leave_group
+from specdec.parallel.collectives import Collectives, leave_group
 from specdec.parallel.messages import Answer, Close
 from specdec.parallel.processes import Process, Watched, end, start
 
@@ -287,6 +287,20 @@ class Link:
     def send(self, message: Any) -> None:
         """Tell all. Raises RanksLostError when one is gone."""
         self.workers.send((self.number, message))
+
+    def told(self, message: Any) -> Any:
+        """See `Channel.told`."""
+        self.send(message)
+        return message
+
+    def check(self) -> None:
+        """See `Channel.check`."""
+        self.workers.check()
+
+    @property
+    def is_lost(self) -> bool:
+        """See `Channel.is_lost`."""
+        return self.workers.is_lost
 
     def close(self) -> None:
         """Idempotent."""

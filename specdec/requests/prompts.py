@@ -186,6 +186,20 @@ def one_sequence(given: Any) -> list[int]:
     return [operator.index(token) for token in found] if _is_ids(found) else []
 
 
+def ids_within(given: Any, size: int, call: str) -> list[int]:
+    """Token ids given as a list or a 1-D array, all of them below `size`. call: what they are for, in messages.
+
+    Raises:
+        InvalidInputError: no ids, ids that are no integers, or an id outside of 0 … size - 1.
+    """
+    ids = one_sequence(given)
+    if not ids or not all(0 <= token < size for token in ids):
+        raise InvalidInputError(
+            f"{call}: give at least one token id, all in 0 … {size - 1}: one sequence of integers, not text"
+        )
+    return ids
+
+
 class _Masked(list[int]):
     """Token ids without padding, by their attention_mask: every one is read."""
 

@@ -156,9 +156,8 @@ def _self_test(target: Target, longest: int) -> float:
 
 
 def _fits(target: Target, error: float) -> bool:
-    """Whether rounding explains an error, on every rank: a rank that read on alone would wait for the others."""
-    fits = error <= _limit(target, error)
-    return fits if target.ranks is None else bool(target.ranks.collectives.least([int(fits)])[0])
+    """Whether rounding explains an error, in every process: one that read on alone would wait for the others."""
+    return bool(target.group.least([int(error <= _limit(target, error))])[0])
 
 
 @dataclass(frozen=True)

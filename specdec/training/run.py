@@ -150,9 +150,9 @@ def plan_mtp(
 
 
 def _check_alone(model: SpeculativeModel) -> None:
-    if model.ranks is not None:
+    if model.group.size > 1:
         raise InvalidInputError(
-            f"training needs the whole target in one process; load it without tensor_parallel_size={model.ranks.size}"
+            f"training needs the whole target in one process; load it without tensor_parallel_size={model.group.size}"
         )
     if model.head is not None:
         raise InvalidInputError("the target was loaded with a head; load it with draft=None to train one")

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.hf.weights import memory_of
-from specdec.parallel.ranks import Ranks
 from specdec.requests.generation_config import eos_ids
+from specdec.wrapped.group import ALONE, Group
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as an element, to look at bits instead of numbers."""
@@ -64,26 +64,23 @@ def _with_configuration(model: PreTrainedModel, weights: str) -> str:
 
 
 @torch.no_grad()
-def fingerprints_of_ranks(model: PreTrainedModel, ranks: Ranks | None) -> tuple[str, list[str]]:
-    """What a target is, however it is divided, and what each rank has of it. Of several ranks all call it.
+def shared_fingerprint(model: PreTrainedModel, group: Group = ALONE) -> tuple[str, list[str]]:
+    """What a target is, however it is divided, and what each process of its group has of it. All of them call it.
 
-    The first is the same for any number of ranks: of each tensor of the whole model it has the number of elements and
-    the sum of all bits, which parts add up to, but no places, so a tensor with rows in another order is the same. The
-    others have places too, and are comparable between equal numbers of ranks.
+    The first is the same for any number of processes: of each tensor of the whole model it has the number of elements
+    and the sum of all bits, which parts add up to, but no places, so a tensor with rows in another order is the same.
+    The others have places too, and are comparable between equal numbers of processes.
 
     Returns:
-        16 hex digits over weights, configuration and end tokens; and 16 of each rank's share of the weights.
+        16 hex digits over weights, configuration and end tokens; and 16 of each process's share of the weights.
     """
     marks = _marks(model)
     own = hashlib.sha256(repr(marks).encode()).hexdigest()[:16]
-    totals = [(math.prod(shape), total) for _, shape, _, total, _ in marks]
-    shares = [own]
-    if ranks is not None and ranks.part is not None:
-        table = torch.tensor([[*map(_wrapped, pair)] for pair in [*totals, (int(own, 16), 0)]], device=ranks.device)
-        every = ranks.collectives.gather(table).tolist()
-        shares = [f"{rows[-1][0] % 2**64:016x}" for rows in every]
-        steps = [1 if m[0] in ranks.part.divided else ranks.part.repeated.get(m[0], ranks.size) for m in marks]
-        totals = [_added([rows[i] for rows in every[::step]]) for i, step in enumerate(steps)]
+    pairs = [(math.prod(shape), total) for _, shape, _, total, _ in marks]
+    every = group.gather([[*map(_wrapped, pair)] for pair in [*pairs, (int(own, 16), 0)]])
+    shares = [f"{rows[-1][0] % 2**64:016x}" for rows in every]
+    steps = [group.copies(mark[0]) for mark in marks]
+    totals = [_added([rows[i] for rows in every[::step]]) for i, step in enumerate(steps)]
     names = [(m[0], m[2], count, _wrapped(total)) for m, (count, total) in zip(marks, totals, strict=True)]
     return _with_configuration(model, hashlib.sha256(repr(names).encode()).hexdigest()[:16]), shares
 
@@ -93,9 +90,9 @@ def _added(parts: list[list[int]]) -> tuple[int, int]:
     return sum(count for count, _ in parts), sum(total for _, total in parts)
 
 
-def of_all_ranks(engine: Any) -> tuple[str, list[str]]:
-    """`fingerprints_of_ranks`, to be run on every rank (`LeadingEngine.run`)."""
-    return fingerprints_of_ranks(engine.target.hf_model, engine.ranks)
+def fingerprint_of_target(engine: Any) -> tuple[str, list[str]]:
+    """`shared_fingerprint` of an engine's target, for `Group.run`."""
+    return shared_fingerprint(engine.target.hf_model, engine.target.group)
 
 
 def _wrapped(number: int) -> int:

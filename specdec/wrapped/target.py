@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,8 @@ from attention.hf.recurrent import RecurrentPort
 from attention.recurrence.runner import Recur, StateRunner
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
-from specdec.parallel.ranks import Ranks
 from specdec.wrapped.alterations import Alterations
+from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.long_rope import LongRopePort, find_long_rope
 from specdec.wrapped.probing import TargetProbe, decoder_of, last_states, placeholders
 
@@ -168,7 +168,7 @@ class Target:
         placeholders: token ids that stand for what is no text, see `specdec.wrapped.probing`.
         long_rope: the rule of a longrope model's requests; None for other models.
         alterations: what was done to the model for this target and its executor.
-        ranks: among which it is divided; None where this process has all of it.
+        group: the processes that run it together.
     """
 
     def __init__(
@@ -179,17 +179,14 @@ class Target:
         max_tokens: int,
         states: StateRunner | None = None,
         max_positions: int | None = None,
-        ranks: Ranks | None = None,
+        group: Group = ALONE,
     ) -> None:
-        """states: of the probe's recurrent calls. max_positions: that a token may have; default the model's own.
-
-        ranks: among which it is divided.
-        """
+        """states: of the probe's recurrent calls. max_positions: that a token may have; default the model's own."""
         self.hf_model = probed.model
         self.vocab_size = probed.vocab_size
         self.runner = runner
         self.states = states
-        self.ranks = ranks
+        self.group = group
         self.num_layers = len(probed.layers)
         self.placeholders = placeholders(probed.model.config)
         self._selects_rows = probed.selects_rows
@@ -339,3 +336,15 @@ def _once(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return attend(layer, query[:1], key[:1], value[:1], *sinks).repeat(2, 1, 1)
 
     return first
+
+
+def own_logits(engine: Any, token_ids: Sequence[int]) -> torch.Tensor:
+    """[T, V]: logits of the own forward of an engine's target, without cache and head, after each of these tokens.
+
+    Every process of the target's group must call it, see `Group.run`.
+    """
+    model = engine.target.hf_model
+    ids = torch.tensor([list(token_ids)], device=model.device)
+    with torch.inference_mode():
+        logits: torch.Tensor = model(ids, use_cache=False).logits[0]
+    return logits

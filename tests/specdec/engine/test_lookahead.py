@@ -15,6 +15,7 @@ from specdec.execution.base import ChainedVerification, DraftedVerification, Ver
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import target_arrays
+from specdec.wrapped.group import ALONE
 
 K, EOS, MOST = 2, 9, 40
 PAGES = np.arange(1, 31, dtype=np.int32).reshape(3, 10)
@@ -38,7 +39,7 @@ class Engine:
         scheduler: Any = SimpleNamespace(reserve_next=lambda schedule: self.reserves)
         self.lookahead = Lookahead(self, scheduler, self.table, K)  # type: ignore[arg-type]
 
-    announce = None
+    group = ALONE
 
     def tables(self, schedule: Schedule, more_tokens: int) -> Tables:
         self.asked.append(more_tokens)

@@ -19,6 +19,7 @@ from specdec.execution.base import ChainedVerification, DraftedVerification, Ver
 from specdec.execution.readback import HostReads
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.verification import TargetArrays
+from specdec.wrapped.group import ALONE
 
 CPU = torch.device("cpu")
 K = 2
@@ -73,7 +74,7 @@ class NotingExecutor:
 def engine_of(kind: type[Verification], monkeypatch: pytest.MonkeyPatch, queue: bool = True, rows: int = 2) -> Engine:
     k = 0 if kind is ChainedVerification else K
     config = EngineConfig(k, 64, rows, 32, 4, 40)
-    target: Any = SimpleNamespace(hf_model=SimpleNamespace(device=CPU), num_embeddings=50, placeholders={})
+    target: Any = SimpleNamespace(hf_model=SimpleNamespace(device=CPU), num_embeddings=50, placeholders={}, group=ALONE)
     drafter: Any = SimpleNamespace(loop=SimpleNamespace(num_modules=1)) if k else None
     tokenizer: Any = SimpleNamespace(decode=lambda token_ids, **_: "")
     executor: Any = NotingExecutor(kind)

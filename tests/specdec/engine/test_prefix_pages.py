@@ -31,6 +31,7 @@ from specdec.execution.base import DraftedVerification, Verification
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.drafting import accepted_by_row, rows_after
 from specdec.rounds.verification import TargetArrays
+from specdec.wrapped.group import ALONE
 
 SIZE, LONGEST, K, VOCAB, ROWS, PAGES = 4, 64, 3, 12, 4, 29
 MASK = (1 << 64) - 1
@@ -215,6 +216,7 @@ class Traffic:
         self.device = HashDevice(config, modules, graphs)
         target: Any = SimpleNamespace(
             hf_model=SimpleNamespace(device=torch.device("cpu")),
+            group=ALONE,
             num_embeddings=VOCAB,
             vocab_size=VOCAB,
             placeholders={},

@@ -151,7 +151,7 @@ class ReplayedSegments:
             leave(self.result, self.launch(served, between.recur))
 
 
-def record_segments(launch: Callable[[Any, Any], Any], pool: Any) -> tuple[ReplayedSegments, Any]:
+def record_segments(launch: Callable[[Any, Any], Any], pool: Any, group: Any) -> tuple[ReplayedSegments, Any]:
     recorded = ReplayedSegments(launch)
     return recorded, recorded.result
 
@@ -160,7 +160,7 @@ def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     """From now on graphs are launches that run again; they are in the list that is returned."""
     recorded: list[Replayed] = []
 
-    def record(launch: Callable[[], Any], pool: Any) -> tuple[Replayed, Any]:
+    def record(launch: Callable[[], Any], pool: Any, group: Any) -> tuple[Replayed, Any]:
         recorded.append(Replayed(launch))
         return recorded[-1], recorded[-1].result
 
@@ -439,9 +439,9 @@ def test_rows_that_decode_beside_a_long_prompt_find_their_graphs(
     graphed = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, **sizes)
     captured: list[Any] = []
 
-    def noted(launch: Callable[[Any], Any], pool: Any) -> Any:
+    def noted(launch: Callable[[Any], Any], pool: Any, group: Any) -> Any:
         captured.append(launch)
-        return record_segments(launch, pool)
+        return record_segments(launch, pool, group)
 
     monkeypatch.setattr(specdec.execution.ragged, "record_segments", noted)
     prompts = random_prompts((5, 9, 96 - 5 - 9 + 2 * 16))
@@ -531,9 +531,9 @@ def test_an_mla_mixture_is_one_compiled_graph(recorded_on_cpu: list[Replayed], m
     monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, **{**options, "backend": "aot_eager"}))
     plain = specdec.execution.capture.record
 
-    def record(launch: Callable[[], Any], pool: Any) -> Any:
+    def record(launch: Callable[[], Any], pool: Any, group: Any) -> Any:
         launch()
-        return plain(launch, pool)
+        return plain(launch, pool, group)
 
     monkeypatch.setattr(specdec.execution.capture, "record", record)
     check_mla_mixture(2, rows=1)

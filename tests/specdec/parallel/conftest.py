@@ -28,7 +28,7 @@ def packages(forked_ranks: None) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(every_self_test: None, packages: None) -> Iterator[Any]:
     """The other rank's process stays between models."""
-    from specdec.loading.leading import start_ranks
+    from specdec.parallel.loading import start_ranks
 
     link = start_ranks(2, torch.device("cpu"))
     yield link

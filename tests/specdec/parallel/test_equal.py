@@ -16,7 +16,7 @@ from torch.distributed import device_mesh
 
 from drafters.eagle3.checkpoint import save_eagle3
 from specdec import SamplingParams, SpeculativeModel
-from specdec.engine.ranked import differing_ids
+from specdec.parallel.engine import differing_ids
 
 TEXTS = [
     "Anna has 12 apples and buys 8 more. How many apples does she have?",

@@ -29,10 +29,10 @@ from specdec import (
     SpecdecError,
     SpeculativeModel,
 )
-from specdec.engine.ranked import differing_ids
-from specdec.loading import leading
+from specdec.parallel import loading as leading
 from specdec.parallel import processes, workers
-from specdec.parallel.group import join_group
+from specdec.parallel.engine import differing_ids
+from specdec.parallel.symmetric import join_group
 
 SOON = 5.0
 SIZES: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 4, "kv_cache_tokens": 400}
@@ -161,7 +161,7 @@ def test_a_load_that_fails_on_one_rank_names_it(two_ranks: Any, model: Any, fold
         load(folders("one-kv-head"), draft="/no/such/head")
     assert model.generate(PROMPT, PARAMS)  # what all ranks refuse alike harms nobody
     pids = pids_of(model)
-    model.engine.run("on_ranks:broken_loading", 1, "specdec.loading.targets:take_share", "OSError")
+    model.engine.run("on_ranks:broken_loading", 1, "specdec.parallel.ranks:take_share", "OSError")
     load_ends_all(r"rank 1 \(process \d+\): .*planted", lambda: load(folders("one-kv-head")), pids)
     with pytest.raises(RanksLostError, match="load it again"):
         model.generate(PROMPT, PARAMS)
@@ -266,12 +266,12 @@ def left_behind(before: set[threading.Thread]) -> list[Any]:
 
 
 PHASES = {
-    "share": ("specdec.loading.targets:take_share", "OSError"),
-    "sizes": ("specdec.loading.parts:least_of_all", "OSError"),
+    "share": ("specdec.parallel.ranks:take_share", "OSError"),
+    "sizes": ("specdec.loading.parts:divide_cache", "OSError"),
     "caches": ("specdec.loading.assembly:runner_of", "OutOfMemoryError"),
     "self-test": ("specdec.loading.assembly:check_target", "OSError"),
     "self-test, no memory": ("specdec.loading.assembly:check_target", "OutOfMemoryError"),
-    "behind all sums": ("specdec.model:make_engine", "OutOfMemoryError"),
+    "behind all sums": ("specdec.model:SharedEngine", "OutOfMemoryError"),
 }
 
 
@@ -413,7 +413,7 @@ def test_close_ends_the_processes(built_in: Any) -> None:
 
 CRASH = """
 import os, signal, sys, time, torch
-from specdec.loading.leading import start_ranks
+from specdec.parallel.loading import start_ranks
 link = start_ranks(2, torch.device("cpu"))
 fork = os.fork()
 if fork == 0:

@@ -25,7 +25,7 @@ def load(folder: Path, **options: Any) -> Any:
 @pytest.fixture(scope="module")
 def four_ranks(every_self_test: None, packages: None) -> Iterator[None]:
     """The other ranks' processes stay between models, until one is lost."""
-    from specdec.loading.leading import start_ranks
+    from specdec.parallel.loading import start_ranks
 
     link = start_ranks(4, torch.device("cpu"))
     yield

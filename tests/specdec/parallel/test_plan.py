@@ -25,17 +25,17 @@ from transformers import (
 
 from specdec import SpeculativeModel
 from specdec.errors import InvalidInputError, ModelLoadError, SpecdecError, UnsupportedModelError
-from specdec.loading import parallel
 from specdec.loading.auto_classes import auto_class
 from specdec.loading.builtin import resolve
-from specdec.loading.parallel import check_not_quantised, check_parallel, plan_for
 from specdec.options import LoadOptions
+from specdec.parallel import loading as parallel
 from specdec.parallel import workers
-from specdec.parallel.group import join_group
-from specdec.parallel.interrupts import HeldInterrupt
-from specdec.parallel.leaving import leave_group
-from specdec.parallel.operators import gather_ranks, sum_ranks
-from specdec.parallel.plan import Plan
+from specdec.parallel.collectives import leave_group
+from specdec.parallel.loading import check_not_quantised, check_parallel
+from specdec.parallel.plan import Plan, plan_for
+from specdec.parallel.ranks import HeldInterrupt
+from specdec.parallel.shares import gather_ranks, sum_ranks
+from specdec.parallel.symmetric import join_group
 
 LAYER = "model.layers.*"
 TWO = LoadOptions(tensor_parallel_size=2, device="cpu")

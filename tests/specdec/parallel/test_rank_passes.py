@@ -10,9 +10,8 @@ import torch
 from fakes import CPU
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from specdec.compiler.rank_passes import sum_once
-from specdec.parallel.operators import sum_ranks
 from specdec.parallel.ranks import Ranks
+from specdec.parallel.shares import sum_once, sum_ranks
 
 
 class Counting:

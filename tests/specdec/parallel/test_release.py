@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from specdec.parallel import collectives, symmetric
-from specdec.parallel.leaving import HelperThread
-from specdec.parallel.ranks import Ranks, note_graph
+from specdec.parallel.collectives import HelperThread
+from specdec.parallel.ranks import Ranks
+from specdec.wrapped.group import ALONE
 
 _WAITS = 20
 
@@ -193,15 +194,14 @@ def test_a_graph_that_nobody_noted_costs_a_while_and_a_warning(
     assert not group.left and "did not let go" in caplog.text
 
 
-def test_graphs_are_noted_where_all_ranks_run_the_same(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
+def test_graphs_of_a_divided_target_are_noted(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
     found = OnNoDevice()
     alone, among, freed = Graph(), Graph(), Graph()
     group = Group([among], monkeypatch, ended)
     ranks = Ranks(0, 2, torch.device("cpu"), found, None)  # type: ignore[arg-type]
-    note_graph(alone)  # type: ignore[arg-type]
-    with ranks.together():
-        note_graph(among)  # type: ignore[arg-type]
-        note_graph(freed)  # type: ignore[arg-type]
+    ALONE.note_graph(alone)  # type: ignore[arg-type]
+    ranks.note_graph(among)  # type: ignore[arg-type]
+    ranks.note_graph(freed)  # type: ignore[arg-type]
     del freed
     found.leave()
     assert group.left and not alone.dropped.is_set()

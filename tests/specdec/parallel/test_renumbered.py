@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from specdec.parallel.renumbered import RenumberedStore
+from specdec.parallel.symmetric import RenumberedStore
 
 VALUES = [bytes([rank, 0, 255, 128]) for rank in range(3)]
 Made = Callable[[dist.Store], dist.Store]

@@ -12,8 +12,8 @@ from fakes import LetterTokenizer
 
 from specdec import SamplingParams, SpeculativeModel
 from specdec.engine.launcher import Lookahead
-from specdec.engine.ranked import differing_ids
 from specdec.execution.graphs import GraphExecutor
+from specdec.parallel.engine import differing_ids
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

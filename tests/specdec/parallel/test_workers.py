@@ -19,9 +19,8 @@ from specdec import ModelLoadError
 from specdec.options import LoadOptions
 from specdec.parallel import processes, workers
 from specdec.parallel.collectives import RankGoneError
-from specdec.parallel.inbox import failed
 from specdec.parallel.messages import Failed, Load
-from specdec.worker import Follower
+from specdec.parallel.worker import Follower, failed
 
 GONE = Failed("RankGoneError", "another rank is gone", follows=True)
 OWN = Failed("OSError", "planted")
@@ -129,8 +128,8 @@ def test_a_rank_ends_where_its_load_fails_for_another_is_gone(monkeypatch: pytes
         except (RankGoneError, OSError) as error:
             raise ModelLoadError("planted") from error
 
-    monkeypatch.setattr("specdec.worker.SpeculativeModel._share", share)
-    monkeypatch.setattr("specdec.worker.Ranks.together", lambda self: threading.Lock())
+    monkeypatch.setattr("specdec.parallel.worker.SpeculativeModel.in_group", share)
+    monkeypatch.setattr("specdec.parallel.worker.Ranks.together", lambda self: threading.Lock())
     follower: Any = object.__new__(Follower)
     vars(follower).update(_inbox=Inbox(), _rank=1, _size=2, _device="cpu", _collectives=None)
     with pytest.raises(ModelLoadError if gone else IndexError) as found:  # there is no second message

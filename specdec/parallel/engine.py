@@ -9,7 +9,6 @@ NCCL, and with gloo end the process.)
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,67 +17,30 @@ from typing import Any
 
 import torch
 
-from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.errors import RanksLostError, SpecdecError
-from specdec.execution.base import Drafter, Executor
 from specdec.parallel.collectives import RankGoneError
-from specdec.parallel.inbox import Ear
-from specdec.parallel.interrupts import HeldInterrupt
 from specdec.parallel.messages import (
     Abort,
     Arrange,
     Forget,
-    Launching,
     Run,
     Step,
     Submit,
 )
-from specdec.parallel.ranks import Ranks
-from specdec.parallel.workers import Link
+from specdec.parallel.ranks import HeldInterrupt, Ranks
 from specdec.requests.request import Update
 from specdec.requests.sampling import SamplingParams
-from specdec.requests.text import Tokenizer
-from specdec.rounds.verification import TargetArrays
-from specdec.wrapped.target import Target
-from specdec.wrapped.versions import WeightVersions
-
-Parts = tuple[Target, Drafter | None, Tokenizer, EngineConfig, Sequence[int], Executor, WeightVersions]
-"""What an engine is made of."""
-
-
-def make_engine(
-    target: Target,
-    drafter: Drafter | None,
-    tokenizer: Tokenizer,
-    config: EngineConfig,
-    eos_token_ids: Sequence[int],
-    executor: Executor,
-    versions: WeightVersions,
-) -> Engine:
-    """The engine of a target, by the ranks that it is divided among."""
-    parts: Parts = (target, drafter, tokenizer, config, eos_token_ids, executor, versions)
-    if target.ranks is None:
-        return Engine(*parts)
-    ranks, channel = target.ranks, target.ranks.channel
-    return FollowingEngine(parts, ranks, channel) if isinstance(channel, Ear) else LeadingEngine(parts, ranks, channel)
-
-
-def digest_of(target: TargetArrays) -> int:
-    """Of the schedule of a round: its rows, what each reads from where, and how many drafts it verifies."""
-    digest = 0
-    for array in (target.request_rows, target.start, target.num_new, target.drafts, target.decided):
-        digest = zlib.crc32(array.tobytes(), digest)
-    return digest
 
 
 class LeadingEngine(Engine):
     """Rank 0's. An error inside a round ends all requests: the ranks may stand at different places after it."""
 
-    def __init__(self, parts: Parts, ranks: Ranks, link: Link) -> None:
+    def __init__(self, ranks: Ranks, *parts: Any) -> None:
+        """parts: see `Engine`. The ranks' channel is a `Link`."""
         self.ranks = ranks
-        self._link = link
-        super().__init__(*parts, announce=self._tell)
+        self._link: Any = ranks.channel
+        super().__init__(*parts)
 
     def submit(
         self,
@@ -166,9 +128,6 @@ class LeadingEngine(Engine):
                 )
                 raise
 
-    def _tell(self, target: TargetArrays) -> None:
-        self._link.send(Launching(digest_of(target)))
-
     def _run_again(self, error: Exception, reported: list[Update]) -> None:
         """Not with ranks, which stand at different places."""
         self._kept = reported
@@ -208,15 +167,6 @@ def named_function(name: str) -> Any:
     return getattr(import_module(module), function)
 
 
-def own_logits(engine: Engine, token_ids: Sequence[int]) -> torch.Tensor:
-    """[T, V]: what the target's own forward says after each of these tokens; of several ranks all must call it."""
-    model = engine.target.hf_model
-    ids = torch.tensor([list(token_ids)], device=model.device)
-    with torch.inference_mode():
-        logits: torch.Tensor = model(ids, use_cache=False).logits[0]
-    return logits
-
-
 def differing_ids(engine: LeadingEngine | FollowingEngine) -> list[int]:
     """How many drafts and decided tokens of each rank were not rank 0's before they were overwritten.
 
@@ -224,7 +174,7 @@ def differing_ids(engine: LeadingEngine | FollowingEngine) -> list[int]:
     where a rank's kernels are others. On rank 0, between two rounds; waits for the devices.
     """
     if isinstance(engine, LeadingEngine):
-        return list(engine.run("specdec.engine.ranked:_gathered_differing"))
+        return list(engine.run("specdec.parallel.engine:_gathered_differing"))
     return _gathered_differing(engine)
 
 
@@ -241,11 +191,11 @@ class FollowingEngine(Engine):
         also_follows: does what a feature's message says; False for a message that it does not know.
     """
 
-    def __init__(self, parts: Parts, ranks: Ranks, ear: Ear) -> None:
+    def __init__(self, ranks: Ranks, *parts: Any) -> None:
+        """parts: see `Engine`."""
         self.ranks = ranks
-        self._ear = ear
         self.also_follows: Callable[[Any], bool] = lambda message: False
-        super().__init__(*parts, announce=self._compare)
+        super().__init__(*parts)
 
     def follow(self, message: Any) -> None:
         """Do what rank 0 does.
@@ -268,15 +218,6 @@ class FollowingEngine(Engine):
             named_function(message.function)(self, *message.arguments)
         elif not self.also_follows(message):
             raise RanksLostError(f"the ranks disagree: rank 0 launched a round that is not launched here ({message})")
-
-    def _compare(self, target: TargetArrays) -> None:
-        own, message = digest_of(target), self._ear.get()
-        if message != Launching(own):
-            raise RanksLostError(
-                f"the ranks disagree about a round: rank 0 says {message}, its digest here is {own} (rows "
-                f"{target.request_rows.tolist()}, from {target.start.tolist()}, {target.num_new.tolist()} tokens, "
-                f"{target.drafts.tolist()} drafts)"
-            )
 
     def _run_again(self, error: Exception, reported: list[Update]) -> None:
         raise error
