@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:  # `specdec --help` imports this file, and nothing heavy
     import numpy as np
-
-    from attention.recurrence.index import FoldRule
 
 BACKENDS = ("auto", "torch", "flashinfer", "flex", "batch_invariant")
 """Names of attention backends, see `specdec.loading.backends`."""
@@ -100,8 +98,7 @@ class EngineConfig:
         enable_prefix_caching: whether requests begin with pages that earlier ones left, see `attention.cache.prefix`.
         keep_prefixes: whether those of earlier calls stay where a hook or parametrization of the target has state that
             nobody can see, see `specdec.wrapped.versions`.
-        fold_rule: when states of a target's recurrent layers are stored, see `attention.recurrence.index`; None where
-            it has none.
+        extras: what only some engines' rounds have, see `specdec.rounds.extras.RoundExtra`; at most one of a class.
         long_rope: of a target whose rotary embedding is of type longrope and that takes requests beyond its short
             factors, see `specdec.wrapped.long_rope`.
     """
@@ -118,7 +115,7 @@ class EngineConfig:
     windowed: tuple[WindowedPool, ...] = ()
     enable_prefix_caching: bool = False
     keep_prefixes: bool = False
-    fold_rule: FoldRule | None = None
+    extras: tuple[Any, ...] = ()
     long_rope: LongRopeRule | None = None
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING
 from attention.cache.windowed import WindowedTables
-from attention.checking import checking, require
+from attention.checking import checking
 from specdec.config import EngineConfig
 from specdec.engine.aside import release_aside
 from specdec.engine.faults import raised_twice
@@ -87,9 +87,9 @@ class Crossing(ABC):
     def leave(self, request: Request) -> Pages:
         """A running request goes out of the batch; its pages stay owned, by no row. Its row is free at once."""
         row, computed = request.row, self.computed(request)
-        if checking() and self._config.fold_rule is not None:
-            folded = int(self._table.folded[row])
-            require(folded == computed, f"a row leaves with {folded} of its {computed} tokens in its states")
+        if checking():
+            for columns in self._table.extras:
+                columns.check_leaving(self._table, row)
         self._free_behind_windows(np.array([row]))
         for pool in self.pools():
             if pool.pages_of(row):  # else the head's, which it has none of

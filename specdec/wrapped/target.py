@@ -16,6 +16,7 @@ from attention.groups import Planned, Runner, is_blank
 from attention.hf.custom_op import LayerAttend
 from attention.hf.port import AttentionPort
 from attention.hf.recurrent import RecurrentPort
+from attention.recurrence.rows import StateRows
 from attention.recurrence.runner import Recur, StateRunner
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
@@ -276,9 +277,10 @@ class Target:
             return None
         if is_blank(planned):
             return self.states.blank()
-        if planned.metadata.states is None:
+        rows = planned.metadata.extra(StateRows)
+        if rows is None:
             raise InvariantError("a batch of a recurrent target has no states")
-        return self.states.over(planned.metadata.states)
+        return self.states.over(rows)
 
     def launch(
         self,

@@ -12,6 +12,7 @@ import torch
 from fakes import table_head, tiny_llama
 
 import specdec.rounds.buckets
+from attention.recurrence.staged import StateSection
 from drafters.loops.base import DraftInput, LoopSize
 from drafters.loops.chain.run import ChainLoop
 from drafters.loops.chain.staged import ChainSection
@@ -20,7 +21,7 @@ from specdec.config import EngineConfig
 from specdec.rounds.fields import AheadSection, SamplingSection, VerificationSection, target_sizes
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.transfer import RoundTransfer
-from specdec.rounds.verification import target_arrays
+from specdec.rounds.verification import RoundTables, target_arrays
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 HOMES = {
@@ -63,7 +64,11 @@ def test_a_planted_name_is_seen() -> None:
 
 def test_no_two_sections_share_a_name_and_every_dimension_has_a_size() -> None:
     size = LoopSize(4, 16, 8, 3)
-    target, sampling, ahead = VerificationSection(2, True, True), SamplingSection(ahead=False), AheadSection(3)
+    target, sampling, ahead = (
+        VerificationSection(2, [StateSection], True),
+        SamplingSection(ahead=False),
+        AheadSection(3),
+    )
     common = target_sizes(4, 16, 8, 3, groups=(7, 9)) | sampling.sizes(3) | ahead.sizes(4, 16, 8)
     shared = target.fields + sampling.fields + ahead.fields
     for section in (ChainSection(), ModuleSection(3, 4)):
@@ -101,7 +106,7 @@ def test_a_round_is_one_copy_with_and_without_its_draft_loop(drafting: bool) -> 
         block_table=pages,
         page_size=4,
     )
-    sent = transfer.send(draft if drafting else None, target_arrays(schedule, table, pages, 4), None)
+    sent = transfer.send(draft if drafting else None, target_arrays(schedule, table, RoundTables(pages, None, 4)), None)
     assert transfer.transfers == 1
     device = sent.verification
     assert device.token_ids.tolist() == [111, 0, 0, 206, 0] and device.draft_places.tolist() == [1, 2, 4]
