@@ -33,7 +33,9 @@ def test_every_section_that_is_referred_to_exists() -> None:
     headings = {page: set(re.findall(r"^## (.+)$", page, re.MULTILINE)) for page in pages}
     named = [(page, name) for page in pages for name in re.findall(r"\(see ([A-Z][a-z]+(?: [a-z]+)*)\)", page)]
     assert named and [name for page, name in named if name not in headings[page]] == []
-    elsewhere = [found for page in pages for found in re.findall(r"`(docs/\w+\.md)`, \"?([A-Z][a-z]+(?: [a-z]+)*)", page)]
+    elsewhere = [
+        found for page in pages for found in re.findall(r"`(docs/\w+\.md)`, \"?([A-Z][a-z]+(?: [a-z]+)*)", page)
+    ]
     assert len(elsewhere) >= 2
     assert [(path, name) for path, name in elsewhere if f"## {name}\n" not in (ROOT / path).read_text("utf-8")] == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch
 from attention.batch.host import BatchExtra, E, HostBatch, extra_of
 from attention.batch.staging import Bucket, Staged, StagingArena, bucket_of
 from attention.checking import checking, require
-from attention.declared import A, Field, Section, array
+from attention.declared import A, Section, array, array_names
 
 
 @dataclass(frozen=True)
@@ -86,25 +86,43 @@ class CommonAttentionMetadata(BatchArrays[torch.Tensor]):
         return extra_of(self.extras, kind)
 
 
-class ExtraSection(Protocol):
-    """The arrays of an extra in the arena of a batch, found among the batch's extras by their class."""
+class ExtraSection:
+    """The arrays of an extra in the arena of a batch: a declared class (see `attention.declared`), of which the batch
+    has an instance on the host.
 
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """Their places."""
+    Attributes:
+        fields: their places. arrays: their section.
+    """
+
+    def __init__(self, kind: type[Any], own: str, name: str, shared: Mapping[str, str]) -> None:
+        """kind: the declared class; own: its name in the arena. name, shared: see `MakeSection`."""
+        self._kind = kind
+        self._names = array_names(kind)
+        self.arrays = Section[Any](kind, f"{name}.{own}", shared=shared)
+        self.fields = self.arrays.fields
 
     def values(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """What is sent of a batch; nothing where it has no such extra."""
+        own = batch.extra(self._kind)
+        return {} if own is None else self.arrays.values(own)
 
     def of(self, metadata: CommonAttentionMetadata, views: Mapping[str, torch.Tensor]) -> object | None:
         """The extra as it arrived with a batch; None where that has none."""
+        return None if metadata.host.extra(self._kind) is None else self.arrays.of(views)
 
-    def buffers(self, host: Mapping[str, np.ndarray]) -> BatchExtra:
+    def buffers(self, host: Mapping[str, np.ndarray]) -> Any:
         """The extra over one of the arena's host buffers, whole, for rounds that are written in place."""
+        return self.arrays.of(host)
 
     def write(self, place: BatchExtra, extras: Sequence[BatchExtra | None]) -> None:
-        """Write that of a round, which is among its `extras`, to a place that `buffers` gave; rows that are added are
-        nobody's."""
+        """Write that of a round, which is among its `extras`, to a place that `buffers` gave; 0 beyond."""
+        own = extra_of(extras, self._kind)
+        for name in self._names:
+            buffer = getattr(place, name)
+            count = 0 if own is None else len(getattr(own, name))
+            buffer[count:] = 0
+            if own is not None:
+                buffer[:count] = getattr(own, name)
 
 
 MakeSection = Callable[[str, Mapping[str, str]], ExtraSection]

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from attention.batch.host import BatchExtra, HostBatch, extra_of
-from attention.batch.metadata import CommonAttentionMetadata
-from attention.declared import Section, array_names
+from attention.batch.metadata import CommonAttentionMetadata, ExtraSection
 from attention.recurrence.index import StateArrays, StateIndex
 from attention.recurrence.rows import StateRows
 
-_NAMES = array_names(StateArrays)
 
-
-class StateSection:
-    """The arrays of a `StateIndex` in the arena of a batch: see `ExtraSection`.
-
-    Attributes:
-        fields: their places.
-    """
+class StateSection(ExtraSection):
+    """The arrays of a `StateIndex` in the arena of a batch; rows that are added are on the null slot."""
 
     def __init__(self, name: str, shared: Mapping[str, str], most_replayed: int | None = None) -> None:
         """name, shared: see `MakeSection`. most_replayed: see `StateIndex`, for rounds that are written in place."""
-        self._section = Section(StateArrays, f"{name}.states", shared=shared)
+        super().__init__(StateArrays, "states", name, shared)
         self._most_replayed = most_replayed
-        self.fields = self._section.fields
-
-    def values(self, batch: HostBatch) -> dict[str, np.ndarray]:
-        """See `ExtraSection.values`."""
-        own = batch.extra(StateIndex)
-        return {} if own is None else self._section.values(own)
 
     def of(self, metadata: CommonAttentionMetadata, views: Mapping[str, torch.Tensor]) -> StateRows | None:
         """See `ExtraSection.of`."""
@@ -40,20 +26,10 @@ class StateSection:
         if own is None:
             return None
         most = {"max_query_len": metadata.max_query_len, "max_replay": own.max_replay}
-        found: StateRows = self._section.of(views, StateRows, query_start_loc=metadata.query_start_loc, **most)
+        found: StateRows = self.arrays.of(views, StateRows, query_start_loc=metadata.query_start_loc, **most)
         return found
 
     def buffers(self, host: Mapping[str, np.ndarray]) -> StateIndex:
         """See `ExtraSection.buffers`."""
-        found: StateIndex = self._section.of(host, StateIndex, most_replayed=self._most_replayed)
+        found: StateIndex = self.arrays.of(host, StateIndex, most_replayed=self._most_replayed)
         return found
-
-    def write(self, place: BatchExtra, extras: Sequence[BatchExtra | None]) -> None:
-        """See `ExtraSection.write`; rows that are added are on the null slot."""
-        own = extra_of(extras, StateIndex)
-        for name in _NAMES:
-            buffer = getattr(place, name)
-            count = 0 if own is None else len(own.slots)
-            buffer[count:] = 0
-            if own is not None:
-                buffer[:count] = getattr(own, name)

@@ -134,7 +134,7 @@ class Admission:
             preemptions=moved.preemptions,
             prefix_hit_tokens=moved.prefix_hit_tokens,
             cached_tokens=moved.cached_tokens,
-            long_rope=moved.long_rope,
+            variant=moved.variant,
             new_tokens=new,
         )
 

@@ -49,7 +49,7 @@ class Crossing(ABC):
     ) -> np.ndarray: ...
 
     @abstractmethod
-    def _reads_long(self, request: Request) -> bool: ...
+    def _variant(self, request: Request) -> int: ...
 
     @abstractmethod
     def _longest(self, request: Request) -> int: ...
@@ -136,9 +136,9 @@ class Crossing(ABC):
     def _may_go_on(self, request: Request) -> bool:
         """Whether a waiting request has come from another engine, with keys that its next tokens can go on from.
 
-        A longrope model may read all tokens again with its long factors at just this length: then it waits like others.
+        Where all its tokens are read again at just this length, as a longrope model may, it waits like others.
         """
-        if request.arrival is None or self._reads_long(request) == request.long_rope:
+        if request.arrival is None or self._variant(request) == request.variant:
             return request.arrival is not None
         release_aside(self.pools(), request.arrival.pages)
         request.arrival = None
@@ -154,7 +154,7 @@ class Crossing(ABC):
         table, arrival = self._table, request.arrival
         assert arrival is not None
         own = (request.limit, request.num_drafts, request.key, request.params, request.eos_token_ids)
-        kind = (self._longest(request), request.long_rope)
+        kind = (self._longest(request), request.variant)
         opened: list[int] = []
         fault = raised_twice(lambda: opened.append(table.open(request.committed, *own, computed, computed, *kind)))
         if fault is not None:

@@ -73,7 +73,6 @@ class Launcher:
         self._scheduler = scheduler
         self._table = table
         self._page_size = config.page_size
-        self._long_rope = config.long_rope
         self._num_drafts = 0 if scheduler.head_pages is None else config.num_speculative_tokens
         self._counters = counters
         self._queue_verification = queue_verification
@@ -193,7 +192,7 @@ class Launcher:
         return None if schedule is None else (schedule, self.tables(schedule, self._num_drafts))
 
     def _verification(self, schedule: Schedule, tables: RoundTables, in_order_of_last: bool = False) -> TargetArrays:
-        return target_arrays(schedule, self._table, tables, in_order_of_last, self._long_rope)
+        return target_arrays(schedule, self._table, tables, in_order_of_last)
 
     def _draft_loop(self, committed: Committed, schedule: Schedule, tables: RoundTables) -> DraftInput | None:
         """None without a head, and where no row has anything for it to read."""

@@ -67,8 +67,7 @@ class EagerExecutor:
         draft = in_order(draft, device)
         if draft is not None and self.target.ranks is not None:
             self.target.ranks.share(draft.token_ids)
-        ids, rope = fill_drafts(device, draft), device.rope_positions
-        output = self.target.forward(ids, planned, device.logits_indices, None, True, rope)
+        output = self.target.forward(fill_drafts(device, draft), planned, device.logits_indices)
         read = self.reads.start(self.judge(output.logits, device, draft), device.num_drafts)
         return Verification(read, output.aux_hidden_states)
 

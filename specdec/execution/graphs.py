@@ -260,8 +260,7 @@ class GraphExecutor:
         device = round_.sent.verification
         if draft is not None and self._target.ranks is not None and self._loop is not None:
             self._target.ranks.share(self._loop.drafts)
-        ids, rope = fill_from_loop(device, draft), device.rope_positions
-        logits = self._ragged.logits(ids, device.metadata, device.logits_indices, rope)
+        logits = self._ragged.logits(fill_from_loop(device, draft), device.metadata, device.logits_indices)
         result = self._decide_ragged(logits, device, draft, round_.sampling)
         read = self.reads.start(result, device.num_drafts)
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))

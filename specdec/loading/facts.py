@@ -13,6 +13,7 @@ from attention.hf.indexer import dense_up_to
 from attention.hf.weights import model_bytes, num_elements
 from attention.recurrence.runner import StateRunner
 from attention.runner import GroupRunner
+from specdec.extras.long_rope import LongFactors
 from specdec.extras.states import RecurrentStates
 from specdec.loading.kv_scales import scales_in_words
 from specdec.loading.quantisation import facts_of_quantisation
@@ -173,7 +174,9 @@ def _sparse(model: Loaded) -> str | None:
 
 def _sizes(config: EngineConfig) -> dict[str, Any]:
     states = extra_of(config.extras, RecurrentStates)
+    factors = extra_of(config.extras, LongFactors)
     found = vars(config) | {"fold_rule": None if states is None else vars(states.rule)}
+    found |= {"long_rope": None if factors is None else factors.rule}
     del found["extras"]
     return found
 

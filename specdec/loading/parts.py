@@ -32,7 +32,7 @@ from specdec.loading.objects import check_head_type
 from specdec.loading.pairs import load_pair
 from specdec.loading.parallel import check_divisible, least_of_all
 from specdec.loading.progress import log
-from specdec.loading.sizes import long_rope_rule, num_drafts
+from specdec.loading.sizes import long_rope_extras, num_drafts
 from specdec.loading.sizes import max_model_len as max_model_len_of
 from specdec.loading.states import check_backend_fits, check_format_fits, state_bytes, state_extras
 from specdec.loading.targets import open_target
@@ -174,10 +174,8 @@ def _sized(
     states = state_bytes(probed, rows)
     cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
     cache = cache if ranks is None else least_of_all(cache, ranks)
-    config = replace(
-        _config(rows, cache, sizes, state_extras(probed, rows.num_speculative_tokens), options),
-        long_rope=long_rope_rule(probed.model, longest),
-    )
+    extras = state_extras(probed, rows.num_speculative_tokens) + long_rope_extras(probed.model, longest)
+    config = _config(rows, cache, sizes, extras, options)
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))
     kept = options.enable_prefix_caching is True

@@ -16,7 +16,7 @@ from specdec.requests.moved import MovedRequest
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RequestStats
-from specdec.values import flag, real, refuse, refuse_type, whole
+from specdec.values import real, refuse, refuse_type, whole
 
 _MAGIC = b"specdec handoff\n"
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.int64, torch.float32, torch.float16, torch.bfloat16)}
@@ -126,7 +126,7 @@ def _moved(given: dict[str, Any]) -> MovedRequest:
     read |= {name: _numbers(name, given[name]) for name in ("prompt_token_ids", "new_token_ids", "eos_token_ids")}
     read |= {name: whole(name, given[name], 0) for name in _COUNTS}
     read |= {name: _seconds(name, given[name]) for name in ("queue_s", "prefill_s")}
-    read |= {"key": whole("key", given["key"], 0, 2**64 - 1), "long_rope": flag("long_rope", given["long_rope"])}
+    read |= {"key": whole("key", given["key"], 0, 2**64 - 1), "variant": whole("variant", given["variant"], 0, 2**31)}
     if given.keys() != read.keys():
         raise ValueError(f"a request of other fields: {sorted(given.keys() ^ read.keys())}")
     return MovedRequest(**read)

@@ -23,7 +23,7 @@ class MovedRequest:
             has its keys and values in the cache.
         params: as submitted. key: its randomness, which is the same wherever it runs.
         limit: most tokens, the prompt's and new ones together. num_drafts: K of the request.
-        sample_index, eos_token_ids, long_rope: see `Request`.
+        sample_index, eos_token_ids, variant: see `Request`.
         queue_s, prefill_s: seconds that it waited, and from there to the first token. Others: see `RequestStats`.
     """
 
@@ -35,7 +35,7 @@ class MovedRequest:
     num_drafts: int
     sample_index: int
     eos_token_ids: tuple[int, ...]
-    long_rope: bool = False
+    variant: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     preemptions: int = 0

@@ -107,10 +107,10 @@ class Request:
     """A request inside the engine, compared by identity. `row` is its RowTable row, -1 while it waits.
 
     `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted). `progress` is
-    what has been reported. `long_rope`: whether it reads its first tokens with long factors, see
-    `specdec.wrapped.long_rope`; decided when it gets a row. One with `hand_off` leaves the engine with its first token,
-    and its pages are held for so many seconds; one with an `arrival` has come from another, and waits for a row. Of
-    two requests that wait for their first row the one with the lower `turn` gets it first.
+    what has been reported. `variant`: of its keys and values, see `specdec.rounds.extras.RoundExtra`; decided when it
+    gets a row. One with `hand_off` leaves the engine with its first token, and its pages are held for so many seconds;
+    one with an `arrival` has come from another, and waits for a row. Of two requests that wait for their first row the
+    one with the lower `turn` gets it first.
     """
 
     id: int
@@ -125,7 +125,7 @@ class Request:
     eos_token_ids: tuple[int, ...]
     times: Times
     row: int = -1
-    long_rope: bool = False
+    variant: int = 0
     preemptions: int = 0
     prefix_hit_tokens: int = 0
     cached_tokens: int = 0
@@ -151,7 +151,7 @@ class Request:
             num_drafts=self.num_drafts,
             sample_index=self.sample_index,
             eos_token_ids=self.eos_token_ids,
-            long_rope=self.long_rope,
+            variant=self.variant,
             queue_s=t.admitted - t.submitted,
             prefill_s=t.first_token - t.admitted,
             preemptions=self.preemptions,

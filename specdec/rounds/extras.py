@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -43,13 +43,16 @@ class RoundExtra:
     """One extra of an engine. It has no state of its own: columns and device arrays have. This one does nothing.
 
     Attributes:
-        rereads: whether rows may have to be read again from their start, see `reach`.
         refuses_handoff: why a request cannot go on in another engine, in words; "" where all that it needs there is
             moved, or follows from its tokens.
     """
 
-    rereads: bool = False
-    refuses_handoff: str = ""
+    refuses_handoff: ClassVar[str] = ""
+
+    @property
+    def rereads(self) -> bool:
+        """Whether rows may have to be read again from their start, see `reach`."""
+        return False
 
     def columns(self, max_rows: int) -> ExtraColumns:
         """Its columns of an empty row table."""

@@ -66,7 +66,7 @@ class RowTable:
             first token; after a preemption all but the bonus token that the row had drafts from.
         limit [R]: most committed tokens (prompt + max_new_tokens, at most max_model_len).
         longest [R]: positions that rounds of the row may reach: max_model_len, but where the row is read again beyond
-            a length, see `LongRopeRule`. long [R] bool: whether it has long factors from its first token on.
+            a length. variant [R]: of its keys and values; for both see `specdec.rounds.extras.RoundExtra`.
         drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
         key [R] uint64: randomness. eos [R, E] int64: ids that end it, then -1. temperature, top_k, top_p, min_p [R].
         extras: those of what only some engines' rounds have.
@@ -82,7 +82,7 @@ class RowTable:
         self.prefill = np.zeros(max_rows, np.int64)
         self.limit = np.zeros(max_rows, np.int64)
         self.longest = np.full(max_rows, max_model_len, np.int64)
-        self.long = np.zeros(max_rows, np.bool_)
+        self.variant = np.zeros(max_rows, np.int64)
         self.drafts = np.zeros(max_rows, np.int64)
         self.previous = np.full(max_rows, -1, np.int64)
         self.key = np.zeros(max_rows, np.uint64)
@@ -106,19 +106,19 @@ class RowTable:
         prefill: int | None = None,
         begin: int = 0,
         longest: int | None = None,
-        long: bool = False,
+        variant: int = 0,
     ) -> int:
         """Take a row for a request that enters (or comes back) with these committed tokens; return it.
 
         When a parameter does not fit its column numpy's error is raised and the row stays free.
 
         prefill: how many of the tokens it reads before it decodes; default all of them. begin: how many of these have
-            keys and values already. longest, long: see the columns; default max_model_len.
+            keys and values already. longest, variant: see the columns; default max_model_len.
         """
         row = self._free[-1]
         self.tokens[row, : len(tokens)] = tokens
         self.length[row], self.limit[row] = len(tokens), limit
-        self.longest[row], self.long[row] = self.max_model_len if longest is None else longest, long
+        self.longest[row], self.variant[row] = self.max_model_len if longest is None else longest, variant
         self.computed[row] = self.begin[row] = self.head_computed[row] = begin
         self.prefill[row] = len(tokens) if prefill is None else prefill
         self.drafts[row], self.previous[row], self.key[row] = drafts, -1, key

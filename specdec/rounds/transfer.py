@@ -125,7 +125,7 @@ def _largest_verification(config: EngineConfig) -> tuple[list[Field], Bucket]:
 
 
 def _verification(config: EngineConfig) -> VerificationSection:
-    return VerificationSection(len(config.windowed), make_sections(config.extras, False), config.long_rope is not None)
+    return VerificationSection(len(config.windowed), make_sections(config.extras, False))
 
 
 def _largest_ahead(num_modules: int, config: EngineConfig) -> tuple[list[Field], Bucket]:

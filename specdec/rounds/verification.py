@@ -15,7 +15,7 @@ from attention.batch.transforms.windowed import windowed_batch
 from attention.cached import cached_property
 from attention.declared import A, array
 from drafters.loops.lengths import draft_room, tokens_accepted
-from specdec.config import EngineConfig, LongRopeRule
+from specdec.config import EngineConfig
 from specdec.rounds.rows import RowTable, Schedule
 
 
@@ -80,7 +80,6 @@ class VerificationArrays(Generic[A]):
         draft_sources: [sum n] int64 flat indices of those drafts in [R, n].
         logits_indices: [R'] int64 token rows whose logits are computed; logit_index: [J, n+1] int64 into them.
         num_drafts: [J]. sources: [R] int64, see TargetArrays.
-        rope_positions: [T] int64, see `LongRopeRule.encoded`; None where they are the batch's.
     """
 
     token_ids: A = array(np.int64, "tokens")
@@ -90,7 +89,6 @@ class VerificationArrays(Generic[A]):
     logit_index: A = array(np.int64, "rows", "drafts_plus_1")
     num_drafts: A = array(np.int64, "rows")
     sources: A | None = array(np.int64, "rows", optional=True)
-    rope_positions: A | None = array(np.int64, "tokens", optional=True)
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,6 @@ class TargetArrays:
         begins: [B] the first position that each row reads itself, see `RowTable.begin`; None where all begin at 0.
         num_arrived: see `Schedule.num_arrived`.
         extras: what each of the engine's extras brings, None where nothing; see `ExtraColumns.scheduled`.
-        long_rope, long: the target's rule and [B] bool, the rows that read their first tokens with long factors; None
-            where no row does, see `specdec.wrapped.long_rope`.
     """
 
     start: np.ndarray
@@ -135,8 +131,6 @@ class TargetArrays:
     sources: np.ndarray | None = None
     begins: np.ndarray | None = None
     extras: tuple[BatchExtra | None, ...] = ()
-    long_rope: LongRopeRule | None = None
-    long: np.ndarray | None = None
     num_arrived: int = 0
 
     @cached_property
@@ -194,13 +188,7 @@ class TargetArrays:
             logit_index=logit_index,
             num_drafts=self.num_drafts,
             sources=self.sources,
-            rope_positions=self._rope_positions(batch, owner),
         )
-
-    def _rope_positions(self, batch: HostBatch, owner: np.ndarray) -> np.ndarray | None:
-        if self.long_rope is None or self.long is None:
-            return None
-        return self.long_rope.encoded(batch.positions, self.long[owner])
 
     def _logits_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """logits_indices and logit_index, see TargetInputs."""
@@ -213,11 +201,7 @@ class TargetArrays:
 
 
 def target_arrays(
-    schedule: Schedule,
-    table: RowTable,
-    tables: RoundTables,
-    in_order_of_last: bool = False,
-    long_rope: LongRopeRule | None = None,
+    schedule: Schedule, table: RowTable, tables: RoundTables, in_order_of_last: bool = False
 ) -> TargetArrays:
     """The next verification.
 
@@ -245,16 +229,8 @@ def target_arrays(
         sources=table.previous[rows[: schedule.num_drafting]] if in_order_of_last else None,
         begins=table.begin[rows],
         extras=tuple(columns.scheduled(table, schedule) for columns in table.extras),
-        long_rope=long_rope,
-        long=None if long_rope is None else _first_tokens_long(table.long[rows], start, long_rope),
         num_arrived=schedule.num_arrived,
     )
-
-
-def _first_tokens_long(long: np.ndarray, start: np.ndarray, rule: LongRopeRule) -> np.ndarray | None:
-    """`long` [B] of rows whose positions do not say it; None where there are none, as in rounds that only decode."""
-    told = long & (start < rule.original)
-    return told if told.any() else None
 
 
 def target_after(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from attention.batch.metadata import CommonAttentionMetadata
 from attention.groups import Planned, Runner, is_blank
 from attention.hf.custom_op import LayerAttend
 from attention.hf.port import AttentionPort
@@ -22,7 +23,7 @@ from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
 from specdec.parallel.ranks import Ranks
 from specdec.wrapped.alterations import Alterations
-from specdec.wrapped.long_rope import LongRopePort, find_long_rope
+from specdec.wrapped.long_rope import LongRopePort, RotaryPositions, find_long_rope
 from specdec.wrapped.probing import TargetProbe, decoder_of, last_states, placeholders
 
 
@@ -230,7 +231,6 @@ class Target:
         logits_indices: torch.Tensor | None,
         model: Callable[..., Any] | None = None,
         keep_aux: bool = True,
-        rope_positions: torch.Tensor | None = None,
     ) -> TargetOutput:
         """One pass over a ragged batch.
 
@@ -242,13 +242,12 @@ class Target:
                 logits the compiler removes all that nothing reads, the writes of the cache included.
             keep_aux: whether the aux hidden states are kept; without, the batch may be longer than their buffer, and
                 `aux_hidden_states` has no rows.
-            rope_positions: [T] int64, see `LongRopeRule.encoded`; default the batch's positions.
 
         Raises:
             InvariantError: the batch is longer than their buffer, or the model did not hand them out.
         """
         attend = partial(self.runner.attend, planned)
-        positions = planned.metadata.positions if rope_positions is None else rope_positions
+        positions = self.rotary_positions(planned.metadata)
         count, num_tokens = len(token_ids if logits_indices is None else logits_indices), len(token_ids)
         ids, rows = token_ids, logits_indices if self._selects_rows else None
         if model is not None:
@@ -266,6 +265,11 @@ class Target:
         if logits_indices is not None and not self._selects_rows:
             logits = logits.index_select(0, logits_indices)
         return TargetOutput(logits[:count], self.aux_hidden_states(num_tokens if keep_aux else 0))
+
+    def rotary_positions(self, metadata: CommonAttentionMetadata) -> torch.Tensor:
+        """[T] int64 positions of a batch's tokens as the model gets them."""
+        own = metadata.extra(RotaryPositions) if self._rope is not None else None
+        return metadata.positions if own is None else own.positions
 
     def recur(self, planned: Planned) -> Recur | None:
         """What serves the recurrent calls of a planned batch; None for a target without.

@@ -12,16 +12,20 @@ import torch
 from fakes import table_head, tiny_llama
 
 import specdec.rounds.buckets
-from attention.recurrence.staged import StateSection
+from attention.recurrence.index import FoldRule
 from drafters.loops.base import DraftInput, LoopSize
 from drafters.loops.chain.run import ChainLoop
 from drafters.loops.chain.staged import ChainSection
 from drafters.loops.modules.staged import ModuleSection
 from specdec.config import EngineConfig
+from specdec.extras.long_rope import LongFactors
+from specdec.extras.states import RecurrentStates
+from specdec.rounds.extras import make_sections
 from specdec.rounds.fields import AheadSection, SamplingSection, VerificationSection, target_sizes
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.transfer import RoundTransfer
 from specdec.rounds.verification import RoundTables, target_arrays
+from specdec.wrapped.long_rope import LongRopeRule
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 HOMES = {
@@ -64,11 +68,9 @@ def test_a_planted_name_is_seen() -> None:
 
 def test_no_two_sections_share_a_name_and_every_dimension_has_a_size() -> None:
     size = LoopSize(4, 16, 8, 3)
-    target, sampling, ahead = (
-        VerificationSection(2, [StateSection], True),
-        SamplingSection(ahead=False),
-        AheadSection(3),
-    )
+    extras = [LongFactors(LongRopeRule(8)), RecurrentStates(FoldRule.deferred(3))]
+    target, sampling = VerificationSection(2, make_sections(extras, False)), SamplingSection(ahead=False)
+    ahead = AheadSection(3)
     common = target_sizes(4, 16, 8, 3, groups=(7, 9)) | sampling.sizes(3) | ahead.sizes(4, 16, 8)
     shared = target.fields + sampling.fields + ahead.fields
     for section in (ChainSection(), ModuleSection(3, 4)):

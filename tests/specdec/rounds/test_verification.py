@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.recurrence.index import FoldRule, StateIndex
-from specdec.config import LongRopeRule
+from specdec.extras.long_rope import FirstTokensLong
 from specdec.extras.states import FoldedTokens
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import RoundTables, TargetArrays, target_after, target_arrays
+from specdec.wrapped.long_rope import LongRopeRule, RotaryPositions
 
 MOST, SIZE, LIMIT = 24, 4, 22
 PAGES = np.arange(1, 41, dtype=np.int32).reshape(4, 10)
@@ -130,17 +131,16 @@ def test_only_rows_that_read_positions_with_other_factors_are_told_so(
     start: list[int], told: list[bool] | None
 ) -> None:
     """Row 0 has long factors from its first token on, row 1 has not; positions from 8 on have them anyway."""
-    table = RowTable(2, MOST)
+    table = RowTable(2, MOST, [FirstTokensLong(LongRopeRule(8))])
     for computed, long in zip(start, (True, False), strict=True):
-        row = table.open(np.arange(computed + 1), LIMIT, 0, 1, SamplingParams(), long=long)
+        row = table.open(np.arange(computed + 1), LIMIT, 0, 1, SamplingParams(), variant=int(long))
         table.computed[row] = computed
     schedule = Schedule(np.arange(2), np.ones(2, np.int64), np.zeros(2, np.int64))
-    target: TargetArrays = target_arrays(schedule, table, BOTH, long_rope=LongRopeRule(8))
-    assert (None if target.long is None else target.long.tolist()) == told
-    positions = target.inputs.rope_positions
-    assert (positions is None) == (told is None)
-    if positions is not None:
-        assert positions.tolist() == [start[0] - 8, start[1]]
+    target: TargetArrays = target_arrays(schedule, table, BOTH)
+    found = target.inputs.batch.extra(RotaryPositions)
+    assert (found is None) == (told is None)
+    if found is not None:
+        assert found.positions.tolist() == [start[0] - 8, start[1]]
 
 
 def test_states_are_put_off_from_a_rows_first_verification_on() -> None:
