@@ -53,9 +53,12 @@ class Admission:
         Raises:
             InvalidInputError: empty or too long prompt, an id outside the vocabulary or one that stands for an image, K
                 larger than the engine's.
+            HandoffMismatchError: hand_off, and the rounds have what cannot move, see `RoundExtra.refuses_handoff`.
             CacheTooSmallError: the KV cache could not hold the request even alone.
         """
         self._check_prompt(token_ids)
+        if hand_off:
+            self._check_moves()
         self._check_ids("stop_token_ids: ", params.stop_token_ids)
         self._check_num_drafts(params)
         limit = min(len(token_ids) + params.max_new_tokens, self._config.max_model_len)
@@ -96,6 +99,7 @@ class Admission:
         Raises:
             InvalidInputError, CacheTooSmallError: as `check`; or its limits are beyond this engine's.
         """
+        self._check_moves()
         longest = self._config.max_model_len
         if moved.limit > longest or moved.num_drafts > self._config.num_speculative_tokens:
             raise HandoffMismatchError(
@@ -137,6 +141,11 @@ class Admission:
             variant=moved.variant,
             new_tokens=new,
         )
+
+    def _check_moves(self) -> None:
+        for extra in self._config.extras:
+            if extra.refuses_handoff:
+                raise HandoffMismatchError(f"requests do not move between engines: {extra.refuses_handoff}")
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not len(prompt):

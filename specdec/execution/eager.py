@@ -12,6 +12,7 @@ from specdec.execution.base import Drafter, Verification
 from specdec.execution.moving import EagerMoves
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
+from specdec.rounds.extras import adjusted
 from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import RoundTransfer
@@ -24,7 +25,7 @@ class EagerExecutor:
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
         self.target = target
-        self._draws = config.draws_drafts
+        self._draws, self._extras = config.draws_drafts, config.extras
         self.drafter = drafter
         device = target.hf_model.device
         self._transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
@@ -68,7 +69,8 @@ class EagerExecutor:
         if draft is not None and self.target.ranks is not None:
             self.target.ranks.share(draft.token_ids)
         output = self.target.forward(fill_drafts(device, draft), planned, device.logits_indices)
-        read = self.reads.start(self.judge(output.logits, device, draft), device.num_drafts)
+        logits = adjusted(self._extras, output.logits, device)
+        read = self.reads.start(self.judge(logits, device, draft), device.num_drafts)
         return Verification(read, output.aux_hidden_states)
 
     def judge(self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None) -> PackedResult:

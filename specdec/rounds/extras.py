@@ -94,7 +94,7 @@ class DraftedPrefixes:
     """What stands before each of the R' logits rows of a verification, on the device.
 
     Attributes:
-        owner: [R'] int64, which of the J decided rows it is of.
+        owner: [R'] int64, which of the J decided rows it is of: these are the first of the batch's rows.
         token_ids: [R', n+1] int64, the row's last committed token, then the drafts x_1 … x_i that the logits follow.
         there: [R', n+1] bool, those that there are: the first i+1.
     """

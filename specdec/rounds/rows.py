@@ -40,7 +40,8 @@ class ExtraColumns:
             last: what `scheduled` or `after` gave for that one. schedule: of the new one; start: [B] its first
                 positions.
             num_accepted: [B] drafts that the last one accepts; tokens: [B, n+1] these, then its next bonus tokens. None
-                where it is not read: then it has no drafts, and only the device has the new tokens.
+                where it is not read: then it has no drafts, and only the device has the new tokens. Its own bonus
+                tokens are committed: the table has every token before `start` but the accepted drafts.
         """
 
     def commit(self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None) -> None:
