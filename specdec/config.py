@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from specdec.errors import InvalidInputError
 
-BACKENDS = ("auto", "torch", "flashinfer", "flex", "batch_invariant")
-"""Names of attention backends, see `specdec.loading.backends`."""
 KV_CACHE_DTYPES = ("auto", "fp8")
 """How the target's keys and values are stored, see `specdec.loading.backends.kv_format`."""
 KV_CACHE_LAYOUTS = ("auto", "NHD", "HND")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attention.backends.kinds import KINDS
 from evals.cli import options as shared
 from evals.runs.verdict import Verdict
-from specdec.config import BACKENDS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +31,7 @@ def backends_of(text: str, options: dict[str, Any]) -> tuple[str, ...]:
         click.UsageError: an unknown name, or --backend besides.
     """
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    allowed = [name for name in BACKENDS if name != "auto"]
+    allowed = [name for name in KINDS if name != "auto"]
     unknown = [name for name in names if name not in allowed]
     if unknown:
         raise click.UsageError(f"--backends {text}: {unknown[0]!r} is none of {', '.join(allowed)}")

@@ -13,8 +13,8 @@ from attention.hf.indexer import dense_up_to
 from attention.hf.weights import model_bytes, num_elements
 from attention.recurrence.runner import StateRunner
 from attention.runner import GroupRunner
-from specdec.extras.long_rope import LongFactors
-from specdec.extras.states import RecurrentStates
+from specdec.extras.long_factors import LongFactors
+from specdec.extras.recurrent_states import RecurrentStates
 from specdec.loading.kv_scales import scales_in_words
 from specdec.loading.quantisation import facts_of_quantisation
 from specdec.requests.generation_config import unsupported

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attention.hf.indexer import dense_up_to
 from drafters.base import Head
 from specdec.errors import InvalidInputError
-from specdec.extras.long_rope import LongFactors
+from specdec.extras.long_factors import LongFactors
 from specdec.rounds.extras import RoundExtra
 from specdec.user_warnings import warn_user
 from specdec.values import short

@@ -11,7 +11,7 @@ from attention.recurrence.runner import StateRunner
 from attention.recurrence.spec import fold_rule
 from specdec.config import EngineConfig, state_slots
 from specdec.errors import InvalidInputError, UnsupportedModelError
-from specdec.extras.states import RecurrentStates
+from specdec.extras.recurrent_states import RecurrentStates
 from specdec.loading.groups import Rows
 from specdec.rounds.extras import RoundExtra
 from specdec.wrapped.probing import TargetProbe

@@ -16,7 +16,7 @@ from attention.batch.metadata import BatchSection, single_batch_arena, stage
 from attention.hf.indexer import reads_indices
 from attention.hf.interface import attention_configs, attention_implementation
 from attention.recurrence.index import StateIndex, slots_of_rows
-from attention.recurrence.staged import StateSection
+from attention.recurrence.runner import StateSection
 from specdec.errors import UNNAMED_ERRORS, CacheTooSmallError, SpecdecError, UnsupportedModelError
 from specdec.wrapped.long_rope import RotaryPositions
 from specdec.wrapped.target import Target

@@ -18,8 +18,8 @@ from drafters.loops.chain.run import ChainLoop
 from drafters.loops.chain.staged import ChainSection
 from drafters.loops.modules.staged import ModuleSection
 from specdec.config import EngineConfig
-from specdec.extras.long_rope import LongFactors
-from specdec.extras.states import RecurrentStates
+from specdec.extras.long_factors import LongFactors
+from specdec.extras.recurrent_states import RecurrentStates
 from specdec.rounds.extras import make_sections
 from specdec.rounds.fields import AheadSection, SamplingSection, VerificationSection, target_sizes
 from specdec.rounds.rows import RowTable, Schedule

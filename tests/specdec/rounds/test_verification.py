@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.recurrence.index import FoldRule, StateIndex
-from specdec.extras.long_rope import FirstTokensLong
-from specdec.extras.states import FoldedTokens
+from specdec.extras.long_factors import FirstTokensLong
+from specdec.extras.recurrent_states import FoldedTokens
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import RoundTables, TargetArrays, target_after, target_arrays

@@ -19,7 +19,7 @@ from benchmarks.sweep_configs import VOCAB
 from benchmarks.sweep_models import ScriptedHead
 from specdec import SamplingParams
 from specdec.errors import InvalidInputError
-from specdec.extras.long_rope import LongFactors
+from specdec.extras.long_factors import LongFactors
 from specdec.loading.sizes import max_model_len
 from specdec.selftest.twin import enlarge
 from specdec.wrapped.long_rope import LongRopePort, LongRopeRule, find_long_rope

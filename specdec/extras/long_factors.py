@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class LongFactors(RoundExtra):
 
     def section(self, fixed: bool) -> MakeSection | None:
         """See `RoundExtra.section`: rows that verify are told by their positions alone."""
-        return None if fixed else partial(ExtraSection, RotaryPositions, "rotary")
+        return None if fixed else _section
 
     def variant(self, prompt_len: int, num_committed: int) -> int:
         """See `RoundExtra.variant`."""
@@ -58,3 +58,7 @@ class FirstTokensLong(ExtraColumns):
         lens = schedule.num_new + schedule.num_drafts
         positions = np.repeat(start, lens) + offsets_within(lens)
         return RotaryPositions(self._rule.encoded(positions, np.repeat(told, lens)))
+
+
+def _section(name: str, shared: Mapping[str, str]) -> ExtraSection:
+    return ExtraSection(RotaryPositions, "rotary", name, shared)

@@ -11,7 +11,7 @@ from attention.batch.host import BatchExtra
 from attention.batch.metadata import MakeSection
 from attention.checking import checking, require
 from attention.recurrence.index import FoldRule, StateIndex, folded_after, replay_of, slots_of_rows
-from attention.recurrence.staged import StateSection
+from attention.recurrence.runner import StateSection
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.extras import RoundExtra
 from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
