@@ -29,7 +29,6 @@ from drafters.loops.chain.static import FixedSteps
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.engine import Engine
-from specdec.engine.launcher import Tables
 from specdec.engine.scheduler import windowed_tables
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
@@ -39,7 +38,7 @@ from specdec.rounds.randomness import sampling_round
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.static import fixed_target
 from specdec.rounds.transfer import RoundTransfer
-from specdec.rounds.verification import Verified, WindowedTable, target_after, target_arrays
+from specdec.rounds.verification import RoundTables, Verified, WindowedTable, target_after, target_arrays
 
 PAGE_SIZE = 16
 QUEUE_ROWS = 32
@@ -100,7 +99,7 @@ def prepare(state: State) -> None:
         pages.free_behind(rows, state.table.computed[rows])
         pages.extend(rows, state.table.length[rows] + state.schedule.num_drafts)
     windowed = tuple(WindowedTable(pages.window, pages.table, rows) for pages in state.windowed_pages)
-    target = target_arrays(state.schedule, state.table, target_table, PAGE_SIZE, windowed=windowed)
+    target = target_arrays(state.schedule, state.table, RoundTables(target_table, head, PAGE_SIZE, windowed))
     sampling = sampling_round(target, state.schedule.rows, state.table)
     state.transfer.send(draft, target, sampling)
 
@@ -115,9 +114,9 @@ class FixedRounds:
         self._steps = FixedSteps(static_shape(state.config, rows), cpu)
         self._accepted = state.verified.num_accepted
         self._tokens = np.zeros((rows, num_drafts + 1), np.int64)
-        pages = (state.target_pages.table, PAGE_SIZE, state.head_pages.table)
         windowed = tuple(WindowedTable(g.window, g.table, state.schedule.rows) for g in state.windowed_pages)
-        self._last = target_arrays(state.schedule, state.table, *pages, windowed=windowed)
+        pages = RoundTables(state.target_pages.table, state.head_pages.table, PAGE_SIZE, windowed)
+        self._last = target_arrays(state.schedule, state.table, pages)
 
     def prepare(self) -> None:
         """One round's preparation, as `Lookahead` and `GraphExecutor` do it."""
@@ -132,12 +131,11 @@ class FixedRounds:
             pages.extend(rows, bonus + allowed)
         width = 1 << (CONTEXT // PAGE_SIZE).bit_length()
         windowed = tuple(WindowedTable(each.window, each.table, rows) for each in state.windowed_pages)
-        reserved = Tables(state.target_pages.table[:, :width], state.head_pages.table[:, :width], windowed).rows(rows)
+        tables = (state.target_pages.table[:, :width], state.head_pages.table[:, :width])
+        reserved = RoundTables(*tables, PAGE_SIZE, windowed).rows(rows)
         self._steps.send(rows_after(last, self._accepted))
         drafts = drafts_after(last, self._accepted)
-        bonus_tokens = self._tokens[np.arange(len(rows)), self._accepted]
-        groups = (reserved.target, reserved.head, reserved.windowed)
-        self._target.send(target_after(last, self._accepted, bonus_tokens, drafts, *groups))
+        self._target.send(target_after(last, table, reserved, drafts, self._accepted, self._tokens))
 
 
 def measure(

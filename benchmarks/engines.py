@@ -17,7 +17,7 @@ from benchmarks.synthetic import Tokenizer
 from specdec.config import EngineConfig
 from specdec.loading.assembly import Parts
 from specdec.loading.backends import make_backend
-from specdec.loading.states import rule_of
+from specdec.loading.states import state_extras
 from specdec.model import SpeculativeModel
 from specdec.options import LoadOptions
 from specdec.wrapped.probing import probe_target
@@ -82,12 +82,12 @@ def engine(pair: Pair, config: EngineConfig, name: str, plan_from: str) -> Specu
     these have no kernels that a graph can hold, a warning says so and rounds run without (`SpeculativeModel.graphs`).
     """
     probed, device = probe_target(pair.target), pair.target.device
-    config = replace(config, fold_rule=rule_of(probed, config.num_speculative_tokens))
+    config = replace(config, extras=state_extras(probed, config.num_speculative_tokens))
     backend: Any = make_backend(name, device)
     if plan_from == "device":
         backend = DevicePlannedBackend(backend)
     head = pair.head if config.num_speculative_tokens else None
-    graphs: Any = True if isinstance(backend, GraphBackend) and config.fold_rule is None else "auto"
+    graphs: Any = True if isinstance(backend, GraphBackend) and not config.extras else "auto"
     caching = "on" if config.enable_prefix_caching else "off"
     fixed = (KVFormat(), "NHD", caching, "off", config.num_pages * config.page_size, 0)
     return SpeculativeModel(

@@ -305,7 +305,7 @@ def _fitting(plan: Plan) -> Plan:
     with loaded as wrapped:
         limit = wrapped.config.max_model_len
         plan = replace(plan, vocab_size=wrapped.target.vocab_size, num_layers=wrapped.target.num_layers)
-        plan = replace(plan, recurrent=wrapped.config.fold_rule is not None or None)
+        plan = replace(plan, recurrent=wrapped.target.states is not None or None)
         if max(map(len, plan.prompts)) + plan.new <= limit:
             return plan
         too_long = (plan.prompts[-1] * limit)[:limit]

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from specdec.errors import InvalidInputError
-
-if TYPE_CHECKING:  # `specdec --help` imports this file, and nothing heavy
-    import numpy as np
-
-    from attention.recurrence.index import FoldRule
 
 KV_CACHE_DTYPES = ("auto", "fp8")
 """How the target's keys and values are stored, see `specdec.loading.backends.kv_format`."""
@@ -49,35 +44,6 @@ class WindowedPool(NamedTuple):
     num_pages: int
 
 
-class LongRopeRule(NamedTuple):
-    """When a request has the long factors of a longrope rotary embedding from its first token on.
-
-    original: the length up to which factors are short. rereads: whether `generate` reads a request again when it passes
-    that length; else the keys before stay, and later tokens alone have the long factors.
-    """
-
-    original: int
-    rereads: bool = False
-
-    def is_long(self, prompt_len: int, num_committed: int) -> bool:
-        """Of a request that begins to read, or begins again after a preemption.
-
-        >>> LongRopeRule(8).is_long(8, 12), LongRopeRule(8, rereads=True).is_long(8, 12), LongRopeRule(8).is_long(9, 9)
-        (False, True, True)
-        """
-        return (num_committed if self.rereads else prompt_len) > self.original
-
-    def encoded(self, positions: np.ndarray, long: np.ndarray) -> np.ndarray:
-        """positions [T] as the target's rotary modules get them: with `long` [T] bool, those below `original` lie below
-        0.
-
-        >>> import numpy as np
-        >>> LongRopeRule(4).encoded(np.array([0, 5, 0, 5]), np.array([False, False, True, True])).tolist()
-        [0, 5, -4, 5]
-        """
-        return positions - self.original * (long & (positions < self.original))
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """Sizes and limits. All counts are in tokens unless the name says otherwise.
@@ -98,10 +64,7 @@ class EngineConfig:
         enable_prefix_caching: whether requests begin with pages that earlier ones left, see `attention.cache.prefix`.
         keep_prefixes: whether those of earlier calls stay where a hook or parametrization of the target has state that
             nobody can see, see `specdec.wrapped.versions`.
-        fold_rule: when states of a target's recurrent layers are stored, see `attention.recurrence.index`; None where
-            it has none.
-        long_rope: of a target whose rotary embedding is of type longrope and that takes requests beyond its short
-            factors, see `specdec.wrapped.long_rope`.
+        extras: what only some engines' rounds have, see `specdec.rounds.extras.RoundExtra`; at most one of a class.
     """
 
     num_speculative_tokens: int
@@ -116,8 +79,7 @@ class EngineConfig:
     windowed: tuple[WindowedPool, ...] = ()
     enable_prefix_caching: bool = False
     keep_prefixes: bool = False
-    fold_rule: FoldRule | None = None
-    long_rope: LongRopeRule | None = None
+    extras: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes that cannot work together."""

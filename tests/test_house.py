@@ -15,11 +15,11 @@ import pytest
 from tests import house
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_MODULES, MOST_OF_SPECDEC, MOST_LINES = 381, 183, 59_500
+MOST_MODULES, MOST_OF_SPECDEC, MOST_LINES = 384, 186, 59_600
 MOST_IN_A_ROOM = 27
 MOST_LINES_A_FILE, MOST_LINES_A_FUNCTION = 491, 71
 MOST_WITH_ONE_IMPORTER, MOST_NAMES_TWICE = 115, 45
-MOST_LINES_THAT_NAME_A_WING = 0.027
+MOST_LINES_THAT_NAME_A_WING = 0.022
 """Share of the spine's lines."""
 MIXINS = {"Closing", "Fp8Linear", "Generation", "MtpPasses", "Rewriting", "SamplingParameters"}
 IGNORED_FOLDERS = (

@@ -138,6 +138,7 @@ ROOMS = [
     "specdec/selftest",
     "specdec/compiler",
     "specdec/rounds",
+    "specdec/extras",
     "specdec/acceptance",
     "specdec/execution",
     "specdec/engine",

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from attention.cached import cached_property
 from attention.checking import require
 from attention.errors import InvalidInputError, InvariantError
-from attention.recurrence.index import StateIndex
 
 _WIDE = 1024
 """Pages of the longest row from which on rows are joined one by one. µs for a row of 4,097 pages beside 15, 63 and 255
 of 50: 6, 17, 60, by a mask of the whole table 28, 98, 379; but for 16 or 32 rows of 50 pages 5 or 9, by a mask 3, 4."""
+
+
+E = TypeVar("E")
+
+
+class BatchExtra(Protocol):
+    """Arrays beside those of attention that only some models' batches have, on the host.
+
+    what: what the rows have, in words.
+    """
+
+    @property
+    def what(self) -> str:
+        """See above."""
+
+    def validate(self, query_lens: np.ndarray) -> None:
+        """Check the arrays against the rows' tokens [B].
+
+        Raises:
+            InvariantError: they contradict each other.
+        """
+
+
+def extra_of(extras: Sequence[object], kind: type[E]) -> E | None:
+    """The one of this class; None where there is none."""
+    for extra in extras:
+        if isinstance(extra, kind):
+            return extra
+    return None
 
 
 @dataclass(frozen=True)
@@ -34,7 +63,7 @@ class HostBatch:
         page_size: tokens per page.
         other_groups: the same rows and tokens on the pages of each further cache group, see
             `attention.batch.transforms.windowed`; () where the model has one.
-        states: which recurrent states the rows continue; None where the model has none.
+        extras: what only some models' batches have; at most one of a class, see `extra`.
     """
 
     query_start_loc: np.ndarray
@@ -45,7 +74,7 @@ class HostBatch:
     positions: np.ndarray
     page_size: int
     other_groups: tuple[HostBatch, ...] = ()
-    states: StateIndex | None = None
+    extras: tuple[BatchExtra, ...] = ()
 
     @property
     def num_reqs(self) -> int:
@@ -56,6 +85,10 @@ class HostBatch:
     def num_tokens(self) -> int:
         """T."""
         return len(self.positions)
+
+    def extra(self, kind: type[E]) -> E | None:
+        """The extra of this class; None where the batch has none."""
+        return extra_of(self.extras, kind)
 
     @cached_property
     def query_lens(self) -> np.ndarray:
@@ -107,8 +140,8 @@ class HostBatch:
         expected = slots_of(self.block_table, owner, self._cache_positions(owner), self.page_size)
         own = (expected == self.slot_mapping) | (self.slot_mapping == 0)
         require(bool(own.all()), "a slot is neither the one its row owns at that position nor the null slot")
-        if self.states is not None:
-            self.states.validate(self.query_lens)
+        for extra in self.extras:
+            extra.validate(self.query_lens)
 
     def validate_pages(self, num_pages: int) -> None:
         """Check that the rows' pages are in a pool of so many, the null page included.

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
 import numpy as np
 import torch
 
-from attention.batch.host import HostBatch
+from attention.batch.host import BatchExtra, E, HostBatch, extra_of
 from attention.batch.staging import Bucket, Staged, StagingArena, bucket_of
 from attention.checking import checking, require
-from attention.declared import A, Section, array
-from attention.recurrence.index import StateArrays, StateIndex
-from attention.recurrence.rows import StateRows
+from attention.declared import A, Section, array, array_names
 
 
 @dataclass(frozen=True)
@@ -60,13 +58,13 @@ class CommonAttentionMetadata(BatchArrays[torch.Tensor]):
         other_groups: the same rows on the pages of each further cache group; () where the model has one. On the device
             they have slots and page lists of their own, and all else, seq_lens included, is this batch's: kernels read
             the number of a row's keys from its page list.
-        states: the rows as recurrences read them; None where the model has none.
+        extras: of the batch, as they arrived; at most one of a class, see `extra`.
     """
 
     host: HostBatch = field(kw_only=True)
     staged: Staged = field(kw_only=True)
     other_groups: tuple[CommonAttentionMetadata, ...] = ()
-    states: StateRows | None = None
+    extras: tuple[object, ...] = ()
 
     @property
     def num_reqs(self) -> int:
@@ -83,22 +81,70 @@ class CommonAttentionMetadata(BatchArrays[torch.Tensor]):
         """Longest query of the batch."""
         return int(self.host.query_lens.max(initial=0))
 
+    def extra(self, kind: type[E]) -> E | None:
+        """The extra of this class; None where the batch has none."""
+        return extra_of(self.extras, kind)
 
-class BatchSection:
-    """One HostBatch in an arena: its arrays, those of its further cache groups and of its recurrent states.
+
+class ExtraSection:
+    """The arrays of an extra in the arena of a batch: a declared class (see `attention.declared`), of which the batch
+    has an instance on the host.
 
     Attributes:
-        fields: their places.
+        fields: their places. arrays: their section.
     """
 
-    def __init__(self, name: str, num_groups: int = 0, states: bool = False, table: bool = True) -> None:
-        """table: with the block table; a fixed shape sends none."""
+    def __init__(self, kind: type[Any], own: str, name: str, shared: Mapping[str, str]) -> None:
+        """kind: the declared class; own: its name in the arena. name, shared: see `MakeSection`."""
+        self._kind = kind
+        self._names = array_names(kind)
+        self.arrays = Section[Any](kind, f"{name}.{own}", shared=shared)
+        self.fields = self.arrays.fields
+
+    def values(self, batch: HostBatch) -> dict[str, np.ndarray]:
+        """What is sent of a batch; nothing where it has no such extra."""
+        own = batch.extra(self._kind)
+        return {} if own is None else self.arrays.values(own)
+
+    def of(self, metadata: CommonAttentionMetadata, views: Mapping[str, torch.Tensor]) -> object | None:
+        """The extra as it arrived with a batch; None where that has none."""
+        return None if metadata.host.extra(self._kind) is None else self.arrays.of(views)
+
+    def buffers(self, host: Mapping[str, np.ndarray]) -> Any:
+        """The extra over one of the arena's host buffers, whole, for rounds that are written in place."""
+        return self.arrays.of(host)
+
+    def write(self, place: BatchExtra, extras: Sequence[BatchExtra | None]) -> None:
+        """Write that of a round, which is among its `extras`, to a place that `buffers` gave; 0 beyond."""
+        own = extra_of(extras, self._kind)
+        for name in self._names:
+            buffer = getattr(place, name)
+            count = 0 if own is None else len(getattr(own, name))
+            buffer[count:] = 0
+            if own is not None:
+                buffer[:count] = getattr(own, name)
+
+
+MakeSection = Callable[[str, Mapping[str, str]], ExtraSection]
+"""Makes the section of an extra in the arena of the batch of this name, whose dimensions "rows", "rows_plus_1" and
+"tokens" have these full names."""
+
+
+class BatchSection:
+    """One HostBatch in an arena: its arrays, those of its further cache groups and of its extras.
+
+    Attributes:
+        fields: their places. extras: the sections of its extras.
+    """
+
+    def __init__(self, name: str, num_groups: int = 0, extras: Sequence[MakeSection] = (), table: bool = True) -> None:
+        """extras: make their sections. table: with the block table; a fixed shape sends none."""
         self._name = name
         self._own = Section(BatchArrays, name, () if table else ("block_table",))
         shared = {dim: f"{name}.{dim}" for dim in ("rows", "rows_plus_1", "tokens")}
         self._groups = tuple(Section(GroupArrays, f"{name}.group{n}", shared=shared) for n in range(1, num_groups + 1))
-        self._states = Section(StateArrays, f"{name}.states", shared=shared) if states else None
-        sections: list[Section[Any]] = [self._own, *self._groups, *([] if self._states is None else [self._states])]
+        self.extras = tuple(make(name, shared) for make in extras)
+        sections: tuple[Section[Any] | ExtraSection, ...] = (self._own, *self._groups, *self.extras)
         self.fields = tuple(field for section in sections for field in section.fields)
 
     def sizes(
@@ -110,8 +156,8 @@ class BatchSection:
     def values(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """What is sent of a batch."""
         found = self._own.values(batch)
-        if self._states is not None and batch.states is not None:
-            found |= self._states.values(batch.states)
+        for extra in self.extras:
+            found |= extra.values(batch)
         for section, group in zip(self._groups, batch.other_groups, strict=True):
             found |= section.values(group)
         return found
@@ -123,10 +169,9 @@ class BatchSection:
                 each.validate()
         views = staged.views
         own: CommonAttentionMetadata = self._own.of(views, CommonAttentionMetadata, host=batch, staged=staged)
-        if self._states is not None and batch.states is not None:
-            longest = {"max_query_len": own.max_query_len, "max_replay": batch.states.max_replay}
-            states = self._states.of(views, StateRows, query_start_loc=own.query_start_loc, **longest)
-            own = replace(own, states=states)
+        if batch.extras:
+            arrived = (extra.of(own, views) for extra in self.extras)
+            own = replace(own, extras=tuple(extra for extra in arrived if extra is not None))
         if not batch.other_groups:
             return own
         groups = zip(self._groups, batch.other_groups, strict=True)
@@ -140,11 +185,6 @@ class BatchSection:
         """The same batch with the buffers of each further cache group."""
         own = self.buffers(host)
         return tuple(replace(own, **vars(section.of(host))) for section in self._groups)
-
-    def state_buffers(self, host: Mapping[str, np.ndarray], most_replayed: int) -> StateIndex:
-        """The buffers of the recurrent states."""
-        assert self._states is not None
-        return self._states.of(host, StateIndex, most_replayed=most_replayed)
 
 
 def batch_sizes(
@@ -197,10 +237,13 @@ def with_rows(metadata: CommonAttentionMetadata, host: HostBatch) -> CommonAtten
     return replace(metadata, host=host, block_table=None, **views)
 
 
-def single_batch_arena(rows: int, tokens: int, pages: int, device: torch.device) -> tuple[StagingArena, Bucket]:
-    """An arena for one batch at a time (probes, self-tests, tests), and its bucket."""
-    bucket = bucket_of(**_SINGLE.sizes(rows, tokens, pages))
-    return StagingArena(_SINGLE.fields, bucket, device), bucket
+def single_batch_arena(
+    rows: int, tokens: int, pages: int, device: torch.device, section: BatchSection | None = None
+) -> tuple[StagingArena, Bucket]:
+    """An arena for one batch at a time (probes, self-tests, tests), and its bucket. section: default without extras."""
+    own = section or _SINGLE
+    bucket = bucket_of(**own.sizes(rows, tokens, pages))
+    return StagingArena(own.fields, bucket, device), bucket
 
 
-_SINGLE = BatchSection("batch", states=True)
+_SINGLE = BatchSection("batch")

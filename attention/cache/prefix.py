@@ -1,10 +1,9 @@
 """The prefix cache: which pages hold the keys and values of which tokens, so that requests share what they begin with.
 
 A page is found by all token ids from the first to its last: a tree has one node for each page of tokens, its children
-by the bytes of the next page's ids. Ids are compared, not only hashed, so there are no collisions. Beside the ids one
-thing decides what is written in a page: whether the row's first tokens have the long factors of a longrope rotary
-embedding. Each kind has a tree of its own (`long`). Weights are the same for all (`PrefixCache.clear` when they
-change), and there are no adapters or images.
+by the bytes of the next page's ids. Ids are compared, not only hashed, so there are no collisions. What else decides
+what is written in a page is the row's variant, a number: each has a tree of its own. Weights are the same for all
+(`PrefixCache.clear` when they change), and there are no adapters or images.
 
 A head's entries at the last positions of a page depend on the next page's first tokens, too: `num_following` of them (1
 for a head that pairs the state at p with the token at p+1; M for M modules). So a node has a page of the target and a
@@ -132,20 +131,20 @@ class PrefixCache:
             SharedPages(count, partial(self._forget_windowed, g)) for g, (_, count) in enumerate(windows)
         )
         self._windowed_nodes: tuple[dict[int, _Node], ...] = tuple({} for _ in windows)
-        self._roots = self._new_node(None, b""), self._new_node(None, b"")
+        self._roots: dict[int, _Node] = {}
         self._entries: dict[int, _Entry] = {}
         self._head_entries: dict[int, _Entry] = {}
 
-    def find(self, tokens: np.ndarray, with_head: bool, long: bool = False) -> Found:
+    def find(self, tokens: np.ndarray, with_head: bool, variant: int = 0) -> Found:
         """What a request begins with.
 
         Args:
             tokens: [n] int32, what it reads before it decodes: the position of the last one must be read in any case.
             with_head: whether it drafts, so that only pages serve which the head has read, too.
-            long: which tree.
+            variant: which tree.
         """
         taken: list[_Entry] = []
-        node, most = self._roots[long], self.num_shared(len(tokens), len(tokens), with_head)
+        node, most = self._root(variant), self.num_shared(len(tokens), len(tokens), with_head)
         keys = self._keys(tokens)
         following = self._following(tokens, most) if with_head else []
         for i, key in enumerate(keys[:most]):
@@ -192,7 +191,7 @@ class PrefixCache:
         of_windows = (a.num_idle(pages) for a, pages in zip(self.windowed, found.windowed, strict=False))
         return [self.pages.num_idle(found.pages), *of_windows]
 
-    def register_windowed(self, tokens: np.ndarray, group: int, first: int, pages: Sequence[int], long: bool) -> None:
+    def register_windowed(self, tokens: np.ndarray, group: int, first: int, pages: Sequence[int], variant: int) -> None:
         """Let others find pages of a group of sliding-window layers. Idempotent.
 
         A page that the cache has for the same tokens stays, unless nobody holds it.
@@ -201,7 +200,7 @@ class PrefixCache:
             tokens: [n] int32, the row's committed tokens; all of these pages are among them.
             first: the logical page of the first one. pages: of the row, with all entries final; 0: none.
         """
-        node, allocator, nodes = self._roots[long], self.windowed[group], self._windowed_nodes[group]
+        node, allocator, nodes = self._root(variant), self.windowed[group], self._windowed_nodes[group]
         end = first + max((i + 1 for i, page in enumerate(pages) if page), default=-first)
         for i, key in enumerate(self._keys(tokens[: end * self.page_size])):
             node = node.children.get(key) or self._add(node, key)
@@ -214,7 +213,7 @@ class PrefixCache:
             node.windowed[group], nodes[page] = page, node
             allocator.register(page)
 
-    def register(self, tokens: np.ndarray, pages: Sequence[int], head_pages: Sequence[int], long: bool = False) -> None:
+    def register(self, tokens: np.ndarray, pages: Sequence[int], head_pages: Sequence[int], variant: int = 0) -> None:
         """Let others find a row's pages. Idempotent.
 
         Where the cache has a page for the same already, it stays, unless nobody holds it: then the row's takes its
@@ -223,10 +222,10 @@ class PrefixCache:
         Args:
             tokens: [n] int32, the row's committed tokens.
             pages: the first ones of the row, with all entries final. head_pages: the same of the head's, for as many
-                pages from the first on as the head has final entries in; what follows them is among the tokens. long:
-                which tree.
+                pages from the first on as the head has final entries in; what follows them is among the tokens.
+            variant: which tree.
         """
-        node, following = self._roots[long], self._following(tokens, len(head_pages))
+        node, following = self._root(variant), self._following(tokens, len(head_pages))
         for i, key in enumerate(self._keys(tokens[: len(pages) * self.page_size])):
             child = node.children.get(key) or self._add(node, key)
             if i < len(head_pages):
@@ -246,7 +245,7 @@ class PrefixCache:
             for page in nodes:
                 allocator.withdraw(page)
             nodes.clear()
-        self._roots = self._new_node(None, b""), self._new_node(None, b"")
+        self._roots = {}
         self._entries, self._head_entries = {}, {}
 
     def validate(self) -> None:
@@ -256,7 +255,7 @@ class PrefixCache:
             InvariantError: a registered page has no entry, a node is not reached from the root, or is of no use.
         """
         reached: list[_Node] = []
-        stack = [child for root in self._roots for child in root.children.values()]
+        stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             reached.append(stack.pop())
             stack += reached[-1].children.values()
@@ -274,6 +273,11 @@ class PrefixCache:
                 "nodes by windowed page are not the tree's",
             )
             require(nodes.keys() == allocator.registered_pages(), "registered windowed pages are not those of the tree")
+
+    def _root(self, variant: int) -> _Node:
+        if variant not in self._roots:
+            self._roots[variant] = self._new_node(None, b"")
+        return self._roots[variant]
 
     def _new_node(self, parent: _Node | None, key: bytes) -> _Node:
         return _Node(parent, key, len(self._windows))

@@ -35,7 +35,7 @@ Source: the state is checkpointed and inputs are replayed as in vllm-project/vll
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic
+from typing import ClassVar, Generic
 
 import numpy as np
 
@@ -71,9 +71,11 @@ class StateIndex(StateArrays[np.ndarray]):
 
     Attributes:
         most_replayed: a bound of `replay` where launches of other rows are to have the same shape, else None.
+        what: see `attention.batch.host.BatchExtra`.
     """
 
     most_replayed: int | None = None
+    what: ClassVar[str] = "recurrent states"
 
     @classmethod
     def of(cls, slots: np.ndarray, start: np.ndarray, replay: np.ndarray, num_new: np.ndarray) -> StateIndex:

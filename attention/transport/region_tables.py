@@ -33,7 +33,7 @@ from attention.cached import cached_property
 from attention.errors import HandoffMismatchError
 
 _DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
-VERSION = 3
+VERSION = 4
 """Of the tables. An engine that reads another version refuses by name."""
 _MOST = 2**63
 """Beyond every address, and every number that numpy and torch count with."""

@@ -88,10 +88,11 @@ def commit(
     if not head_has_read:
         drafted = schedule.rows[: schedule.num_drafting]
         table.head_computed[drafted] = table.computed[drafted]
-    table.folded[schedule.rows] = target.folded_after(table.folded[schedule.rows])
     table.computed[schedule.rows] += tokens_accepted(schedule.num_new, accepted)
     if head_has_read:
         table.head_computed[schedule.rows] = table.computed[schedule.rows]
+    for columns, extra in zip(table.extras, target.extras, strict=True):
+        columns.commit(table, schedule.rows, extra)
     return Committed(
         schedule=schedule,
         target=target,

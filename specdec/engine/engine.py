@@ -105,7 +105,7 @@ class Engine:
     def _start(self, waiting: list[Request]) -> None:
         """Empty tables, all pages free, nothing cached, and these requests waiting."""
         c, drafter = self.config, self.drafter
-        self.table = RowTable(c.max_num_seqs, c.max_model_len)
+        self.table = RowTable(c.max_num_seqs, c.max_model_len, (e.columns(c.max_num_seqs) for e in c.extras))
         num_head_pages = None if drafter is None else c.num_head_pages
         num_modules = 1 if drafter is None else drafter.loop.num_modules
         cache = prefix_cache(c, None if drafter is None else drafter.loop, num_head_pages)

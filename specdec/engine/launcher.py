@@ -18,7 +18,7 @@ from specdec.rounds.buckets import power_of_two
 from specdec.rounds.drafting import draft_input, drafts_after
 from specdec.rounds.randomness import SamplingRound, sampling_round
 from specdec.rounds.rows import RowTable, Schedule
-from specdec.rounds.verification import TargetArrays, WindowedTable, target_after, target_arrays
+from specdec.rounds.verification import RoundTables, TargetArrays, WindowedTable, target_after, target_arrays
 from specdec.wrapped.group import ALONE, Group
 
 
@@ -43,22 +43,6 @@ class VerifyingRound(LaunchedRound):
     """A round whose verification is launched, too."""
 
     verification: Verification
-
-
-@dataclass(frozen=True)
-class Tables:
-    """Block tables of the target's pages, and of the head's (None without a head), cut to the width of a round.
-
-    windowed: of the target's further cache groups, whole, and of the round's rows.
-    """
-
-    target: np.ndarray
-    head: np.ndarray | None
-    windowed: tuple[WindowedTable, ...] = ()
-
-    def rows(self, rows: np.ndarray) -> Tables:
-        """Those of some rows [B]."""
-        return Tables(self.target[rows], None if self.head is None else self.head[rows], self.windowed)
 
 
 class Launcher:
@@ -89,8 +73,6 @@ class Launcher:
         self._scheduler = scheduler
         self._table = table
         self._page_size = config.page_size
-        self._fold_rule = config.fold_rule
-        self._long_rope = config.long_rope
         self._num_drafts = 0 if scheduler.head_pages is None else config.num_speculative_tokens
         self._counters = counters
         self._queue_verification = queue_verification
@@ -122,7 +104,7 @@ class Launcher:
             return None
         schedule, tables = scheduled
         if draft is not None:
-            target = self._verification(schedule, tables, drafts_in_order_of_last=True)
+            target = self._verification(schedule, tables, in_order_of_last=True)
             device = self._send(schedule, target)
             return self.launched(schedule, target, device, self._scheduler.guests.join(device, draft))
         loop = self._draft_loop(committed, schedule, tables)
@@ -182,15 +164,16 @@ class Launcher:
         """Count a launched round."""
         self._counters.add_round(self.executor.transfers)
 
-    def tables(self, schedule: Schedule, more_tokens: int) -> Tables:
+    def tables(self, schedule: Schedule, more_tokens: int) -> RoundTables:
         """All block tables, as wide as the longest row with `more_tokens` needs (a power of two of pages)."""
         longest = int((self._table.length[schedule.rows] + schedule.num_drafts).max()) + more_tokens
         pages, head = self._scheduler.target_pages, self._scheduler.head_pages
         width = min(power_of_two(pages.pages_for(longest)), pages.table.shape[1])
         windowed = tuple(WindowedTable(g.window, g.table, schedule.rows) for g in self._scheduler.windowed_pages)
-        return Tables(pages.table[:, :width], None if head is None else head.table[:, :width], windowed)
+        own = None if head is None else head.table[:, :width]
+        return RoundTables(pages.table[:, :width], own, self._page_size, windowed)
 
-    def _schedule(self) -> tuple[Schedule, Tables] | None:
+    def _schedule(self) -> tuple[Schedule, RoundTables] | None:
         """Who is next, with pages reserved for it and for its drafts; None where nobody is."""
         before = self._scheduler.num_preemptions
         schedule = self._scheduler.schedule()
@@ -199,13 +182,10 @@ class Launcher:
             self._counters.add_preemptions(preempted)
         return None if schedule is None else (schedule, self.tables(schedule, self._num_drafts))
 
-    def _verification(self, schedule: Schedule, tables: Tables, drafts_in_order_of_last: bool = False) -> TargetArrays:
-        in_order = drafts_in_order_of_last
-        pages = (tables.target, self._page_size, tables.head)
-        kinds = (self._fold_rule, self._long_rope)
-        return target_arrays(schedule, self._table, *pages, in_order, tables.windowed, *kinds)
+    def _verification(self, schedule: Schedule, tables: RoundTables, in_order_of_last: bool = False) -> TargetArrays:
+        return target_arrays(schedule, self._table, tables, in_order_of_last)
 
-    def _draft_loop(self, committed: Committed, schedule: Schedule, tables: Tables) -> DraftInput | None:
+    def _draft_loop(self, committed: Committed, schedule: Schedule, tables: RoundTables) -> DraftInput | None:
         """None without a head, and where no row has anything for it to read."""
         if tables.head is None:
             return None
@@ -239,7 +219,7 @@ class Lookahead:
         self._scheduler = scheduler
         self._table = table
         self._more_tokens = 1 + 2 * num_drafts
-        self._reserved: Tables | None = None
+        self._reserved: RoundTables | None = None
 
     def before_read(self, current: VerifyingRound) -> LaunchedRound | None:
         """Reserve the next round while the device verifies; a chained one is launched.
@@ -253,8 +233,8 @@ class Lookahead:
         self._reserved = self._reserve(current.schedule)
         if self._reserved is None or isinstance(verification, DraftedVerification):
             return None
-        nothing = np.zeros(len(current.schedule.rows), np.int64)
-        target = self._after(current, nothing, nothing, nothing, self._reserved)
+        none = np.zeros(len(current.schedule.rows), np.int64)
+        target = target_after(current.target, self._table, self._reserved, none, none)
         self._launcher.group.before_launch(target)
         device, following = verification.launch_next(target, self._launcher.sampling(target, current.schedule.rows))
         self._launcher.count()
@@ -268,23 +248,11 @@ class Lookahead:
         drafts = drafts_after(current.target, accepted)
         if not drafts.all() or ending_tokens(outcome.tokens, accepted + 1, self._table.eos[rows]).any():
             return None
-        bonus_tokens = outcome.tokens[np.arange(len(rows)), accepted]
-        target = self._after(current, accepted, bonus_tokens, drafts, self._reserved)
+        target = target_after(current.target, self._table, self._reserved, drafts, accepted, outcome.tokens)
         device = self._launcher.send(None, target, rows)
         return self._launcher.launched(Schedule(rows, current.schedule.num_new, drafts), target, device, draft)
 
-    def _reserve(self, schedule: Schedule) -> Tables | None:
+    def _reserve(self, schedule: Schedule) -> RoundTables | None:
         if not self._scheduler.reserve_next(schedule):
             return None
         return self._launcher.tables(schedule, self._more_tokens).rows(schedule.rows)
-
-    def _after(
-        self,
-        current: VerifyingRound,
-        num_accepted: np.ndarray,
-        bonus_tokens: np.ndarray,
-        drafts: np.ndarray,
-        tables: Tables,
-    ) -> TargetArrays:
-        pages = (tables.target, tables.head, tables.windowed)
-        return target_after(current.target, num_accepted, bonus_tokens, drafts, *pages)

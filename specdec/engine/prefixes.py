@@ -60,7 +60,7 @@ class Prefixes:
         if not request.params.cache_prefix:
             return NOTHING
         tokens, drafts = request.committed[:prefill], self._drafts(request.num_drafts)
-        return self.cache.find(tokens, drafts, request.long_rope)
+        return self.cache.find(tokens, drafts, request.variant)
 
     def worth_waiting(self, request: Request, prefill: int, found: Found) -> bool:
         """Whether a row is reading tokens now whose pages this request could begin with, beyond what was found."""
@@ -71,7 +71,7 @@ class Prefixes:
         begin, end = taken * self.cache.page_size, (taken + 1) * self.cache.page_size
         for row, registered in self._owing.items():
             stop = min(prefill, int(rows.prefill[row]))
-            if rows.long[row] != request.long_rope:
+            if rows.variant[row] != request.variant:
                 continue
             if registered > taken or stop < end or (drafts and not rows.drafts[row]):
                 continue
@@ -128,7 +128,7 @@ class Prefixes:
             computed, tokens = int(self._table.computed[row]), self._tokens(row)
             for group, tables in enumerate(self._windowed_pages):
                 first, pages = tables.to_be_freed(row, computed)
-                self.cache.register_windowed(tokens, group, first, pages, bool(self._table.long[row]))
+                self.cache.register_windowed(tokens, group, first, pages, int(self._table.variant[row]))
 
     def leave(self, row: int) -> None:
         """A row is about to give up its pages: register all that are final."""
@@ -184,11 +184,11 @@ class Prefixes:
         heads: list[int] = []
         if self._drafts(int(self._table.drafts[row])) and self._head_pages is not None:
             heads = self._head_pages.pages_of(row)[:num_head_pages]
-        tokens, long = self._tokens(row), bool(self._table.long[row])
+        tokens, variant = self._tokens(row), int(self._table.variant[row])
         pages = self._target_pages.pages_of(row)[:num_pages]
-        self.cache.register(tokens, pages, heads, long)
+        self.cache.register(tokens, pages, heads, variant)
         for group, tables in enumerate(self._windowed_pages):
-            self.cache.register_windowed(tokens, group, 0, tables.pages_of(row)[:num_pages], long)
+            self.cache.register_windowed(tokens, group, 0, tables.pages_of(row)[:num_pages], variant)
 
     def _tokens(self, row: int) -> np.ndarray:
         """[n] int32: what is committed."""

@@ -23,6 +23,7 @@ from specdec.engine.stats import Counters
 from specdec.engine.waiting import WaitingRequests
 from specdec.requests.request import Request
 from specdec.rounds.buckets import prefill_budget
+from specdec.rounds.extras import reach_of, variant_of
 from specdec.rounds.rows import RowTable, Schedule
 
 
@@ -83,6 +84,7 @@ class Scheduler:
         self._config = config
         self._table = table
         self._num_modules = num_modules
+        self._rereads = any(extra.rereads for extra in config.extras)
         self.prefixes = prefixes
         self._counters = counters or Counters()
         self.target_pages = target_pages
@@ -130,8 +132,8 @@ class Scheduler:
         """
         if self.windowed_pages:
             self.free_behind_windows(np.array([r.row for r in self.running], np.int64))
-        if self._config.long_rope is not None:
-            self._requeue_beyond_short_factors()
+        if self._rereads:
+            self._requeue_beyond_reach()
         schedule = self._running_rows()
         if self._reserved(schedule):
             if self.prefixes is not None:
@@ -275,7 +277,7 @@ class Scheduler:
             if request.has_pages:  # `Guests.enter` found no place for it in this round
                 later.append(self.waiting.popleft())
                 continue
-            request.long_rope = self.reads_long(request)
+            request.variant = self.variant(request)
             prefill, drafts = self._entry(request)
             found = NOTHING if self.prefixes is None else self.prefixes.find(request, prefill)
             if self.prefixes is not None and self.prefixes.worth_waiting(request, prefill, found):
@@ -351,7 +353,7 @@ class Scheduler:
             prefill,
             begin,
             self._longest(request),
-            request.long_rope,
+            request.variant,
         )
 
     def _open(self, request: Request, prefill: int, found: Found) -> None:
@@ -367,18 +369,16 @@ class Scheduler:
                 self._counters.add_prefix(request.prompt_len, request.prefix_hit_tokens, request.cached_tokens)
         self.running.append(request)
 
-    def reads_long(self, request: Request) -> bool:
-        """Whether a request reads its first tokens with the long factors of longrope, were it read now."""
-        rule = self._config.long_rope
-        return rule is not None and rule.is_long(request.prompt_len, len(request.committed))
+    def variant(self, request: Request) -> int:
+        """Which keys and values a request's tokens would have, were it read now: see `RoundExtra.variant`."""
+        return variant_of(self._config.extras, request.prompt_len, len(request.committed))
 
     def _longest(self, request: Request) -> int:
         """Positions that its rounds may reach until it is read again, see `RowTable.longest`."""
-        rule, most = self._config.long_rope, self._config.max_model_len
-        return rule.original if rule is not None and rule.rereads and not request.long_rope else most
+        return reach_of(self._config.extras, request.variant, self._config.max_model_len)
 
-    def _requeue_beyond_short_factors(self) -> None:
-        """Rows whose next token has long factors, as their first ones would now: they are read again from the start."""
+    def _requeue_beyond_reach(self) -> None:
+        """Rows whose next token is beyond what their keys and values serve: they are read again from the start."""
         table = self._table
         for request in [r for r in self.running if table.length[r.row] > table.longest[r.row]]:
             self._requeue(request)

@@ -20,6 +20,7 @@ from specdec.compiler.settings import compiler_settings
 from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.ops.argmax import greedy_ids
 from specdec.ops.draws import Proposal
+from specdec.rounds.extras import RoundExtra, adjusted
 from specdec.rounds.fields import DeviceRound, DeviceSampling
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.target import Target
@@ -215,13 +216,19 @@ class DraftCapture:
         return tuple(steps)
 
 
-def compile_bucket(target: Target, model: Callable[..., Any], drafts: DraftCapture | None, round_: EmptyRound) -> None:
+def compile_bucket(
+    target: Target,
+    model: Callable[..., Any],
+    drafts: DraftCapture | None,
+    round_: EmptyRound,
+    extras: Sequence[RoundExtra],
+) -> None:
     """Run everything of one bucket once without attention: what is captured is compiled then, whatever the bucket.
 
     It needs no kernel of the attention backend's, so it can run while these are being built.
     """
     planned = target.runner.blank(round_.target.metadata)
-    _, _, packed = _verify(target, model, drafts, round_.target, planned)
+    _, _, packed = _verify(target, model, drafts, round_.target, planned, extras)
     if drafts is not None:
         drafts.compile(PackedResult(packed), round_)
 
@@ -232,12 +239,14 @@ def _verify(
     drafts: DraftCapture | None,
     device: DeviceRound,
     planned: Planned,
+    extras: Sequence[RoundExtra],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The verification: logits, their arg max, and the packed result, as if every row were greedy."""
     drafted = None if drafts is None else Draft(drafts.loop.drafts, None)
     if drafted is not None:
         target.group.share(drafted.token_ids)
     logits = target.forward(fill_from_loop(device, drafted), planned, device.logits_indices, model).logits
+    logits = adjusted(extras, logits, device)
     greedy = greedy_ids(logits)
     return logits, greedy, judge_from_loop(greedy, device, drafted).packed
 
@@ -248,6 +257,7 @@ def capture_bucket(
     drafts: DraftCapture | None,
     round_: EmptyRound,
     sampling: DeviceSampling,
+    extras: Sequence[RoundExtra],
     pool: Any,
     recorder: Recorder | None = None,
 ) -> Bucket:
@@ -262,7 +272,7 @@ def capture_bucket(
     rows, query_len = device.logit_index.shape
     planner = target.runner.fixed_planner(rows, query_len)
     planned = planner.plan(device.metadata)
-    graph, (logits, greedy, packed) = recorder(partial(_verify, target, model, drafts, device, planned), pool)
+    graph, (logits, greedy, packed) = recorder(partial(_verify, target, model, drafts, device, planned, extras), pool)
     result = PackedResult(packed)
     with compiler_settings():  # the head's: what it says decides no token
         draft = None if drafts is None else drafts.capture(result, round_, planner, recorder)

@@ -11,6 +11,7 @@ from specdec.config import EngineConfig
 from specdec.execution.base import Drafter, Verification
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
+from specdec.rounds.extras import adjusted
 from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import RoundTransfer
@@ -26,7 +27,7 @@ class EagerExecutor:
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
         self.target = target
-        self._draws = config.draws_drafts
+        self._draws, self._extras = config.draws_drafts, config.extras
         self.drafter = drafter
         device = target.hf_model.device
         self._transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
@@ -67,9 +68,9 @@ class EagerExecutor:
         draft = in_order(draft, device)
         if draft is not None:
             self.target.group.share(draft.token_ids)
-        ids, rope = fill_drafts(device, draft), device.rope_positions
-        output = self.target.forward(ids, planned, device.logits_indices, None, True, rope)
-        read = self.reads.start(self.judge(output.logits, device, draft), device.num_drafts)
+        output = self.target.forward(fill_drafts(device, draft), planned, device.logits_indices)
+        logits = adjusted(self._extras, output.logits, device)
+        read = self.reads.start(self.judge(logits, device, draft), device.num_drafts)
         return Verification(read, output.aux_hidden_states)
 
     def judge(self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None) -> PackedResult:

@@ -66,6 +66,7 @@ from specdec.ops.argmax import greedy_drafts, greedy_ids
 from specdec.ops.experts import mixtures, using_capturable_experts
 from specdec.rounds.buckets import graph_rows, loop_limits, static_shape
 from specdec.rounds.drafting import accepted_by_row, ahead_inputs, rows_after
+from specdec.rounds.extras import adjusted
 from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.static import FixedSampling, fixed_target
@@ -106,7 +107,7 @@ class GraphExecutor:
                 "use backend='flashinfer'"
             )
         model = compiled_model(target.hf_model)
-        self._target = target
+        self._target, self._extras = target, config.extras
         device = target.hf_model.device
         most = PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens)
         self.reads = HostReads(most, device, target.group)
@@ -149,7 +150,7 @@ class GraphExecutor:
             store_cos_sin(target.hf_model, self._alterations)
             if not invariant:  # else what it is compiled from must be the same in every engine, see `capture`
                 log.info("compiling")
-                compile_bucket(target, model, drafts, self._empty_round(rows[0]))
+                compile_bucket(target, model, drafts, self._empty_round(rows[0]), config.extras)
         self._seconds = time.perf_counter() - started
 
     def capture(self) -> None:
@@ -188,8 +189,12 @@ class GraphExecutor:
 
     def _captured(self, rows: int, recorder: Recorder | None = None) -> Bucket:
         """Everything of one bucket; recorder: see `capture_bucket`."""
-        round_, sampling = self._empty_round(rows), self._sampling.device
-        return capture_bucket(self._target, self._model, self._drafts, round_, sampling, self._pool, recorder)
+        round_, sampling, parts = (
+            self._empty_round(rows),
+            self._sampling.device,
+            (self._target, self._model, self._drafts),
+        )
+        return capture_bucket(*parts, round_, sampling, self._extras, self._pool, recorder)
 
     def _rehearse(self) -> None:
         """Launch once what rounds launch, in buckets and, of sampled rows, in any shape."""
@@ -266,8 +271,8 @@ class GraphExecutor:
         device = round_.sent.verification
         if draft is not None and self._loop is not None:
             self._target.group.share(self._loop.drafts)
-        ids, rope = fill_from_loop(device, draft), device.rope_positions
-        logits = self._ragged.logits(ids, device.metadata, device.logits_indices, rope)
+        logits = self._ragged.logits(fill_from_loop(device, draft), device.metadata, device.logits_indices)
+        logits = adjusted(self._extras, logits, device)
         result = self._decide_ragged(logits, device, draft, round_.sampling)
         read = self.reads.start(result, device.num_drafts)
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))

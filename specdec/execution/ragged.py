@@ -110,20 +110,13 @@ class RaggedTarget:
         self._graphs: dict[tuple[int, int], _TargetGraph] = {}
 
     def logits(
-        self,
-        token_ids: torch.Tensor,
-        metadata: CommonAttentionMetadata,
-        logits_indices: torch.Tensor,
-        rope_positions: torch.Tensor | None = None,
+        self, token_ids: torch.Tensor, metadata: CommonAttentionMetadata, logits_indices: torch.Tensor
     ) -> torch.Tensor:
-        """token_ids [T], logits_indices [R'] -> [R', V], valid until the next graph runs.
-
-        rope_positions: [T], see `Target.forward`.
-        """
+        """token_ids [T], logits_indices [R'] -> [R', V], valid until the next graph runs."""
         count, rows = len(token_ids), len(logits_indices)
         graph = self._graph(token_bucket(count, self._most_tokens), self._index_bucket(rows))
         graph.token_ids[:count].copy_(token_ids)
-        graph.positions[:count].copy_(metadata.positions if rope_positions is None else rope_positions)
+        graph.positions[:count].copy_(self._target.rotary_positions(metadata))
         graph.logits_indices[:rows].copy_(logits_indices)
         graph.logits_indices[rows:].zero_()
         graph.graph.replay(partial(self._between, metadata))

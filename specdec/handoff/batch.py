@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from attention.cache.prefix import NOTHING
-from attention.checking import checking, require
+from attention.checking import checking
 from drafters.loops.base import Draft
 from specdec.config import EngineConfig
 from specdec.engine.faults import raised_twice
@@ -100,9 +100,9 @@ class Arrivals:
     def _may_go_on(self, batch: Batch, request: Request) -> bool:
         """Whether a request's next tokens can go on from the keys that came.
 
-        A longrope model may read all tokens again with its long factors at just this length: then it waits like others.
+        Where all its tokens are read again at just this length, as a longrope model may, it waits like others.
         """
-        if batch.scheduler.reads_long(request) == request.long_rope:
+        if batch.scheduler.variant(request) == request.variant:
             return True
         self.discard(batch, request)
         return False
@@ -220,9 +220,9 @@ def take_out(batch: Batch, request: Request) -> Pages:
     """A running request goes out of the batch; its pages stay owned, by no row. Its row is free at once."""
     scheduler, table, row = batch.scheduler, batch.table, request.row
     computed = int(table.computed[row])
-    if checking() and batch.config.fold_rule is not None:
-        folded = int(table.folded[row])
-        require(folded == computed, f"a row leaves with {folded} of its {computed} tokens in its states")
+    if checking():
+        for columns in table.extras:
+            columns.check_leaving(table, row)
     scheduler.free_behind_windows(np.array([row]))
     for pool in scheduler.pools():
         if pool.pages_of(row):  # else the head's, which it has none of

@@ -20,7 +20,7 @@ from specdec.requests.request import Completion, Request, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RequestStats
 from specdec.requests.submission import Submission
-from specdec.values import flag, real, refuse, refuse_type, whole
+from specdec.values import real, refuse, refuse_type, whole
 
 _MAGIC = b"specdec handoff\n"
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.int64, torch.float32, torch.float16, torch.bfloat16)}
@@ -41,7 +41,7 @@ class MovedRequest:
             has its keys and values in the cache.
         params: as submitted. key: its randomness, which is the same wherever it runs.
         limit: most tokens, the prompt's and new ones together. num_drafts: K of the request.
-        sample_index, eos_token_ids, long_rope: see `Request`.
+        sample_index, eos_token_ids, variant: see `Request`.
         queue_s, prefill_s: seconds that it waited, and from there to the first token. Others: see `RequestStats`.
     """
 
@@ -53,7 +53,7 @@ class MovedRequest:
     num_drafts: int
     sample_index: int
     eos_token_ids: tuple[int, ...]
-    long_rope: bool = False
+    variant: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     preemptions: int = 0
@@ -73,7 +73,7 @@ class MovedRequest:
             num_drafts=request.num_drafts,
             sample_index=request.sample_index,
             eos_token_ids=request.eos_token_ids,
-            long_rope=request.long_rope,
+            variant=request.variant,
             queue_s=t.admitted - t.submitted,
             prefill_s=t.first_token - t.admitted,
             preemptions=request.preemptions,
@@ -270,7 +270,7 @@ def _moved(given: dict[str, Any]) -> MovedRequest:
     read |= {name: _numbers(name, given[name]) for name in ("prompt_token_ids", "new_token_ids", "eos_token_ids")}
     read |= {name: whole(name, given[name], 0) for name in _COUNTS}
     read |= {name: _seconds(name, given[name]) for name in ("queue_s", "prefill_s")}
-    read |= {"key": whole("key", given["key"], 0, 2**64 - 1), "long_rope": flag("long_rope", given["long_rope"])}
+    read |= {"key": whole("key", given["key"], 0, 2**64 - 1), "variant": whole("variant", given["variant"], 0, 2**31)}
     if given.keys() != read.keys():
         raise ValueError(f"a request of other fields: {sorted(given.keys() ^ read.keys())}")
     return MovedRequest(**read)

@@ -105,7 +105,12 @@ class MovingRequests(Guests):
         return request_id
 
     def check_leaving(self, request: Leaving) -> int:
-        """As `Engine.check`, of a request whose prompt alone is read here."""
+        """As `Engine.check`, of a request whose prompt alone is read here.
+
+        Raises:
+            HandoffMismatchError: the rounds have what cannot move, see `RoundExtra.refuses_handoff`.
+        """
+        _check_extras(self._engine.admission)
         return self._engine.admission.check(request.token_ids, request.params, prompt_alone=True)
 
     def check_moved(self, moved: MovedRequest) -> None:
@@ -181,6 +186,7 @@ def check_moved(admission: Admission, moved: MovedRequest) -> None:
     Raises:
         InvalidInputError, CacheTooSmallError: as `Admission.check`; or its limits are beyond this engine's.
     """
+    _check_extras(admission)
     longest, num_drafts = admission.config.max_model_len, admission.config.num_speculative_tokens
     if moved.limit > longest or moved.num_drafts > num_drafts:
         raise HandoffMismatchError(
@@ -197,6 +203,12 @@ def check_moved(admission: Admission, moved: MovedRequest) -> None:
             f"and a limit of {moved.limit}: at least one new token, and room for one more, are needed"
         )
     admission.check_cache(len(moved.prompt_token_ids), moved.limit)
+
+
+def _check_extras(admission: Admission) -> None:
+    for extra in admission.config.extras:
+        if extra.refuses_handoff:
+            raise HandoffMismatchError(f"requests do not move between engines: {extra.refuses_handoff}")
 
 
 def moved_here(admission: Admission, request_id: int, moved: MovedRequest) -> Request:
@@ -220,6 +232,6 @@ def moved_here(admission: Admission, request_id: int, moved: MovedRequest) -> Re
         preemptions=moved.preemptions,
         prefix_hit_tokens=moved.prefix_hit_tokens,
         cached_tokens=moved.cached_tokens,
-        long_rope=moved.long_rope,
+        variant=moved.variant,
         new_tokens=new,
     )

@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.backends.base import AttentionBackend
-from attention.recurrence.index import FoldRule
 from drafters.base import Head
 from drafters.mtp.convention import MtpConvention
 from specdec.config import EngineConfig
@@ -31,14 +30,15 @@ from specdec.loading.memory import check_counts, check_page_size, check_sizes_fi
 from specdec.loading.objects import check_head_type
 from specdec.loading.pairs import load_pair
 from specdec.loading.progress import log
-from specdec.loading.sizes import long_rope_rule, num_drafts
+from specdec.loading.sizes import long_rope_extras, num_drafts
 from specdec.loading.sizes import max_model_len as max_model_len_of
-from specdec.loading.states import check_backend_fits, check_format_fits, rule_of, state_bytes
+from specdec.loading.states import check_backend_fits, check_format_fits, state_bytes, state_extras
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
 from specdec.options import LoadOptions
 from specdec.rounds.buckets import loop_limits
+from specdec.rounds.extras import RoundExtra
 from specdec.rounds.transfer import staging_bytes
 from specdec.selftest.selftest import self_test_head
 from specdec.wrapped.group import ALONE, Group
@@ -144,12 +144,10 @@ def _sized(
     cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
     tokens, *others = group.least([cache.tokens, *cache.windowed])  # their schedules must be the same
     cache = Division(tokens, tuple(others))
-    config = replace(
-        _config(rows, cache, sizes, rule_of(probed, rows.num_speculative_tokens), options),
-        long_rope=long_rope_rule(probed.model, longest),
-    )
+    extras = state_extras(probed, rows.num_speculative_tokens) + long_rope_extras(probed.model, longest)
+    config = _config(rows, cache, sizes, extras, options)
     loop = None if head is None else head.draft_loop(loop_limits(config))
-    prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, config.fold_rule is not None)
+    prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))
     kept = options.enable_prefix_caching is True
     config = replace(config, enable_prefix_caching=prefix_caching == "on", keep_prefixes=kept)
     cascade = choose_cascade(backend, prefix_caching, options.cascade_attention)
@@ -182,7 +180,7 @@ def _rows(head: Head | None, longest: int, options: LoadOptions) -> Rows:
 
 
 def _config(
-    rows: Rows, cache: Division, sizes: TokenBytes, rule: FoldRule | None, options: LoadOptions
+    rows: Rows, cache: Division, sizes: TokenBytes, extras: tuple[RoundExtra, ...], options: LoadOptions
 ) -> EngineConfig:
     """Without prefix caching: whether that can be done depends on what the sizes make of the draft loop."""
     return EngineConfig(
@@ -192,5 +190,5 @@ def _config(
         seed=options.seed,
         draft_sampling=options.draft_sampling,
         max_num_prefill_tokens=options.max_num_prefill_tokens,
-        fold_rule=rule,
+        extras=extras,
     )

@@ -9,8 +9,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attention.hf.indexer import dense_up_to
 from drafters.base import Head
-from specdec.config import LongRopeRule
 from specdec.errors import InvalidInputError
+from specdec.extras.long_factors import LongFactors
+from specdec.rounds.extras import RoundExtra
 from specdec.user_warnings import warn_user
 from specdec.values import short
 from specdec.wrapped.long_rope import find_long_rope
@@ -126,10 +127,10 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
     return int(length)
 
 
-def long_rope_rule(model: PreTrainedModel, longest: int) -> LongRopeRule | None:
-    """The rule of a longrope model whose requests may become longer than its short factors reach; else None."""
+def long_rope_extras(model: PreTrainedModel, longest: int) -> tuple[RoundExtra, ...]:
+    """That of a longrope model whose requests may become longer than its short factors reach; else ()."""
     found = find_long_rope(model)
-    return found.rule if found is not None and longest > found.rule.original else None
+    return (LongFactors(found.rule),) if found is not None and longest > found.rule.original else ()
 
 
 def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:

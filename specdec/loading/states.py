@@ -6,13 +6,14 @@ from attention.backends.base import AttentionBackend
 from attention.cache.kv_cache import KVFormat
 from attention.cache.state import StateGroup
 from attention.hf.weights import runs_plainly
-from attention.recurrence.index import FoldRule
 from attention.recurrence.registry import recurrences_of
 from attention.recurrence.runner import StateRunner
 from attention.recurrence.spec import fold_rule
 from specdec.config import EngineConfig, state_slots
 from specdec.errors import InvalidInputError, UnsupportedModelError
+from specdec.extras.recurrent_states import RecurrentStates
 from specdec.loading.groups import Rows
+from specdec.rounds.extras import RoundExtra
 from specdec.wrapped.probing import TargetProbe
 
 
@@ -77,9 +78,9 @@ def state_runner(probed: TargetProbe, config: EngineConfig) -> StateRunner | Non
     return StateRunner(group, probed.model.dtype, probed.model.device)
 
 
-def rule_of(probed: TargetProbe, num_drafts: int) -> FoldRule | None:
-    """When states are stored with K drafts; None for a target without recurrent layers."""
-    return fold_rule(probed.recurrence_specs, num_drafts) if probed.recurrent_calls else None
+def state_extras(probed: TargetProbe, num_drafts: int) -> tuple[RoundExtra, ...]:
+    """What rounds with K drafts have of a target's recurrent layers; () where it has none."""
+    return (RecurrentStates(fold_rule(probed.recurrence_specs, num_drafts)),) if probed.recurrent_calls else ()
 
 
 def _group(probed: TargetProbe, slots: int, num_drafts: int) -> StateGroup:

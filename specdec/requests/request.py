@@ -104,10 +104,10 @@ class Request:
     """A request inside the engine, compared by identity. `row` is its RowTable row, -1 while it waits.
 
     `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted). `progress` is
-    what has been reported. `long_rope`: whether it reads its first tokens with long factors, see
-    `specdec.wrapped.long_rope`; decided when it gets a row. `has_pages`: it waits, and its keys and values are in pages
-    already; `leaves`: it leaves the batch with its first token (see `specdec.engine.guests`). Of two requests that wait
-    for their first row the one with the lower `turn` gets it first.
+    what has been reported. `variant`: of its keys and values, see `specdec.rounds.extras.RoundExtra`; decided when it
+    gets a row. `has_pages`: it waits, and its keys and values are in pages already; `leaves`: it leaves the batch with
+    its first token (see `specdec.engine.guests`). Of two requests that wait for their first row the one with the lower
+    `turn` gets it first.
     """
 
     id: int
@@ -122,7 +122,7 @@ class Request:
     eos_token_ids: tuple[int, ...]
     times: Times
     row: int = -1
-    long_rope: bool = False
+    variant: int = 0
     preemptions: int = 0
     prefix_hit_tokens: int = 0
     cached_tokens: int = 0

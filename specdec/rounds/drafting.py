@@ -70,12 +70,12 @@ def rows_after(target: TargetArrays, num_accepted: np.ndarray) -> DraftingRows:
 
     A row that the commit will end drafts in vain; one that goes on reading its prompt has no drafts.
     """
-    assert target.head_table is not None
+    assert target.pages.head is not None
     return DraftingRows(
         committed_lens=target.start + tokens_accepted(target.num_new, num_accepted),
         num_drafts=drafts_after(target, num_accepted),
-        block_table=target.head_table,
-        page_size=target.page_size,
+        block_table=target.pages.head,
+        page_size=target.pages.page_size,
     )
 
 
@@ -118,14 +118,15 @@ def ahead_inputs(target: TargetArrays, num_modules: int = 1, num_carried: int = 
 
     A prompt row that reads 2 of its 4 tokens 7, 8, 9, 5 and a row that verifies 1 draft:
 
+    >>> from specdec.rounds.verification import RoundTables
     >>> one, table = np.array([0, 1]), np.array([[3], [4]], np.int32)
     >>> target = TargetArrays(np.array([0, 6]), np.array([2, 1]), np.array([0, 1]), 1, np.array([[7, 8], [1, 0]]),
-    ...                       np.array([1]), table, table, one, one, np.array([9, 0]), 16, one)
+    ...                       np.array([1]), one, one, np.array([9, 0]), one, RoundTables(table, table, 16))
     >>> ahead = ahead_inputs(target)
     >>> ahead.token_ids.tolist(), ahead.token_sources.tolist(), ahead.last_row.tolist(), ahead.decided_place.tolist()
     ([8, 9, 0, 0], [0, 1], [1, 2], [1, 0])
     """
-    assert target.head_table is not None
+    assert target.pages.head is not None
     starts, num_new = target.query_start_loc, target.num_new
     rows = np.arange(len(num_new))
     following = np.zeros_like(target.tokens)
@@ -138,7 +139,7 @@ def ahead_inputs(target: TargetArrays, num_modules: int = 1, num_carried: int = 
     counts = target.num_drafts + 1
     decided_place = np.full(len(rows), len(target.decided))
     decided_place[target.decided] = np.arange(len(target.decided))
-    place = starts, target.start, target.head_table, target.page_size
+    place = starts, target.start, target.pages.head, target.pages.page_size
     return AheadInputs(
         batches=(rows_batch(*place), *(shifted_batch(m, *place, target.begins) for m in range(1, num_modules))),
         token_ids=token_ids,

@@ -18,6 +18,7 @@ from attention.batch.metadata import (
     BatchSection,
     CommonAttentionMetadata,
     GroupArrays,
+    MakeSection,
     batch_sizes,
     on_pages,
 )
@@ -147,11 +148,11 @@ class VerificationSection:
         batch: its attention's part. own: the other arrays. fields: the places of all.
     """
 
-    def __init__(self, num_groups: int, states: bool, rope: bool = False, table: bool = True) -> None:
-        """num_groups: further cache groups; states: recurrent ones; rope: positions of their own for rotations; table:
-        with block tables, which a fixed shape does not send."""
-        self.batch = BatchSection(TARGET, num_groups, states, table)
-        self.own = Section(VerificationArrays, TARGET, () if rope else ("rope_positions",))
+    def __init__(self, num_groups: int, extras: Sequence[MakeSection] = (), table: bool = True) -> None:
+        """num_groups: further cache groups; extras: make their sections; table: with block tables, which a fixed shape
+        does not send."""
+        self.batch = BatchSection(TARGET, num_groups, extras, table)
+        self.own = Section(VerificationArrays, TARGET)
         self.fields = (*self.batch.fields, *self.own.fields)
 
     def values(self, target: TargetInputs) -> dict[str, np.ndarray]:

@@ -2,12 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from attention.batch.host import BatchExtra
 from specdec.requests.sampling import SamplingArrays, SamplingParams
+
+
+class ExtraColumns:
+    """What an extra keeps by row, beside the columns of a `RowTable`; see `specdec.rounds.extras.RoundExtra`.
+
+    All of it follows from the table's own columns and a request's parameters: rows and columns are made anew from the
+    requests after an interrupt, and a request that was preempted opens its row again. This one keeps nothing.
+    """
+
+    def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
+        """A request with these parameters has got a row; the table's columns are set."""
+
+    def scheduled(self, table: RowTable, schedule: Schedule) -> BatchExtra | None:
+        """What the verification of a schedule brings for the device; None where its rows need nothing."""
+
+    def after(
+        self,
+        table: RowTable,
+        last: BatchExtra | None,
+        schedule: Schedule,
+        start: np.ndarray,
+        num_accepted: np.ndarray,
+        tokens: np.ndarray | None,
+    ) -> BatchExtra | None:
+        """The same of a verification that is launched before the one before it is committed, which reads bonus tokens
+        of the same rows.
+
+        Args:
+            last: what `scheduled` or `after` gave for that one. schedule: of the new one; start: [B] its first
+                positions.
+            num_accepted: [B] drafts that the last one accepts; tokens: [B, n+1] these, then its next bonus tokens. None
+                where it is not read: then it has no drafts, and only the device has the new tokens. Its own bonus
+                tokens are committed: the table has every token before `start` but the accepted drafts.
+        """
+
+    def commit(self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None) -> None:
+        """A verification of these rows [B], which brought this, is committed; the table's columns are advanced."""
+
+    def check_leaving(self, table: RowTable, row: int) -> None:
+        """In check mode, before a request leaves its row for another engine.
+
+        Raises:
+            InvariantError: what the row brings along does not hold all tokens that were read.
+        """
 
 
 class RowTable:
@@ -16,30 +61,29 @@ class RowTable:
     Columns:
         tokens [R, L] int32: committed tokens by position (prompt, then new ones; the last is the bonus token).
         length [R]: committed tokens. computed [R]: target KV length; length - computed tokens wait to be read.
-        folded [R]: tokens in the row's recurrent states, see `attention.recurrence.index`.
         begin [R]: the first position that the row reads itself; what is before it is from the prefix cache.
         head_computed [R]: positions of which the head has read the target's states; it may have read more.
         prefill [R]: tokens the row reads in chunks before it decodes: the whole prompt, whose last position gives the
             first token; after a preemption all but the bonus token that the row had drafts from.
         limit [R]: most committed tokens (prompt + max_new_tokens, at most max_model_len).
         longest [R]: positions that rounds of the row may reach: max_model_len, but where the row is read again beyond
-            a length, see `LongRopeRule`. long [R] bool: whether it has long factors from its first token on.
+            a length. variant [R]: of its keys and values; for both see `specdec.rounds.extras.RoundExtra`.
         drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
         key [R] uint64: randomness. eos [R, E] int64: ids that end it, then -1. temperature, top_k, top_p, min_p [R].
+        extras: those of what only some engines' rounds have.
     """
 
-    def __init__(self, max_rows: int, max_model_len: int) -> None:
-        self.max_model_len = max_model_len
+    def __init__(self, max_rows: int, max_model_len: int, extras: Iterable[ExtraColumns] = ()) -> None:
+        self.max_model_len, self.extras = max_model_len, tuple(extras)
         self.tokens = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.length = np.zeros(max_rows, np.int64)
         self.computed = np.zeros(max_rows, np.int64)
-        self.folded = np.zeros(max_rows, np.int64)
         self.begin = np.zeros(max_rows, np.int64)
         self.head_computed = np.zeros(max_rows, np.int64)
         self.prefill = np.zeros(max_rows, np.int64)
         self.limit = np.zeros(max_rows, np.int64)
         self.longest = np.full(max_rows, max_model_len, np.int64)
-        self.long = np.zeros(max_rows, np.bool_)
+        self.variant = np.zeros(max_rows, np.int64)
         self.drafts = np.zeros(max_rows, np.int64)
         self.previous = np.full(max_rows, -1, np.int64)
         self.key = np.zeros(max_rows, np.uint64)
@@ -63,25 +107,27 @@ class RowTable:
         prefill: int | None = None,
         begin: int = 0,
         longest: int | None = None,
-        long: bool = False,
+        variant: int = 0,
     ) -> int:
         """Take a row for a request that enters (or comes back) with these committed tokens; return it.
 
         When a parameter does not fit its column numpy's error is raised and the row stays free.
 
         prefill: how many of the tokens it reads before it decodes; default all of them. begin: how many of these have
-            keys and values already. longest, long: see the columns; default max_model_len.
+            keys and values already. longest, variant: see the columns; default max_model_len.
         """
         row = self._free[-1]
         self.tokens[row, : len(tokens)] = tokens
         self.length[row], self.limit[row] = len(tokens), limit
-        self.longest[row], self.long[row] = self.max_model_len if longest is None else longest, long
-        self.computed[row] = self.folded[row] = self.begin[row] = self.head_computed[row] = begin
+        self.longest[row], self.variant[row] = self.max_model_len if longest is None else longest, variant
+        self.computed[row] = self.begin[row] = self.head_computed[row] = begin
         self.prefill[row] = len(tokens) if prefill is None else prefill
         self.drafts[row], self.previous[row], self.key[row] = drafts, -1, key
         self._set_eos(row, eos_ids)
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(self._sampling, name)[row] = getattr(params, name)
+        for columns in self.extras:
+            columns.open(self, row, params)
         return self._free.pop()
 
     def _set_eos(self, row: int, eos_ids: Sequence[int]) -> None:

@@ -19,31 +19,33 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from attention.batch.host import HostBatch, page_counts_of, slots_at
+from attention.batch.host import BatchExtra, HostBatch, page_counts_of, slots_at
 from attention.batch.live import LiveBatch
-from attention.batch.metadata import BatchArrays, CommonAttentionMetadata
+from attention.batch.metadata import BatchArrays, CommonAttentionMetadata, MakeSection
 from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
-from attention.declared import array_names
-from attention.recurrence.index import FoldRule, StateArrays, StateIndex
 from drafters.loops.base import CarriedRows, StaticShape
 from drafters.loops.modules.index import rows_before
 from specdec.config import EngineConfig
 from specdec.rounds.buckets import static_entries, static_shape
+from specdec.rounds.extras import make_sections
 from specdec.rounds.fields import DeviceRound, PassesSection, SamplingSection, VerificationSection, target_sizes
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetArrays, WindowedTable
 
 Carried = CarriedRows[torch.Tensor] | None
-_STATE_NAMES = array_names(StateArrays)
 
 
 class _Pages:
     """Where the pages of one group stand: slots [rows, query_len], the flat list of pages, and the batch over them."""
 
     def __init__(
-        self, buffers: BatchArrays[np.ndarray], start: np.ndarray, shape: StaticShape, states: StateIndex | None = None
+        self,
+        buffers: BatchArrays[np.ndarray],
+        start: np.ndarray,
+        shape: StaticShape,
+        extras: tuple[BatchExtra, ...] = (),
     ) -> None:
         self.slots = buffers.slot_mapping.reshape(shape.rows, shape.query_len)
         self.indices = buffers.page_indices
@@ -56,7 +58,7 @@ class _Pages:
             block_table=np.zeros((0, 0), np.int32),
             page_size=shape.page_size,
             page_indptr=buffers.page_indptr,
-            states=states,
+            extras=extras,
         )
 
 
@@ -94,21 +96,6 @@ class _WindowedPages:
             page_indptr=buffers.page_indptr,
             page_indices=indices,
         )
-
-
-class _States:
-    """Which recurrent states the rows continue; rows that are added are on the null slot."""
-
-    def __init__(self, index: StateIndex) -> None:
-        """index: its buffers."""
-        self.index = index
-
-    def write(self, target: TargetArrays) -> None:
-        """Those of verifications of bonus tokens."""
-        count, states = len(target.start), target.states
-        for name in _STATE_NAMES:
-            place = getattr(self.index, name)
-            place[:count], place[count:] = getattr(states, name), 0
 
 
 class _LaterPass:
@@ -151,7 +138,6 @@ class _TargetPlace:
         section: VerificationSection,
         passes: PassesSection | None,
         windows: Sequence[int],
-        fold_rule: FoldRule | None,
     ) -> None:
         rows, query_len = shape.rows, shape.query_len
         batch, own = section.batch.buffers(host), section.own.of(host)
@@ -160,9 +146,8 @@ class _TargetPlace:
         self.token_ids = own.token_ids.reshape(rows, query_len)
         self.num_drafts, self.sources = own.num_drafts, own.sources
         self.batch = batch
-        index = None if fold_rule is None else section.batch.state_buffers(host, fold_rule.most_replayed)
-        self.states = None if index is None else _States(index)
-        self.groups = [_Pages(batch, self.start, shape, index)]
+        self.extras = tuple(extra.buffers(host) for extra in section.batch.extras)
+        self.groups = [_Pages(batch, self.start, shape, self.extras)]
         windowed = zip(section.batch.group_buffers(host), windows, strict=True)
         self.windowed = [_WindowedPages(each, window, shape) for each, window in windowed]
         batch.query_start_loc[:] = np.arange(0, rows * query_len + 1, query_len)
@@ -191,15 +176,15 @@ class FixedTarget:
         device: torch.device,
         windows: Sequence[int] = (),
         entries: Sequence[int] = (),
-        fold_rule: FoldRule | None = None,
+        extras: Sequence[MakeSection] = (),
     ) -> None:
         """passes: of the draft prefill, the M of M modules; 0 without a head.
 
-        windows, entries: of the target's further cache groups, and the most pages on the list of each. fold_rule: of
-            a target with recurrent states.
+        windows, entries: of the target's further cache groups, and the most pages on the list of each. extras:
+            make their sections.
         """
         self._shape = shape
-        self._section = VerificationSection(len(windows), fold_rule is not None, table=False)
+        self._section = VerificationSection(len(windows), extras, table=False)
         self._passes = PassesSection(passes) if passes else None
         self._offsets = np.arange(shape.query_len)
         self._rows = np.arange(shape.rows)
@@ -212,7 +197,7 @@ class FixedTarget:
         self._bucket = bucket_of(**sizes)
         self._arena = StagingArena(fields, self._bucket, device)
         hosts, sections = self._arena.hosts(self._bucket), (self._section, self._passes)
-        self._places = [_TargetPlace(host, shape, *sections, windows, fold_rule) for host in hosts]
+        self._places = [_TargetPlace(host, shape, *sections, windows) for host in hosts]
 
     def device(self, target: TargetArrays) -> tuple[DeviceRound, tuple[CommonAttentionMetadata, ...], Carried]:
         """Send a verification, and give the views of what arrived: the same addresses every round.
@@ -235,17 +220,17 @@ class FixedTarget:
         """
         place = self._places[self._arena.begin()]
         own = self._write_tokens(place, target)
-        if place.states is not None:
-            place.states.write(target)
+        for section, extra in zip(self._section.batch.extras, place.extras, strict=True):
+            section.write(extra, target.extras)
         pages, within = np.divmod(place.positions, self._shape.page_size)
         counts = _write_lengths(place.batch, place.start, self._shape)
         width = int(counts.max())
         batches: list[HostBatch] = []
         others: list[HostBatch] = []
-        for windowed, given in zip(place.windowed, target.windowed, strict=True):
+        for windowed, given in zip(place.windowed, target.pages.windowed, strict=True):
             others.append(windowed.write(place.start, given, self._shape))
             self._write_slots(windowed.slots, given.block_table, windowed.rows, pages, within, own)
-        for group, own_table in zip(place.groups, (target.block_table, target.head_table), strict=False):
+        for group, own_table in zip(place.groups, (target.pages.target, target.pages.head), strict=False):
             assert own_table is not None
             table = covering(own_table, len(counts), width)
             self._write_slots(group.slots, table, self._rows, pages, within, own)
@@ -310,7 +295,8 @@ class FixedTarget:
 def fixed_target(config: EngineConfig, rows: int, passes: int, device: torch.device) -> FixedTarget:
     """The verifications of so many rows of an engine; passes: see `FixedTarget`."""
     shape, windows = static_shape(config, rows), [pool.window for pool in config.windowed]
-    return FixedTarget(shape, passes, device, windows, static_entries(config, shape), config.fold_rule)
+    extras = make_sections(config.extras, True)
+    return FixedTarget(shape, passes, device, windows, static_entries(config, shape), extras)
 
 
 class FixedSampling:

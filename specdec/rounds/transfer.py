@@ -13,6 +13,7 @@ from drafters.loops.base import DraftInput, DraftLoop, LoopSize
 from specdec.config import EngineConfig
 from specdec.rounds.buckets import group_entries, loop_limits, power_of_two, rounded
 from specdec.rounds.drafting import AheadInputs
+from specdec.rounds.extras import make_sections
 from specdec.rounds.fields import (
     AheadSection,
     DeviceAhead,
@@ -124,7 +125,7 @@ def _largest_verification(config: EngineConfig) -> tuple[list[Field], Bucket]:
 
 
 def _verification(config: EngineConfig) -> VerificationSection:
-    return VerificationSection(len(config.windowed), config.fold_rule is not None, config.long_rope is not None)
+    return VerificationSection(len(config.windowed), make_sections(config.extras, False))
 
 
 def _largest_ahead(num_modules: int, config: EngineConfig) -> tuple[list[Field], Bucket]:
@@ -138,7 +139,7 @@ def _ahead_bucket(section: AheadSection, size: LoopSize) -> Bucket:
 
 
 def _size_of(target: TargetArrays) -> LoopSize:
-    return LoopSize(len(target.start), target.num_tokens, target.block_table.shape[1], target.max_drafts)
+    return LoopSize(len(target.start), target.num_tokens, target.pages.target.shape[1], target.max_drafts)
 
 
 def _groups_of(target: TargetArrays) -> Groups:

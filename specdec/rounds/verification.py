@@ -10,14 +10,12 @@ from typing import Generic
 
 import numpy as np
 
-from attention.batch.host import HostBatch, offsets_within, rows_batch
+from attention.batch.host import BatchExtra, HostBatch, offsets_within, rows_batch
 from attention.batch.transforms.windowed import windowed_batch
 from attention.cached import cached_property
-from attention.checking import checking
 from attention.declared import A, array
-from attention.recurrence.index import FoldRule, StateIndex, folded_after, replay_of, slots_of_rows
 from drafters.loops.lengths import draft_room, tokens_accepted
-from specdec.config import EngineConfig, LongRopeRule
+from specdec.config import EngineConfig
 from specdec.rounds.rows import RowTable, Schedule
 
 
@@ -53,6 +51,26 @@ class WindowedTable:
 
 
 @dataclass(frozen=True)
+class RoundTables:
+    """Block tables of all rows of a row table [R, P], or of a round's rows [B, P].
+
+    Attributes:
+        target: of the target's pages, of its first cache group. head: of the head's; None without a head.
+        page_size: tokens a page. windowed: of the target's further cache groups, whole, and of a round's rows.
+    """
+
+    target: np.ndarray
+    head: np.ndarray | None
+    page_size: int
+    windowed: tuple[WindowedTable, ...] = ()
+
+    def rows(self, rows: np.ndarray) -> RoundTables:
+        """Those of some rows [B], of which `windowed` is already."""
+        head = None if self.head is None else self.head[rows]
+        return RoundTables(self.target[rows], head, self.page_size, self.windowed)
+
+
+@dataclass(frozen=True)
 class VerificationArrays(Generic[A]):
     """What one target forward and the acceptance of its drafts read, beside its attention.
 
@@ -62,7 +80,6 @@ class VerificationArrays(Generic[A]):
         draft_sources: [sum n] int64 flat indices of those drafts in [R, n].
         logits_indices: [R'] int64 token rows whose logits are computed; logit_index: [J, n+1] int64 into them.
         num_drafts: [J]. sources: [R] int64, see TargetArrays.
-        rope_positions: [T] int64, see `LongRopeRule.encoded`; None where they are the batch's.
     """
 
     token_ids: A = array(np.int64, "tokens")
@@ -72,7 +89,6 @@ class VerificationArrays(Generic[A]):
     logit_index: A = array(np.int64, "rows", "drafts_plus_1")
     num_drafts: A = array(np.int64, "rows")
     sources: A | None = array(np.int64, "rows", optional=True)
-    rope_positions: A | None = array(np.int64, "tokens", optional=True)
 
 
 @dataclass(frozen=True)
@@ -90,20 +106,15 @@ class TargetArrays:
         start: [B] first position. num_new: [B] committed tokens. drafts: [B] n_i, some in the first num_drafting rows.
         tokens: [B, W] int32 the committed tokens, from column 0 on.
         decided: [J] batch rows whose token is decided (all but unfinished prompts); the R drafting rows come first.
-        block_table, head_table: [B, P] the rows' pages of the target's group and of the head's (None without a head).
         wanted: [B] K of each row's request, 0 where the row goes on reading its prompt after this round; room: [B]
             drafts that its limits would leave room for after this round if none of its drafts were accepted, see
             `drafters.loops.lengths.draft_room`.
         following: [B] the committed token after those that the row reads; 0 where it is decided in this round.
-        request_rows: [B] RowTable rows.
+        request_rows: [B] RowTable rows. pages: theirs.
         sources: [R] int64 rows of `Draft.token_ids` that hold the drafting rows' drafts; None where row i is row i.
-        windowed: the rows' pages of the target's further cache groups.
         begins: [B] the first position that each row reads itself, see `RowTable.begin`; None where all begin at 0.
         num_arrived: see `Schedule.num_arrived`.
-        fold_rule: when recurrent states are stored; None where the target has none. replay: [B] tokens that are not in
-            the rows' states; num_folded: [B] tokens of the launch that go into them, see `StateIndex.num_new`.
-        long_rope, long: the target's rule and [B] bool, the rows that read their first tokens with long factors; None
-            where no row does, see `specdec.wrapped.long_rope`.
+        extras: what each of the engine's extras brings, None where nothing; see `ExtraColumns.scheduled`.
     """
 
     start: np.ndarray
@@ -112,36 +123,15 @@ class TargetArrays:
     num_drafting: int
     tokens: np.ndarray
     decided: np.ndarray
-    block_table: np.ndarray
-    head_table: np.ndarray | None
     wanted: np.ndarray
     room: np.ndarray
     following: np.ndarray
-    page_size: int
     request_rows: np.ndarray
+    pages: RoundTables
     sources: np.ndarray | None = None
-    windowed: tuple[WindowedTable, ...] = ()
     begins: np.ndarray | None = None
-    fold_rule: FoldRule | None = None
-    replay: np.ndarray | None = None
-    num_folded: np.ndarray | None = None
-    long_rope: LongRopeRule | None = None
-    long: np.ndarray | None = None
+    extras: tuple[BatchExtra | None, ...] = ()
     num_arrived: int = 0
-
-    @property
-    def states(self) -> StateIndex | None:
-        """Which recurrent states the rows continue; None where the target has none."""
-        if self.replay is None or self.num_folded is None:
-            return None
-        found = StateIndex.of(slots_of_rows(self.request_rows), self.start, self.replay, self.num_folded)
-        if checking():
-            found.validate(self.lens, self.fold_rule)
-        return found
-
-    def folded_after(self, folded: np.ndarray) -> np.ndarray:
-        """[B] tokens in the rows' states after this launch; `folded` before."""
-        return folded if self.num_folded is None else folded_after(self.start, self.num_folded, folded)
 
     @cached_property
     def lens(self) -> np.ndarray:
@@ -183,12 +173,12 @@ class TargetArrays:
         token_ids[~drafted] = self.tokens[np.arange(self.tokens.shape[1]) < self.num_new[:, None]]
         logits_indices, logit_index = self._logits_indices()
         width = np.arange(1, self.max_drafts + 1)
-        batch = rows_batch(starts, self.start, self.block_table, self.page_size)
-        if self.windowed:
-            groups = tuple(windowed_batch(batch, w.block_table, w.rows, w.window) for w in self.windowed)
+        batch = rows_batch(starts, self.start, self.pages.target, self.pages.page_size)
+        if self.pages.windowed:
+            groups = tuple(windowed_batch(batch, w.block_table, w.rows, w.window) for w in self.pages.windowed)
             batch = replace(batch, other_groups=groups)
-        if self.replay is not None:
-            batch = replace(batch, states=self.states)
+        if self.extras:
+            batch = replace(batch, extras=tuple(extra for extra in self.extras if extra is not None))
         return TargetInputs(
             batch=batch,
             token_ids=token_ids,
@@ -198,13 +188,7 @@ class TargetArrays:
             logit_index=logit_index,
             num_drafts=self.num_drafts,
             sources=self.sources,
-            rope_positions=self._rope_positions(batch, owner),
         )
-
-    def _rope_positions(self, batch: HostBatch, owner: np.ndarray) -> np.ndarray | None:
-        if self.long_rope is None or self.long is None:
-            return None
-        return self.long_rope.encoded(batch.positions, self.long[owner])
 
     def _logits_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """logits_indices and logit_index, see TargetInputs."""
@@ -217,26 +201,15 @@ class TargetArrays:
 
 
 def target_arrays(
-    schedule: Schedule,
-    table: RowTable,
-    block_table: np.ndarray,
-    page_size: int,
-    head_table: np.ndarray | None = None,
-    ahead: bool = False,
-    windowed: tuple[WindowedTable, ...] = (),
-    fold_rule: FoldRule | None = None,
-    long_rope: LongRopeRule | None = None,
+    schedule: Schedule, table: RowTable, tables: RoundTables, in_order_of_last: bool = False
 ) -> TargetArrays:
     """The next verification.
 
     Args:
-        block_table, head_table: [R, P] of the target's and the head's pages, by RowTable row.
-        windowed: of the schedule's rows.
-        ahead: its drafts were made from `rows_after`, in the order of the last verification.
-        fold_rule: of a target with recurrent states. long_rope: of a longrope target.
+        tables: by RowTable row.
+        in_order_of_last: its drafts were made from `rows_after`, in the order of the last verification.
     """
     rows, start = schedule.rows, table.computed[schedule.rows]
-    replay = None if fold_rule is None else replay_of(start, table.folded[rows])
     bonus = start + schedule.num_new
     width = np.arange(int(schedule.num_new.max(initial=0)))
     places = np.minimum(start[:, None] + width, table.tokens.shape[1] - 1)
@@ -248,88 +221,59 @@ def target_arrays(
         num_drafting=schedule.num_drafting,
         tokens=table.tokens[rows[:, None], places],
         decided=np.flatnonzero(decided),
-        block_table=block_table[rows],
-        head_table=None if head_table is None else head_table[rows],
         wanted=np.where(bonus < table.prefill[rows], 0, table.drafts[rows]),
         room=draft_room(table.longest[rows], bonus, table.limit[rows] - bonus - 1),
         following=np.where(decided, 0, table.tokens[rows, bonus]),
-        page_size=page_size,
         request_rows=rows,
-        sources=table.previous[rows[: schedule.num_drafting]] if ahead else None,
-        windowed=windowed,
+        pages=tables.rows(rows),
+        sources=table.previous[rows[: schedule.num_drafting]] if in_order_of_last else None,
         begins=table.begin[rows],
-        fold_rule=fold_rule,
-        replay=replay,
-        num_folded=_num_folded(fold_rule, replay, schedule.num_new, start >= table.prefill[rows]),
-        long_rope=long_rope,
-        long=None if long_rope is None else _first_tokens_long(table.long[rows], start, long_rope),
+        extras=tuple(columns.scheduled(table, schedule) for columns in table.extras),
         num_arrived=schedule.num_arrived,
     )
 
 
-def _num_folded(
-    rule: FoldRule | None, replay: np.ndarray | None, committed: np.ndarray, decodes: np.ndarray
-) -> np.ndarray | None:
-    return None if rule is None or replay is None else rule.num_new(replay, committed, decodes)
-
-
-def _first_tokens_long(long: np.ndarray, start: np.ndarray, rule: LongRopeRule) -> np.ndarray | None:
-    """`long` [B] of rows whose positions do not say it; None where there are none, as in rounds that only decode."""
-    told = long & (start < rule.original)
-    return told if told.any() else None
-
-
 def target_after(
     target: TargetArrays,
-    num_accepted: np.ndarray,
-    bonus_tokens: np.ndarray,
+    table: RowTable,
+    pages: RoundTables,
     drafts: np.ndarray,
-    block_table: np.ndarray,
-    head_table: np.ndarray | None,
-    windowed: tuple[WindowedTable, ...] = (),
+    num_accepted: np.ndarray,
+    tokens: np.ndarray | None = None,
 ) -> TargetArrays:
-    """The verification after one of bonus tokens, of the same rows in their order.
+    """The verification after one of bonus tokens that is not committed yet, of the same rows in their order.
 
     Args:
-        num_accepted: [B] what that one accepts; bonus_tokens: [B] its next tokens, anything where only the device has
-            them.
-        drafts: [B] of the new one; block_table, head_table: [B, P] of the target's pages and of the head's.
-        windowed: of these rows.
+        pages: of these rows. drafts: [B] of the new one.
+        num_accepted: [B] what the last one accepts, 0 while it is not read; tokens: [B, n+1] these drafts, then its
+            next bonus tokens; None where only the device has them.
     """
     read = tokens_accepted(target.num_new, num_accepted)
-    replay = None
-    if target.replay is not None:
-        replay = replay_of(target.start + read, target.folded_after(target.start - target.replay))
+    start, every = target.start + read, np.arange(len(read))
+    bonus_tokens = np.zeros(len(read), np.int32) if tokens is None else tokens[every, num_accepted]
+    last = zip(table.extras, target.extras, strict=True)
+    schedule = Schedule(target.request_rows, target.num_new, drafts)
     return TargetArrays(
-        start=target.start + read,
+        start=start,
         num_new=target.num_new,
         drafts=drafts,
-        num_drafting=int(np.count_nonzero(drafts)),
+        num_drafting=schedule.num_drafting,
         tokens=bonus_tokens[:, None].astype(np.int32),
         decided=target.decided,
-        block_table=block_table,
-        head_table=head_table,
         wanted=target.wanted,
         room=target.room - read,
         following=target.following,
-        page_size=target.page_size,
         request_rows=target.request_rows,
-        windowed=windowed,
+        pages=pages,
         begins=target.begins,
-        fold_rule=target.fold_rule,
-        replay=replay,
-        num_folded=_num_folded(target.fold_rule, replay, target.num_new, np.ones(len(read), bool)),
+        extras=tuple(columns.after(table, own, schedule, start, num_accepted, tokens) for columns, own in last),
     )
 
 
 def empty_target(config: EngineConfig) -> TargetArrays:
     """A verification without rows: padded, it is what graphs are captured on."""
     none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
-    tokens = np.zeros((0, 1), np.int32)
     nobody = np.zeros((1, config.num_speculative_tokens + 1), np.int32)  # as wide as K+1 tokens need at most
     windowed = tuple(WindowedTable(pool.window, nobody, none) for pool in config.windowed)
-    lens = (none, none, none, 0, tokens, none)
-    empty = TargetArrays(*lens, table, table, none, none, none, config.page_size, none, windowed=windowed)
-    if config.fold_rule is None:
-        return empty
-    return replace(empty, fold_rule=config.fold_rule, replay=none, num_folded=none)
+    pages = RoundTables(table, table, config.page_size, windowed)
+    return TargetArrays(none, none, none, 0, table, none, none, none, none, none, pages)

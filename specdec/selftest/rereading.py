@@ -12,14 +12,17 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.batch.host import HostBatch, rows_batch
-from attention.batch.metadata import single_batch_arena, stage
+from attention.batch.metadata import BatchSection, single_batch_arena, stage
 from attention.hf.indexer import reads_indices
 from attention.hf.interface import attention_configs, attention_implementation
 from attention.recurrence.index import StateIndex, slots_of_rows
+from attention.recurrence.runner import StateSection
 from specdec.errors import UNNAMED_ERRORS, CacheTooSmallError, SpecdecError, UnsupportedModelError
+from specdec.wrapped.long_rope import RotaryPositions
 from specdec.wrapped.target import Target
 
 _ASKED = 6
+_SECTION = BatchSection("batch", extras=(StateSection,))
 """Tokens by which a model is asked for its positions."""
 
 
@@ -103,23 +106,25 @@ def read_logits(
     query_start_loc = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
     batch = rows_batch(query_start_loc, start, table, target.runner.page_size)
     if target.states is not None:
-        batch = replace(batch, states=states or all_committed(np.arange(len(ids)), start, stop))
-    arena, bucket = single_batch_arena(batch.num_reqs, batch.num_tokens, table.shape[1], target.hf_model.device)
-    metadata = stage(batch, arena, bucket)
+        batch = replace(batch, extras=(states or all_committed(np.arange(len(ids)), start, stop),))
+    sizes = (batch.num_reqs, batch.num_tokens, table.shape[1])
+    arena, bucket = single_batch_arena(*sizes, target.hf_model.device, _SECTION)
+    metadata = stage(batch, arena, bucket, _SECTION)
     further = len(target.runner.runners) - 1
-    planned = target.runner.plan(replace(metadata, other_groups=(metadata,) * further))  # the same pages in each group
+    rotary = _rotary_positions(target, batch, ids)
+    metadata = replace(metadata, other_groups=(metadata,) * further, extras=(*metadata.extras, *rotary))
+    planned = target.runner.plan(metadata)  # the same pages in each group
     flat = torch.cat([row[a:b] for row, a, b in zip(ids, start, stop, strict=True)])
-    positions = _rope_positions(target, batch, ids)
-    return target.forward(flat, planned, logits_indices, model, keep_aux, positions).logits.float()
+    return target.forward(flat, planned, logits_indices, model, keep_aux).logits.float()
 
 
-def _rope_positions(target: Target, batch: HostBatch, ids: list[torch.Tensor]) -> torch.Tensor | None:
+def _rotary_positions(target: Target, batch: HostBatch, ids: list[torch.Tensor]) -> tuple[object, ...]:
     """Of rows that the model's own forward reads whole, these ids: by their number it chooses a longrope's factors."""
     if target.long_rope is None:
-        return None
+        return ()
     long = np.array([len(row) > target.long_rope.original for row in ids])
     encoded = target.long_rope.encoded(batch.positions, np.repeat(long, batch.query_lens))
-    return torch.from_numpy(encoded).to(target.hf_model.device)
+    return (RotaryPositions(torch.from_numpy(encoded).to(target.hf_model.device)),)
 
 
 def all_committed(rows: np.ndarray, start: np.ndarray, stop: np.ndarray) -> StateIndex:

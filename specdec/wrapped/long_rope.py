@@ -26,18 +26,64 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Generic, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from attention.checking import require
+from attention.declared import A, array
 from attention.hf.standing_in import standing_in
-from specdec.config import LongRopeRule
 
 _ORIGINAL = "original_max_position_embeddings"
 _CHUNK = 8192
 """Positions whose cos and sin are computed at once: a module computes them in float32."""
+
+
+class LongRopeRule(NamedTuple):
+    """When a request has the long factors of a longrope rotary embedding from its first token on.
+
+    original: the length up to which factors are short. rereads: whether `generate` reads a request again when it passes
+    that length; else the keys before stay, and later tokens alone have the long factors.
+    """
+
+    original: int
+    rereads: bool = False
+
+    def is_long(self, prompt_len: int, num_committed: int) -> bool:
+        """Of a request that begins to read, or begins again after a preemption.
+
+        >>> LongRopeRule(8).is_long(8, 12), LongRopeRule(8, rereads=True).is_long(8, 12), LongRopeRule(8).is_long(9, 9)
+        (False, True, True)
+        """
+        return (num_committed if self.rereads else prompt_len) > self.original
+
+    def encoded(self, positions: np.ndarray, long: np.ndarray) -> np.ndarray:
+        """positions [T] as the target's rotary modules get them: with `long` [T] bool, those below `original` lie below
+        0.
+
+        >>> LongRopeRule(4).encoded(np.array([0, 5, 0, 5]), np.array([False, False, True, True])).tolist()
+        [0, 5, -4, 5]
+        """
+        return positions - self.original * (long & (positions < self.original))
+
+
+@dataclass(frozen=True)
+class RotaryPositions(Generic[A]):
+    """Positions of a batch's tokens as the rotary modules of a longrope model get them, where they are not its own.
+
+    Attributes:
+        positions: [T] int64, see `LongRopeRule.encoded`. what: see `attention.batch.host.BatchExtra`.
+    """
+
+    positions: A = array(np.int64, "tokens")
+    what: ClassVar[str] = "long rotary factors"
+
+    def validate(self, query_lens: np.ndarray) -> None:
+        """See `attention.batch.host.BatchExtra.validate`."""
+        require(len(self.positions) == query_lens.sum(), "rotary positions must be [T]")  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from attention.batch.metadata import CommonAttentionMetadata
 from attention.groups import Planned, Runner, is_blank
 from attention.hf.custom_op import LayerAttend
 from attention.hf.port import AttentionPort
 from attention.hf.recurrent import RecurrentPort
+from attention.recurrence.rows import StateRows
 from attention.recurrence.runner import Recur, StateRunner
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
 from specdec.wrapped.alterations import Alterations
 from specdec.wrapped.group import ALONE, Group
-from specdec.wrapped.long_rope import LongRopePort, find_long_rope
+from specdec.wrapped.long_rope import LongRopePort, RotaryPositions, find_long_rope
 from specdec.wrapped.probing import TargetProbe, decoder_of, last_states, placeholders
 
 
@@ -226,7 +228,6 @@ class Target:
         logits_indices: torch.Tensor | None,
         model: Callable[..., Any] | None = None,
         keep_aux: bool = True,
-        rope_positions: torch.Tensor | None = None,
     ) -> TargetOutput:
         """One pass over a ragged batch.
 
@@ -238,13 +239,12 @@ class Target:
                 logits the compiler removes all that nothing reads, the writes of the cache included.
             keep_aux: whether the aux hidden states are kept; without, the batch may be longer than their buffer, and
                 `aux_hidden_states` has no rows.
-            rope_positions: [T] int64, see `LongRopeRule.encoded`; default the batch's positions.
 
         Raises:
             InvariantError: the batch is longer than their buffer, or the model did not hand them out.
         """
         attend = partial(self.runner.attend, planned)
-        positions = planned.metadata.positions if rope_positions is None else rope_positions
+        positions = self.rotary_positions(planned.metadata)
         count, num_tokens = len(token_ids if logits_indices is None else logits_indices), len(token_ids)
         ids, rows = token_ids, logits_indices if self._selects_rows else None
         if model is not None:
@@ -263,6 +263,11 @@ class Target:
             logits = logits.index_select(0, logits_indices)
         return TargetOutput(logits[:count], self.aux_hidden_states(num_tokens if keep_aux else 0))
 
+    def rotary_positions(self, metadata: CommonAttentionMetadata) -> torch.Tensor:
+        """[T] int64 positions of a batch's tokens as the model gets them."""
+        own = metadata.extra(RotaryPositions) if self._rope is not None else None
+        return metadata.positions if own is None else own.positions
+
     def recur(self, planned: Planned) -> Recur | None:
         """What serves the recurrent calls of a planned batch; None for a target without.
 
@@ -273,9 +278,10 @@ class Target:
             return None
         if is_blank(planned):
             return self.states.blank()
-        if planned.metadata.states is None:
+        rows = planned.metadata.extra(StateRows)
+        if rows is None:
             raise InvariantError("a batch of a recurrent target has no states")
-        return self.states.over(planned.metadata.states)
+        return self.states.over(rows)
 
     def launch(
         self,

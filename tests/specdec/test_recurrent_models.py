@@ -81,7 +81,7 @@ def test_a_hybrid_class_with_attention_layers_only_is_a_plain_model(name: str) -
     wrapped = wrap(model, RecallHead(right, 0.6), **OPTIONS)
     assert [p + tokens for p, tokens in zip(PROMPTS, said(wrapped), strict=True)] == right
     facts = wrapped.describe()
-    assert facts["recurrent"] is None and facts["prefix_caching"] == "on" and wrapped.config.fold_rule is None
+    assert facts["recurrent"] is None and facts["prefix_caching"] == "on" and not wrapped.config.extras
 
 
 def test_batch_invariance_is_refused_by_name() -> None:

@@ -42,11 +42,11 @@ def whole_numbers(name: str, values: Any, allowed: str) -> list[int]:
         raise InvalidInputError(f"{name} {values!r}: allowed are {allowed}") from None
 
 
-def refuse_states(batch: HostBatch, done: str) -> None:
-    """Recurrent states are of whole rows in their order, see `attention.recurrence.index.StateIndex`.
+def refuse_extras(batch: HostBatch, done: str) -> None:
+    """What a batch has beside attention is of whole rows in their order, as recurrent states are.
 
     Raises:
         InvalidInputError: the batch has some.
     """
-    if batch.states is not None:
-        raise InvalidInputError(f"a batch of rows with recurrent states cannot be {done}")
+    for extra in batch.extras:
+        raise InvalidInputError(f"a batch of rows with {extra.what} cannot be {done}")

@@ -30,7 +30,7 @@ from __future__ import annotations
 import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within
-from attention.batch.transforms.arguments import refuse_states, whole_number
+from attention.batch.transforms.arguments import refuse_extras, whole_number
 from attention.errors import InvalidInputError
 
 
@@ -62,9 +62,9 @@ def swapped(batch: HostBatch, swaps: np.ndarray) -> HostBatch:
         A batch of the same rows; `batch` itself when there are no swaps. Queries are to be taken in `token_order`.
 
     Raises:
-        InvalidInputError: a row occurs twice, or there is no such row; the rows have recurrent states.
+        InvalidInputError: a row occurs twice, or there is no such row; the rows have extras.
     """
-    refuse_states(batch, "reordered")
+    refuse_extras(batch, "reordered")
     order = _row_order(batch, swaps)
     if not len(swaps):
         return batch

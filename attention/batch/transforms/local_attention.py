@@ -86,7 +86,7 @@ def local_attention(batch: HostBatch, chunk_size: int) -> HostBatch:
         chunk_size: c, positions per chunk, counted from each row's first key; a multiple of the page size.
 
     Returns:
-        The rows on the batch's own pages (those of its `other_groups`, and its states, stay with the batch): V rows,
+        The rows on the batch's own pages (those of its `other_groups`, and its extras, stay with the batch): V rows,
         ⌈query length/c⌉ or one more for every row with queries; block_table [V, min(c / page size, P)].
 
     Raises:

@@ -31,7 +31,7 @@ from itertools import pairwise
 import numpy as np
 
 from attention.batch.host import HostBatch
-from attention.batch.transforms.arguments import refuse_states, whole_numbers
+from attention.batch.transforms.arguments import refuse_extras, whole_numbers
 from attention.errors import InvalidInputError
 
 
@@ -87,9 +87,9 @@ def _part(batch: HostBatch, first: int, stop: int, start: int, end: int) -> Host
     """Rows first … stop-1 with those of their tokens that are among start … end-1.
 
     Raises:
-        InvalidInputError: the rows have recurrent states, which a cut inside a row would store in its midst.
+        InvalidInputError: the rows have extras: a cut inside a row would store recurrent states in its midst.
     """
-    refuse_states(batch, "sliced")
+    refuse_extras(batch, "sliced")
     rows, tokens = slice(first, stop), slice(start, end)
     starts = batch.query_start_loc[first : stop + 1]
     kept = np.clip(starts, start, end)

@@ -457,11 +457,11 @@ def test_pages_that_only_go_on_differently_count_as_found() -> None:
     assert cache.find(ids, False).num_pages == 5
 
 
-def test_the_two_kinds_of_rotary_factors_share_nothing() -> None:
+def test_variants_share_nothing() -> None:
     cache = PrefixCache(SIZE, PAGES)
     pages = cache.pages.allocate(3)
-    cache.register(TOKENS, pages, [], long=True)
-    assert cache.find(NEXT, False).num_pages == 0 and cache.find(NEXT, False, long=True).num_pages == 3
+    cache.register(TOKENS, pages, [], variant=1)
+    assert cache.find(NEXT, False).num_pages == 0 and cache.find(NEXT, False, variant=1).num_pages == 3
 
 
 def test_idle_pages_that_are_found_are_counted_in_every_group() -> None:

@@ -16,7 +16,7 @@ from fakes import backend_of_ours, free_everywhere, launch_ahead, random_prompts
 from torch._dynamo.backends.debugging import aot_eager
 
 import attention.recurrence.runner
-import specdec.loading.memory
+import specdec.loading.states
 from attention.recurrence.registry import REFERENCE
 from drafters.loops.chain.passes import MtpPasses
 from drafters.mtp.checkpoint import load_mtp
@@ -40,7 +40,7 @@ def test_drafts_from_graphs(
     tiny_case: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    for module in (attention.recurrence.runner, specdec.loading.memory):  # torch's functions may stand in these graphs
+    for module in (attention.recurrence.runner, specdec.loading.states):  # torch's functions may stand in these graphs
         monkeypatch.setattr(module, "recurrences_of", lambda device: replace(REFERENCE, capturable=True))
     case = tiny_case("nemotron_h", context=0.02)
     noise = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))

@@ -32,7 +32,7 @@ def committed(
     index = rows if decided is None else np.array(decided)
     places = np.arange(count + 1) * 3
     target: Any = SimpleNamespace(decided=index, num_drafts=drafts[index], query_start_loc=places)
-    target.folded_after = lambda folded: folded + 4
+    target.extras = ()
     outcome = Outcome(np.array(accepted), np.array(tokens), np.array(tokens)[:, :2])
     return commit(Schedule(rows, ones, drafts), target, outcome, table)
 
@@ -42,7 +42,7 @@ def test_a_row_keeps_its_accepted_drafts_and_the_bonus_token() -> None:
     done = committed(table, [1, 0], [[5, 6, 0], [7, 0, 0]])
     assert done.count.tolist() == [2, 1] and not (done.at_eos | done.at_limit).any()
     assert table.committed(0).tolist() == [0, 1, 2, 3, 5, 6] and table.committed(1).tolist() == [0, 1, 2, 3, 7]
-    assert table.computed.tolist() == [5, 4] and table.folded.tolist() == [4, 4]
+    assert table.computed.tolist() == [5, 4]
     assert done.verified.num_accepted.tolist() == [1, 0]
 
 
@@ -99,7 +99,7 @@ def read_by_the_head(head_has_read: bool) -> list[int]:
     table = opened(20, 20, 20)
     table.head_computed[:] = 1
     target: Any = SimpleNamespace(decided=np.arange(3), num_drafts=np.array([2, 2, 0]), query_start_loc=np.zeros(4))
-    target.folded_after = lambda folded: folded
+    target.extras = ()
     schedule = Schedule(np.array([0, 2, 1]), np.ones(3, np.int64), np.array([2, 2, 0]))
     outcome = Outcome(np.array([1, 1, 0]), np.full((3, 3), 5), np.full((3, 2), 5))
     commit(schedule, target, outcome, table, head_has_read)
@@ -121,7 +121,7 @@ def test_any_of_several_eos_ids_ends_a_row() -> None:
 def test_a_rows_share_has_no_drafts_that_it_did_not_have() -> None:
     table = opened(20, 20)
     target: Any = SimpleNamespace(decided=np.arange(2), num_drafts=np.array([2, 1]), query_start_loc=np.zeros(3))
-    target.folded_after = lambda folded: folded
+    target.extras = ()
     schedule = Schedule(np.arange(2), np.ones(2, np.int64), np.array([2, 1]))
     done = commit(schedule, target, Outcome(np.array([2, 0]), np.full((2, 3), 5), np.full((2, 2), 6)), table)
     assert [share.drafts for share in done.rounds] == [(6, 6), (6,)]

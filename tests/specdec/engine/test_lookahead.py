@@ -10,11 +10,11 @@ import torch
 
 from drafters.loops.base import Draft
 from specdec.acceptance.packed import Outcome
-from specdec.engine.launcher import Lookahead, Tables
+from specdec.engine.launcher import Lookahead
 from specdec.execution.base import ChainedVerification, DraftedVerification, Verification
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable, Schedule
-from specdec.rounds.verification import target_arrays
+from specdec.rounds.verification import RoundTables, target_arrays
 from specdec.wrapped.group import ALONE
 
 K, EOS, MOST = 2, 9, 40
@@ -32,7 +32,7 @@ class Engine:
             self.table.computed[row] = length - 1
             self.table.prefill[row] = length - 1
         self.schedule = Schedule(np.array([1, 0]), np.ones(2, np.int64), np.full(2, K))
-        self.target = target_arrays(self.schedule, self.table, PAGES, 4, PAGES + 50)
+        self.target = target_arrays(self.schedule, self.table, RoundTables(PAGES, PAGES + 50, 4))
         self.sent: list[Any] = []
         self.asked: list[int] = []
         self.reserves = True
@@ -41,9 +41,9 @@ class Engine:
 
     group = ALONE
 
-    def tables(self, schedule: Schedule, more_tokens: int) -> Tables:
+    def tables(self, schedule: Schedule, more_tokens: int) -> RoundTables:
         self.asked.append(more_tokens)
-        return Tables(PAGES, PAGES + 50)
+        return RoundTables(PAGES, PAGES + 50, 4)
 
     def send(self, loop: Any, target: Any, rows: Any) -> str:
         self.sent.append(target)
@@ -77,7 +77,7 @@ def test_the_round_ahead_begins_at_each_rows_next_bonus_token() -> None:
     engine = Engine()
     found = engine.before_commit([2, 1], TOKENS)
     assert found.target.tokens[:, 0].tolist() == [4, 6] and found.target.start.tolist() == [7 + 3, 5 + 2]
-    assert found.target.block_table.tolist() == PAGES[[1, 0]].tolist()
+    assert found.target.pages.target.tolist() == PAGES[[1, 0]].tolist()
     assert found.schedule.num_drafts.tolist() == [K, K] and found.draft is DRAFT and engine.sent == [found.target]
 
 
@@ -128,7 +128,7 @@ def test_a_chained_round_is_launched_before_the_read() -> None:
     """Its rows read one token more each; which, the device knows."""
     engine = Engine()
     engine.schedule = Schedule(engine.schedule.rows, np.ones(2, np.int64), np.zeros(2, np.int64))
-    engine.target = target_arrays(engine.schedule, engine.table, PAGES, 4)
+    engine.target = target_arrays(engine.schedule, engine.table, RoundTables(PAGES, None, 4))
     launched: list[Any] = []
     current = engine.current(ChainedVerification, lambda target, sampling: (launched.append(target), (1, 2))[1])
     found = engine.lookahead.before_read(current)

@@ -79,7 +79,7 @@ class HashDevice:
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: Any) -> Any:
         self.transfers += 1
-        near = [(each.window, each.block_table[each.rows]) for each in target.windowed]
+        near = [(each.window, each.block_table[each.rows]) for each in target.pages.windowed]
         return SimpleNamespace(target=target, draft=draft, near=near)
 
     def draft(self, round_: Any, aux: Any) -> Any:
@@ -113,7 +113,7 @@ class HashDevice:
                 source = b if target.sources is None else int(target.sources[b])
                 drafts[b, :n] = draft[source, :n]
             fed = np.concatenate([tokens[: start + new], drafts[b, :n]])
-            self._slots(self._target, target.block_table[b], "target", start, start + new + n, hashes(fed))
+            self._slots(self._target, target.pages.target[b], "target", start, start + new + n, hashes(fed))
             for pool, (window, tables) in zip(self._near, round_.near, strict=True):
                 seen = max(start - window + 1, 0)
                 self._slots(pool, tables[b], "windowed", start, start + new + n, hashes(fed), seen)
@@ -154,15 +154,15 @@ class HashDevice:
 
     def _draft_prefill(self, target: TargetArrays, accepted: np.ndarray) -> None:
         """Over all token rows of the verification; what it writes for rejected drafts is right for nobody."""
-        assert target.head_table is not None and target.begins is not None
+        assert target.pages.head is not None and target.begins is not None
         for b, row in enumerate(target.request_rows.tolist()):
-            if not target.head_table[b].any():
+            if not target.pages.head[b].any():
                 continue
             start, end = int(target.start[b]), int(target.start[b] + target.lens[b])
             stop = start + int(target.num_new[b]) + int(accepted[b])
             known = np.full(end + 1, UNKNOWN)
             known[: min(stop, LONGEST) + 1] = hashes(self._tokens[row, : stop + 1])
-            self._read_head(target.head_table[b], row, start, end, stop, int(target.begins[b]), known)
+            self._read_head(target.pages.head[b], row, start, end, stop, int(target.begins[b]), known)
 
     def _steps(self, target: TargetArrays, num_accepted: np.ndarray) -> np.ndarray:
         return self._drafts(rows_after(target, accepted_by_row(target, num_accepted)), target.request_rows)

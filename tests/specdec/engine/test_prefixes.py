@@ -34,7 +34,7 @@ class Made:
     def request(self, tokens: list[int], drafts: int = 3, long: bool = False, **params: Any) -> Any:
         committed = np.array(tokens, np.int32)
         own = SamplingParams(**params)
-        return SimpleNamespace(params=own, committed=committed, num_drafts=drafts, long_rope=long, row=-1)
+        return SimpleNamespace(params=own, committed=committed, num_drafts=drafts, variant=int(long), row=-1)
 
     def found(self, tokens: list[int], drafts: int = 3, **options: Any) -> Found:
         return self.prefixes.find(self.request(tokens, drafts, **options), len(tokens))
@@ -44,7 +44,7 @@ class Made:
         request = self.request(tokens, drafts, **options)
         found, params = self.prefixes.find(request, len(tokens)), request.params
         begin = len(found.pages) * SIZE
-        request.row = self.table.open(request.committed, MOST, drafts, 1, params, begin=begin, long=request.long_rope)
+        request.row = self.table.open(request.committed, MOST, drafts, 1, params, begin=begin, variant=request.variant)
         self.prefixes.enter(request, found)
         request.found = found
         for tables in (self.target, *self.windowed, *([self.head] if drafts else [])):

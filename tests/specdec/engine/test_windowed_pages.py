@@ -23,7 +23,7 @@ from specdec.errors import CacheTooSmallError
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable, Schedule
-from specdec.rounds.verification import WindowedTable, target_arrays
+from specdec.rounds.verification import RoundTables, WindowedTable, target_arrays
 
 DRAFTS, LONGEST, PAGE, WINDOW, BUDGET, SEQS = 3, 200, 4, 18, 40, 3
 
@@ -90,10 +90,8 @@ class Rounds:
         scheduler, table = self.scheduler, self.scheduler.table
         start = table.computed[schedule.rows].copy()
         self.check(schedule.rows, start, schedule.num_new + schedule.num_drafts)
-        target = target_arrays(
-            schedule, table, scheduler.target_pages.table, PAGE,
-            windowed=(WindowedTable(WINDOW, scheduler.near.table, schedule.rows),),
-        )  # fmt: skip
+        near = WindowedTable(WINDOW, scheduler.near.table, schedule.rows)
+        target = target_arrays(schedule, table, RoundTables(scheduler.target_pages.table, None, PAGE, (near,)))
         target.inputs.batch.validate()
         target.inputs.batch.other_groups[0].validate()
         if self.random.random() < 0.7 and scheduler.reserve_next(schedule):

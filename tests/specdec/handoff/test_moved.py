@@ -123,7 +123,7 @@ def test_changed_and_cut_off_bytes(pair: tuple[Any, Any]) -> None:
     [
         (("expires",), float("nan"), "expires=nan"),
         (("moved", "num_drafts"), -1, "num_drafts=-1"),
-        (("moved", "long_rope"), "x", "long_rope='x'"),
+        (("moved", "variant"), "x", "variant='x'"),
         (("moved", "prompt_token_ids", 0), 1.5, "prompt_token_ids=1.5"),
         (("moved", "key"), 2**80, "key="),
         (("blocks", "target"), "12", "blocks of target='12'"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import specdec.rounds.drafting
 from drafters.loops.modules.index import module_batch, module_rows
 from specdec.rounds.drafting import ahead_inputs
-from specdec.rounds.verification import TargetArrays
+from specdec.rounds.verification import RoundTables, TargetArrays
 
 MOST = 6
 Row = tuple[int, int, int]
@@ -30,9 +30,8 @@ def target_of(rows: list[Row], page_size: int) -> TargetArrays:
     tokens = np.arange(len(rows) * int(num_new.max())).reshape(len(rows), -1)
     none = np.zeros(len(rows), np.int64)
     decided, place = np.arange(len(rows)), np.arange(len(rows)) + 10
-    return TargetArrays(
-        start, num_new, drafts, 0, tokens, decided, pages, pages + 500, none, none, none, page_size, place
-    )
+    tables = RoundTables(pages, pages + 500, page_size)
+    return TargetArrays(start, num_new, drafts, 0, tokens, decided, none, none, none, place, tables)
 
 
 @given(rounds, st.sampled_from([1, 3, 16]), st.integers(2, 4), st.integers(0, 4))
@@ -43,7 +42,7 @@ def test_rows_of_later_modules_are_those_after_the_read(
     null page."""
     target = target_of(rows, page_size)
     ahead = ahead_inputs(target, modules, MOST)
-    assert target.head_table is not None and ahead.carried is not None and len(ahead.batches) == modules
+    assert target.pages.head is not None and ahead.carried is not None and len(ahead.batches) == modules
     assert ahead.carried.request_rows.tolist() == target.request_rows.tolist()
     lens = target.num_new + np.minimum(accepted, target.drafts)
     starts, own = target.query_start_loc, np.arange(target.num_tokens)
@@ -56,7 +55,7 @@ def test_rows_of_later_modules_are_those_after_the_read(
         batch = ahead.batches[m]
         batch.validate()
         exists = true & (position >= m)
-        ragged = module_batch(right, target.head_table, page_size)
+        ragged = module_batch(right, target.pages.head, page_size)
         assert batch.positions[exists].tolist() == ragged.positions.tolist()
         assert batch.slot_mapping[exists].tolist() == ragged.slot_mapping.tolist()
         assert [place_of[int(t)] for t in np.flatnonzero(exists)] == right.tokens.tolist()
@@ -80,7 +79,7 @@ def test_one_pass_carries_nothing() -> None:
 
 def test_the_example_in_the_docstring() -> None:
     outcome = doctest.testmod(specdec.rounds.drafting)
-    assert outcome.failed == 0 and outcome.attempted == 4
+    assert outcome.failed == 0 and outcome.attempted == 5
 
 
 def test_every_logits_row_finds_its_token_in_the_result() -> None:
@@ -99,7 +98,7 @@ def test_every_logits_row_finds_its_token_in_the_result() -> None:
 def test_later_modules_write_nothing_before_a_requests_own_beginning() -> None:
     """Both rows stand at position 6; the second one begins there, after pages of the prefix cache."""
     target = replace(target_of([(6, 1, 1), (6, 1, 1)], 4), begins=np.array([0, 6]))
-    assert target.head_table is not None
+    assert target.pages.head is not None
     _, later = ahead_inputs(target, 2, MOST).batches
-    pages = target.head_table[:, 1]
+    pages = target.pages.head[:, 1]
     assert later.slot_mapping.tolist() == [pages[0] * 4 + 1, pages[0] * 4 + 2, 0, pages[1] * 4 + 2]

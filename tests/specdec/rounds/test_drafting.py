@@ -13,7 +13,7 @@ from drafters.loops.lengths import num_drafts_allowed
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.drafting import accepted_by_row, draft_input, drafts_after, rows_after
 from specdec.rounds.rows import RowTable, Schedule
-from specdec.rounds.verification import TargetArrays, Verified, target_arrays
+from specdec.rounds.verification import RoundTables, TargetArrays, Verified, target_arrays
 
 PAGES = np.arange(1, 65, dtype=np.int32).reshape(4, 16)
 
@@ -67,7 +67,9 @@ def test_what_is_known_before_the_commit_is_what_the_scheduler_finds_after_it(
     table.limit[: len(rows)] = limit
     own = np.arange(len(rows))
     accepted = np.array([min(accepted, limit - start - 2) for start, accepted in rows])
-    target: TargetArrays = target_arrays(Schedule(own, np.ones_like(own), accepted), table, PAGES, 4, PAGES)
+    target: TargetArrays = target_arrays(
+        Schedule(own, np.ones_like(own), accepted), table, RoundTables(PAGES, PAGES, 4)
+    )
     found, after = drafts_after(target, accepted), rows_after(target, accepted)
     table.computed[own] += 1 + accepted
     table.length[own] += 1 + accepted

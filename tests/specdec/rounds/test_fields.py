@@ -12,15 +12,20 @@ import torch
 from fakes import table_head, tiny_llama
 
 import specdec.rounds.buckets
+from attention.recurrence.index import FoldRule
 from drafters.loops.base import DraftInput, LoopSize
 from drafters.loops.chain.run import ChainLoop
 from drafters.loops.chain.staged import ChainSection
 from drafters.loops.modules.staged import ModuleSection
 from specdec.config import EngineConfig
+from specdec.extras.long_factors import LongFactors
+from specdec.extras.recurrent_states import RecurrentStates
+from specdec.rounds.extras import make_sections
 from specdec.rounds.fields import AheadSection, SamplingSection, VerificationSection, target_sizes
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.transfer import RoundTransfer
-from specdec.rounds.verification import target_arrays
+from specdec.rounds.verification import RoundTables, target_arrays
+from specdec.wrapped.long_rope import LongRopeRule
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 HOMES = {
@@ -63,7 +68,9 @@ def test_a_planted_name_is_seen() -> None:
 
 def test_no_two_sections_share_a_name_and_every_dimension_has_a_size() -> None:
     size = LoopSize(4, 16, 8, 3)
-    target, sampling, ahead = VerificationSection(2, True, True), SamplingSection(ahead=False), AheadSection(3)
+    extras = [LongFactors(LongRopeRule(8)), RecurrentStates(FoldRule.deferred(3))]
+    target, sampling = VerificationSection(2, make_sections(extras, False)), SamplingSection(ahead=False)
+    ahead = AheadSection(3)
     common = target_sizes(4, 16, 8, 3, groups=(7, 9)) | sampling.sizes(3) | ahead.sizes(4, 16, 8)
     shared = target.fields + sampling.fields + ahead.fields
     for section in (ChainSection(), ModuleSection(3, 4)):
@@ -101,7 +108,7 @@ def test_a_round_is_one_copy_with_and_without_its_draft_loop(drafting: bool) -> 
         block_table=pages,
         page_size=4,
     )
-    sent = transfer.send(draft if drafting else None, target_arrays(schedule, table, pages, 4), None)
+    sent = transfer.send(draft if drafting else None, target_arrays(schedule, table, RoundTables(pages, None, 4)), None)
     assert transfer.transfers == 1
     device = sent.verification
     assert device.token_ids.tolist() == [111, 0, 0, 206, 0] and device.draft_places.tolist() == [1, 2, 4]

@@ -50,7 +50,7 @@ def test_rows_are_sampled_by_their_own_temperature_alone() -> None:
     assert not table.any_sampled(np.arange(3))
 
 
-COLUMNS = ("length", "computed", "folded", "begin", "head_computed", "prefill", "limit", "longest", "long", "drafts")
+COLUMNS = ("length", "computed", "begin", "head_computed", "prefill", "limit", "longest", "variant", "drafts")
 
 
 def columns(table: RowTable, row: int) -> dict[str, object]:
@@ -67,9 +67,9 @@ def test_a_row_used_again_is_a_new_one_in_every_column() -> None:
     """After a request that left something else in each of them."""
     fresh, used = RowTable(2, 32), RowTable(2, 32)
     odd = SamplingParams(temperature=0.7, top_k=5, top_p=0.5, min_p=0.2)
-    assert used.open(np.arange(9), 20, 2, 5, odd, (3, 4, 5), 8, 4, longest=16, long=True) == 0
+    assert used.open(np.arange(9), 20, 2, 5, odd, (3, 4, 5), 8, 4, longest=16, variant=1) == 0
     assert used.open(np.arange(3), 20, 2, 5, odd, (6,)) == 1
-    for name in ("computed", "folded", "head_computed"):
+    for name in ("computed", "head_computed"):
         getattr(used, name)[0] = 9
     used.mark_batch(np.array([1, 0]))
     used.close(0)

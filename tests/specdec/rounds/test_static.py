@@ -16,7 +16,7 @@ from specdec.requests.sampling import SamplingArrays, SamplingParams
 from specdec.rounds.buckets import static_shape
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.static import FixedSampling, FixedTarget
-from specdec.rounds.verification import TargetArrays
+from specdec.rounds.verification import RoundTables, TargetArrays
 
 CPU = torch.device("cpu")
 ROWS, DRAFTS, LONGEST = 4, 3, 44
@@ -43,13 +43,11 @@ def target_of(rows: Rows, page_size: int, sources: list[int] | None = None) -> T
         num_drafting=len(rows),
         tokens=(start[:, None] + 100).astype(np.int32),
         decided=np.arange(len(rows)),
-        block_table=table(len(rows), page_size, 1),
-        head_table=table(len(rows), page_size, 500),
         wanted=ones * DRAFTS,
         room=ones * DRAFTS,
         following=ones * 0,
-        page_size=page_size,
         request_rows=np.arange(len(rows)) + 7,
+        pages=RoundTables(table(len(rows), page_size, 1), table(len(rows), page_size, 500), page_size),
         sources=None if sources is None else np.array(sources),
     )
 
@@ -76,9 +74,9 @@ def test_verifications_of_one_shape_one_after_the_other(rounds: list[Rows], page
     for rows in rounds:
         target = target_of(rows, page_size)
         batch, (head,), staged = fixed.send(target)
-        assert target.head_table is not None
-        check_rows(batch, rows, target.block_table, page_size)
-        check_rows(head, rows, target.head_table, page_size)
+        assert target.pages.head is not None
+        check_rows(batch, rows, target.pages.target, page_size)
+        check_rows(head, rows, target.pages.head, page_size)
         for name, host in (("target", batch), ("head", head)):
             flat = staged[f"{name}.page_indices"][: len(host.page_indices)]
             assert flat.tolist() == host.page_indices.tolist()
@@ -109,7 +107,7 @@ def test_passes_of_later_modules_hold_the_rows_of_a_ragged_round(
         target = target_of(rows, page_size)
         _, attended, carried = fixed.device(target)
         passes = tuple(own.host for own in attended)
-        assert target.head_table is not None and len(passes) == modules and carried is not None
+        assert target.pages.head is not None and len(passes) == modules and carried is not None
         added = [-1] * (ROWS - len(rows))
         assert carried.request_rows.tolist() == target.request_rows.tolist() + added
         assert carried.sources.tolist() == rows_before(passes[0].query_start_loc, ROWS).tolist()
@@ -117,7 +115,7 @@ def test_passes_of_later_modules_hold_the_rows_of_a_ragged_round(
         lens = np.array([min(accepted, drafts) + 1 for _, drafts in rows])
         for m, right in enumerate(module_rows(first, lens, modules), 1):
             passes[m].validate()
-            ragged = module_batch(right, target.head_table, page_size)
+            ragged = module_batch(right, target.pages.head, page_size)
             slots, positions = (a.reshape(ROWS, DRAFTS + 1) for a in (passes[m].slot_mapping, passes[m].positions))
             kept = np.arange(DRAFTS + 1) < lens[:, None]
             assert positions[: len(rows)][kept].tolist() == ragged.positions.tolist()
@@ -138,7 +136,7 @@ def test_worked_example() -> None:
     """A row at position 20 with 1 of 3 drafts: its two slots, then the null page; seq_len 24."""
     shape = static_shape(EngineConfig(DRAFTS, LONGEST, 1, 4, 16, 100), 1)
     target = target_of([(20, 1)], 16)
-    target.block_table[0, :2] = [7, 9]
+    target.pages.target[0, :2] = [7, 9]
     batch, _, _ = FixedTarget(shape, 0, CPU).send(target)
     assert batch.slot_mapping.tolist() == [148, 149, 0, 0]
     assert batch.seq_lens.tolist() == [24] and batch.page_counts.tolist() == [2]

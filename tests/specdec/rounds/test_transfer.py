@@ -23,7 +23,7 @@ from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound, sampling_round
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.transfer import AheadTransfer, RoundTransfer, SentRound, staging_bytes
-from specdec.rounds.verification import TargetArrays, Verified, target_arrays
+from specdec.rounds.verification import RoundTables, TargetArrays, Verified, target_arrays
 
 CPU, PAGE, K, ROWS = torch.device("cpu"), 4, 3, np.array([1, 0])
 CONFIG = EngineConfig(K, 32, 2, 16, PAGE, 20)
@@ -40,7 +40,7 @@ def arrays(temperature: float = 0.0) -> tuple[DraftInput | None, TargetArrays, S
     verified = Verified(np.array([0, 4, 8]), ROWS, np.full(2, K), np.array([2, 0]))
     schedule = Schedule(ROWS, np.ones(2, np.int64), np.full(2, K))
     draft = draft_input(verified, schedule, table, BLOCK_TABLE, PAGE)
-    target = target_arrays(schedule, table, BLOCK_TABLE, PAGE, BLOCK_TABLE)
+    target = target_arrays(schedule, table, RoundTables(BLOCK_TABLE, BLOCK_TABLE, PAGE))
     return draft, target, sampling_round(target, schedule.rows, table)
 
 

@@ -9,15 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.recurrence.index import FoldRule
-from specdec.config import LongRopeRule
+from attention.recurrence.index import FoldRule, StateIndex
+from specdec.extras.long_factors import FirstTokensLong
+from specdec.extras.recurrent_states import FoldedTokens
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable, Schedule
-from specdec.rounds.verification import TargetArrays, target_after, target_arrays
+from specdec.rounds.verification import RoundTables, TargetArrays, target_after, target_arrays
+from specdec.wrapped.long_rope import LongRopeRule, RotaryPositions
 
 MOST, SIZE, LIMIT = 24, 4, 22
 PAGES = np.arange(1, 41, dtype=np.int32).reshape(4, 10)
 HEAD = PAGES + 100
+BOTH = RoundTables(PAGES, HEAD, SIZE)
 
 drafting = st.tuples(st.integers(1, 15), st.just(1), st.integers(1, 3), st.just(True))
 decoding = st.tuples(st.integers(1, 20), st.just(1), st.just(0), st.just(True))
@@ -44,7 +47,7 @@ def opened(rows: list[tuple[int, int, int, bool]]) -> tuple[RowTable, Schedule]:
 @given(rounds.filter(bool))
 def test_every_row_reads_its_tokens_then_its_drafts(rows: list[tuple[int, int, int, bool]]) -> None:
     table, schedule = opened(rows)
-    target = target_arrays(schedule, table, PAGES, SIZE, HEAD)
+    target = target_arrays(schedule, table, BOTH)
     tokens: list[int] = []
     places, sources, logits, index = [], [], [], []
     width = max(drafts for _, _, drafts, _ in rows)
@@ -74,7 +77,7 @@ def test_every_row_reads_its_tokens_then_its_drafts(rows: list[tuple[int, int, i
 def test_drafts_after_it_are_bounded_by_the_rows_limits(rows: list[tuple[int, int, int, bool]]) -> None:
     """With nothing accepted a row has one token more; each further draft needs a place for itself and one after it."""
     table, schedule = opened(rows)
-    target = target_arrays(schedule, table, PAGES, SIZE, HEAD)
+    target = target_arrays(schedule, table, BOTH)
     assert target.wanted.tolist() == [3 if decided else 0 for *_, decided in rows]
     assert target.room.tolist() == [min(MOST - 1, LIMIT - 2) - computed - new for computed, new, _, _ in rows]
 
@@ -84,22 +87,22 @@ def test_a_full_row_beside_a_long_chunk_reads_inside_the_table() -> None:
     for length, computed in ((12, 11), (12, 0)):
         table.computed[table.open(np.arange(length), 13, 0, 1, SamplingParams())] = computed
     schedule = Schedule(np.array([0, 1]), np.array([1, 12]), np.array([0, 0]))
-    assert target_arrays(schedule, table, PAGES, SIZE).inputs.token_ids.tolist() == [11, *range(12)]
+    assert target_arrays(schedule, table, RoundTables(PAGES, None, SIZE)).inputs.token_ids.tolist() == [11, *range(12)]
 
 
 def test_a_row_that_comes_back_decides_nothing_before_its_bonus_token() -> None:
     """Preempted at a bonus token with drafts: it reads all before it, and drafts then; it has that token already."""
     table = RowTable(1, MOST)
     table.open(np.arange(9), LIMIT, 3, 1, SamplingParams(), prefill=8)
-    target = target_arrays(Schedule(np.array([0]), np.array([8]), np.array([0])), table, PAGES, SIZE, HEAD)
+    target = target_arrays(Schedule(np.array([0]), np.array([8]), np.array([0])), table, BOTH)
     assert not len(target.decided) and target.following.tolist() == [8] and target.wanted.tolist() == [3]
 
 
 def test_drafts_made_ahead_stand_in_the_order_of_the_last_batch() -> None:
     table, schedule = opened([(5, 1, 2, True), (7, 1, 1, True), (3, 1, 0, True)])
     table.mark_batch(np.array([1, 0, 2]))
-    assert target_arrays(schedule, table, PAGES, SIZE, HEAD).sources is None
-    sources = target_arrays(schedule, table, PAGES, SIZE, HEAD, ahead=True).sources
+    assert target_arrays(schedule, table, BOTH).sources is None
+    sources = target_arrays(schedule, table, BOTH, True).sources
     assert sources is not None and sources.tolist() == [2, 0], "rows 2 and 1 of the table, those with drafts"
 
 
@@ -109,13 +112,14 @@ def test_the_round_after_one_of_bonus_tokens_is_that_after_its_commit(rows: list
     table, schedule = opened([(computed, 1, drafts, True) for computed, drafts, _ in rows])
     accepted = np.array([min(a, n) for _, n, a in rows])
     bonus, drafts = np.arange(len(rows)) + 7, np.array([n % 2 for _, n, _ in rows])
-    before = target_arrays(schedule, table, PAGES, SIZE, HEAD)
-    own = schedule.rows
-    found = target_after(before, accepted, bonus, drafts, PAGES[own], HEAD[own])
+    before = target_arrays(schedule, table, BOTH)
+    own, tokens = schedule.rows, np.full((len(rows), 4), 9)
+    tokens[np.arange(len(rows)), accepted] = bonus
+    found = target_after(before, table, BOTH.rows(own), drafts, accepted, tokens)
     table.computed[own] += 1 + accepted
     table.length[own] += 1 + accepted
     table.tokens[own, table.computed[own]] = bonus
-    right = target_arrays(replace(schedule, num_drafts=drafts), table, PAGES, SIZE, HEAD)
+    right = target_arrays(replace(schedule, num_drafts=drafts), table, BOTH)
     for name in ("start", "num_new", "drafts", "num_drafting", "tokens", "decided", "wanted", "room", "request_rows"):
         assert np.array_equal(getattr(found, name), getattr(right, name)), name
 
@@ -127,25 +131,25 @@ def test_only_rows_that_read_positions_with_other_factors_are_told_so(
     start: list[int], told: list[bool] | None
 ) -> None:
     """Row 0 has long factors from its first token on, row 1 has not; positions from 8 on have them anyway."""
-    table = RowTable(2, MOST)
+    table = RowTable(2, MOST, [FirstTokensLong(LongRopeRule(8))])
     for computed, long in zip(start, (True, False), strict=True):
-        row = table.open(np.arange(computed + 1), LIMIT, 0, 1, SamplingParams(), long=long)
+        row = table.open(np.arange(computed + 1), LIMIT, 0, 1, SamplingParams(), variant=int(long))
         table.computed[row] = computed
     schedule = Schedule(np.arange(2), np.ones(2, np.int64), np.zeros(2, np.int64))
-    target: TargetArrays = target_arrays(schedule, table, PAGES, SIZE, long_rope=LongRopeRule(8))
-    assert (None if target.long is None else target.long.tolist()) == told
-    positions = target.inputs.rope_positions
-    assert (positions is None) == (told is None)
-    if positions is not None:
-        assert positions.tolist() == [start[0] - 8, start[1]]
+    target: TargetArrays = target_arrays(schedule, table, BOTH)
+    found = target.inputs.batch.extra(RotaryPositions)
+    assert (found is None) == (told is None)
+    if found is not None:
+        assert found.positions.tolist() == [start[0] - 8, start[1]]
 
 
 def test_states_are_put_off_from_a_rows_first_verification_on() -> None:
     """Of deferred states: a chunk goes into the state at once, a bonus token only when it must."""
-    table = RowTable(3, MOST)
+    columns = FoldedTokens(FoldRule.deferred(3), 3)
+    table = RowTable(3, MOST, [columns])
     for computed, length in ((0, 6), (6, 7), (9, 10)):
         row = table.open(np.arange(length), LIMIT, 3, 1, SamplingParams(), prefill=6)
-        table.computed[row] = table.folded[row] = computed
+        table.computed[row] = columns.folded[row] = computed
     schedule = Schedule(np.arange(3), np.array([6, 1, 1]), np.zeros(3, np.int64))
-    target = target_arrays(schedule, table, PAGES, SIZE, fold_rule=FoldRule.deferred(3))
-    assert target.num_folded is not None and target.num_folded.tolist() == [6, 0, 0]
+    (index,) = target_arrays(schedule, table, BOTH).extras
+    assert isinstance(index, StateIndex) and index.num_new.tolist() == [6, 0, 0]

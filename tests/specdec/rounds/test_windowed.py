@@ -19,7 +19,7 @@ from specdec.config import EngineConfig, WindowedPool
 from specdec.rounds.buckets import group_entries, power_of_two, static_entries, static_shape
 from specdec.rounds.static import fixed_target
 from specdec.rounds.transfer import RoundTransfer, staging_bytes
-from specdec.rounds.verification import TargetArrays, WindowedTable
+from specdec.rounds.verification import RoundTables, TargetArrays, WindowedTable
 
 CPU = torch.device("cpu")
 ROWS, DRAFTS, LONGEST, WINDOWS = 4, 3, 400, (40, 9)
@@ -46,6 +46,7 @@ def group_table(page_size: int, window: int) -> np.ndarray:
 def target_of(rows: list[tuple[int, int]], page_size: int, windows: tuple[int, ...] = WINDOWS) -> TargetArrays:
     start, drafts = (np.array([row[i] for row in rows], np.int64) for i in (0, 1))
     ones, count = np.ones(len(rows), np.int64), len(rows)
+    windowed = tuple(WindowedTable(w, group_table(page_size, w), np.arange(count)[::-1]) for w in windows)
     return TargetArrays(
         start=start,
         num_new=ones,
@@ -53,14 +54,11 @@ def target_of(rows: list[tuple[int, int]], page_size: int, windows: tuple[int, .
         num_drafting=count,
         tokens=np.zeros((count, 1), np.int32),
         decided=np.arange(count),
-        block_table=table(count, page_size, 1),
-        head_table=table(count, page_size, 5000),
         wanted=ones,
         room=ones,
         following=ones,
-        page_size=page_size,
         request_rows=np.arange(count),
-        windowed=tuple(WindowedTable(w, group_table(page_size, w), np.arange(count)[::-1]) for w in windows),
+        pages=RoundTables(table(count, page_size, 1), table(count, page_size, 5000), page_size, windowed),
     )
 
 

@@ -104,13 +104,16 @@ def test_the_small_copy_shows_it_too(defect: str, every_self_test: None, monkeyp
 
 
 WRONG_INDEX: dict[str, tuple[str, Any]] = {
-    "no replay": ("specdec.rounds.verification.replay_of", lambda start, folded: start * 0),
-    "replay one short": ("specdec.rounds.verification.replay_of", lambda start, folded: (start - folded - 1).clip(0)),
+    "no replay": ("specdec.extras.recurrent_states.replay_of", lambda start, folded: start * 0),
+    "replay one short": (
+        "specdec.extras.recurrent_states.replay_of",
+        lambda start, folded: (start - folded - 1).clip(0),
+    ),
     "drafts folded in": (
-        "specdec.rounds.verification.folded_after",
+        "specdec.extras.recurrent_states.folded_after",
         lambda start, num_new, folded: start + num_new + 1,
     ),
-    "one slot for two rows": ("specdec.rounds.verification.slots_of_rows", lambda rows: rows // 2 + 1),
+    "one slot for two rows": ("specdec.extras.recurrent_states.slots_of_rows", lambda rows: rows // 2 + 1),
 }
 
 

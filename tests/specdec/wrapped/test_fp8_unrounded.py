@@ -63,8 +63,8 @@ def test_a_wrong_slot_or_position_is_refused_by_the_ordinary_limit(
     assert self_test(whole) < (1e-5 if dtype == torch.float32 else 0.1)
     right = rereading.stage
 
-    def wrong(batch: Any, arena: Any, bucket: Any) -> Any:
-        metadata = right(batch, arena, bucket)
+    def wrong(*batch: Any) -> Any:
+        metadata = right(*batch)
         if defect == "slot":
             return replace(metadata, slot_mapping=metadata.slot_mapping.roll(1))
         return replace(metadata, positions=metadata.positions + 2 * (metadata.positions > 3))

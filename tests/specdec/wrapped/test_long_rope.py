@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from benchmarks.sweep_configs import VOCAB
 from benchmarks.sweep_models import ScriptedHead
 from specdec import SamplingParams
-from specdec.config import LongRopeRule
 from specdec.errors import InvalidInputError
+from specdec.extras.long_factors import LongFactors
 from specdec.loading.sizes import max_model_len
 from specdec.selftest.twin import enlarge
-from specdec.wrapped.long_rope import LongRopePort, find_long_rope
+from specdec.wrapped.long_rope import LongRopePort, LongRopeRule, find_long_rope
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 
 ORIGINAL, NEW = 32, 24
@@ -113,7 +113,7 @@ def test_each_request_has_the_factors_that_it_has_alone(kind: str, drafts: int) 
     prompts, answers = answers_of(kind)
     head = scripted(kind) if drafts else None
     with wrap(model_of(kind), head, num_speculative_tokens=drafts, **OPTIONS) as wrapped:
-        assert wrapped.config.long_rope == LongRopeRule(ORIGINAL, kind in REREADS)
+        assert wrapped.config.extras == (LongFactors(LongRopeRule(ORIGINAL, kind in REREADS)),)
         assert str(wrapped.twin) == f"exact past original_max_position_embeddings={ORIGINAL}"
         assert said(wrapped, prompts) == answers
         assert [said(wrapped, prompt)[0] for prompt in prompts] == answers
@@ -202,6 +202,6 @@ def test_a_model_whose_generate_is_not_certain_is_limited_to_short_factors() -> 
 @pytest.mark.slow
 def test_requests_that_stay_short_need_no_rule() -> None:
     with wrap(model_of("phi3"), max_model_len=ORIGINAL, **OPTIONS) as wrapped:
-        assert wrapped.config.long_rope is None
+        assert not wrapped.config.extras
         prompts, answers = answers_of("phi3")
         assert said(wrapped, prompts[0])[0] == answers[0]

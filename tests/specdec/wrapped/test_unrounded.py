@@ -100,8 +100,8 @@ def test_a_wrong_slot_or_position_is_refused(
     assert self_test(whole) < 0.1
     right = rereading.stage
 
-    def wrong(batch: Any, arena: Any, bucket: Any) -> Any:
-        metadata = right(batch, arena, bucket)
+    def wrong(*batch: Any) -> Any:
+        metadata = right(*batch)
         if defect == "slot":
             return replace(metadata, slot_mapping=metadata.slot_mapping.roll(1))
         return replace(metadata, positions=metadata.positions + 2 * (metadata.positions > 3))

@@ -23,7 +23,7 @@ TABLE = np.arange(1, 31, dtype=np.int32).reshape(3, 10)
 LENS = np.array([4, 10, 5])
 BATCH = rows_batch(np.array([0, 4, 14, 19]), np.array([2, 7, 4]), TABLE, 2)
 ONE = np.ones(3, np.int32)
-RECURRENT = replace(BATCH, states=StateIndex(ONE, 0 * ONE, 0 * ONE, LENS.astype(np.int32)))
+RECURRENT = replace(BATCH, extras=(StateIndex(ONE, 0 * ONE, 0 * ONE, LENS.astype(np.int32)),))
 SHARED = np.array([[7, 9, 3], [7, 9, 4], [7, 8, 5]], np.int32)
 TWO_LEVELS = rows_batch(np.array([0, 2, 3, 4]), np.array([8, 9, 8]), SHARED, 4)
 

@@ -20,7 +20,7 @@ from attention.batch.transforms.slices import request_slices, token_slices
 from attention.errors import InvalidInputError
 from attention.recurrence.index import StateIndex
 
-ARRAYS = tuple(field.name for field in fields(HostBatch) if field.name not in ("page_size", "other_groups", "states"))
+ARRAYS = tuple(field.name for field in fields(HostBatch) if field.name not in ("page_size", "other_groups", "extras"))
 Slicer = Callable[[HostBatch, Sequence[int]], tuple[HostBatch, ...]]
 
 
@@ -157,7 +157,7 @@ def test_cuts_that_are_none_are_refused(slicer: Slicer, size: int, of: str, cuts
 def test_rows_with_recurrent_states_are_not_sliced() -> None:
     one = np.ones(1, np.int32)
     plain = rows_batch(np.array([0, 4]), np.array([0]), np.array([[1]]), 4)
-    batch = replace(plain, states=StateIndex(one, 0 * one, 0 * one, 4 * one))
+    batch = replace(plain, extras=(StateIndex(one, 0 * one, 0 * one, 4 * one),))
     with pytest.raises(InvalidInputError, match="recurrent states cannot be sliced"):
         token_slices(batch, [2])
 

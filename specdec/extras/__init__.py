@@ -1,0 +1,1 @@
+"""What only some engines' rounds have: see `specdec.rounds.extras`."""

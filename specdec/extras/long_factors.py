@@ -1,0 +1,64 @@
+"""The extra of longrope models: requests that read their first tokens with the long factors, see
+`specdec.wrapped.long_rope`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from attention.batch.host import BatchExtra, offsets_within
+from attention.batch.metadata import ExtraSection, MakeSection
+from specdec.rounds.extras import LONG_FACTORS, RoundExtra
+from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
+from specdec.wrapped.long_rope import LongRopeRule, RotaryPositions
+
+
+@dataclass(frozen=True)
+class LongFactors(RoundExtra):
+    """A longrope target that takes requests beyond its short factors. rule: which of them have long ones when."""
+
+    rule: LongRopeRule
+
+    @property
+    def rereads(self) -> bool:
+        """See `RoundExtra.rereads`."""
+        return self.rule.rereads
+
+    def columns(self, max_rows: int) -> FirstTokensLong:
+        """See `RoundExtra.columns`."""
+        return FirstTokensLong(self.rule)
+
+    def section(self, fixed: bool) -> MakeSection | None:
+        """See `RoundExtra.section`: rows that verify are told by their positions alone."""
+        return None if fixed else _section
+
+    def variant(self, prompt_len: int, num_committed: int) -> int:
+        """See `RoundExtra.variant`."""
+        return LONG_FACTORS if self.rule.is_long(prompt_len, num_committed) else 0
+
+    def reach(self, variant: int) -> int | None:
+        """See `RoundExtra.reach`."""
+        return None if variant & LONG_FACTORS or not self.rule.rereads else self.rule.original
+
+
+class FirstTokensLong(ExtraColumns):
+    """Which rows read their first tokens with the long factors: the table's variants tell."""
+
+    def __init__(self, rule: LongRopeRule) -> None:
+        self._rule = rule
+
+    def scheduled(self, table: RowTable, schedule: Schedule) -> BatchExtra | None:
+        """See `ExtraColumns.scheduled`: none where no row reads such tokens, as in rounds that only decode."""
+        start = table.computed[schedule.rows]
+        told = (table.variant[schedule.rows] & LONG_FACTORS > 0) & (start < self._rule.original)
+        if not told.any():
+            return None
+        lens = schedule.num_new + schedule.num_drafts
+        positions = np.repeat(start, lens) + offsets_within(lens)
+        return RotaryPositions(self._rule.encoded(positions, np.repeat(told, lens)))
+
+
+def _section(name: str, shared: Mapping[str, str]) -> ExtraSection:
+    return ExtraSection(RotaryPositions, "rotary", name, shared)

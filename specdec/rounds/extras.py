@@ -1,0 +1,143 @@
+"""RoundExtra: what only some engines' rounds have, on all of its way through a round.
+
+Recurrent states and positions of long rotary embeddings are extras (`specdec/extras/`). An extra may have columns of a
+row, arrays that travel with a round's one copy, a change of the logits before they are decided, and may read a request
+again from its start. The round itself knows of none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from attention.batch.metadata import CommonAttentionMetadata, MakeSection
+from specdec.rounds.rows import ExtraColumns
+
+
+class DecidedRows(Protocol):
+    """A verification on the device, as `RoundExtra.adjust` reads it: see `VerificationArrays`.
+
+    token_ids: drafts in their places. metadata: its attention, with the extras that were sent.
+    """
+
+    @property
+    def token_ids(self) -> torch.Tensor: ...
+
+    @property
+    def logits_indices(self) -> torch.Tensor: ...
+
+    @property
+    def logit_index(self) -> torch.Tensor: ...
+
+    @property
+    def num_drafts(self) -> torch.Tensor: ...
+
+    @property
+    def metadata(self) -> CommonAttentionMetadata: ...
+
+
+class RoundExtra:
+    """One extra of an engine. It has no state of its own: columns and device arrays have. This one does nothing.
+
+    Attributes:
+        refuses_handoff: why a request cannot go on in another engine, in words; "" where all that it needs there is
+            moved, or follows from its tokens.
+    """
+
+    refuses_handoff: ClassVar[str] = ""
+
+    @property
+    def rereads(self) -> bool:
+        """Whether rows may have to be read again from their start, see `reach`."""
+        return False
+
+    def columns(self, max_rows: int) -> ExtraColumns:
+        """Its columns of an empty row table."""
+        return ExtraColumns()
+
+    def section(self, fixed: bool) -> MakeSection | None:
+        """Its arrays beside those of a verification's attention; None where nothing is sent.
+
+        fixed: in rounds of one fixed shape, which are written in place and read by captured graphs.
+        """
+        return None
+
+    def adjust(self, logits: torch.Tensor, round_: DecidedRows) -> torch.Tensor:
+        """The logits [R', V] by which the verification is decided, from the target's; in place or new.
+
+        It runs in every form of a round. In captured graphs it is launched once and replayed: so it reads what changes
+        from the round's tensors, never from the host. `drafted_prefixes` says what stands before each row.
+        """
+        return logits
+
+    def variant(self, prompt_len: int, num_committed: int) -> int:
+        """Bits that tell apart requests whose keys and values of the same tokens differ: such share no pages.
+
+        Asked whenever a request gets a row. Each extra has bits of its own, `LONG_FACTORS` one.
+        """
+        return 0
+
+    def reach(self, variant: int) -> int | None:
+        """Positions that rounds of a row may reach before it is read again from its start; None for any."""
+        return None
+
+
+LONG_FACTORS = 1
+"""Bit of `RoundExtra.variant`: first tokens have the long factors of a rotary embedding."""
+
+
+@dataclass(frozen=True)
+class DraftedPrefixes:
+    """What stands before each of the R' logits rows of a verification, on the device.
+
+    Attributes:
+        owner: [R'] int64, which of the J decided rows it is of: these are the first of the batch's rows.
+        token_ids: [R', n+1] int64, the row's last committed token, then the drafts x_1 … x_i that the logits follow.
+        there: [R', n+1] bool, those that there are: the first i+1.
+    """
+
+    owner: torch.Tensor
+    token_ids: torch.Tensor
+    there: torch.Tensor
+
+
+def drafted_prefixes(round_: DecidedRows) -> DraftedPrefixes:
+    """See `DraftedPrefixes`; never waits for the device."""
+    index, rows = round_.logit_index, round_.logits_indices
+    decided = torch.arange(len(index), device=rows.device)[:, None].expand_as(index)
+    owner = torch.zeros_like(rows).scatter_(0, index.reshape(-1), decided.reshape(-1))
+    bonus = rows[index[:, 0]][owner][:, None]
+    columns = torch.arange(index.shape[1], device=rows.device)
+    places = torch.minimum(bonus + columns, rows[:, None])
+    return DraftedPrefixes(owner, round_.token_ids[places], bonus + columns <= rows[:, None])
+
+
+def make_sections(extras: Sequence[RoundExtra], fixed: bool) -> list[MakeSection]:
+    """See `RoundExtra.section`."""
+    return [make for extra in extras if (make := extra.section(fixed)) is not None]
+
+
+def adjusted(extras: Sequence[RoundExtra], logits: torch.Tensor, round_: DecidedRows) -> torch.Tensor:
+    """The logits [R', V] by which a verification is decided, see `RoundExtra.adjust`."""
+    for extra in extras:
+        logits = extra.adjust(logits, round_)
+    return logits
+
+
+def variant_of(extras: Sequence[RoundExtra], prompt_len: int, num_committed: int) -> int:
+    """All extras' bits, see `RoundExtra.variant`."""
+    found = 0
+    for extra in extras:
+        found |= extra.variant(prompt_len, num_committed)
+    return found
+
+
+def reach_of(extras: Sequence[RoundExtra], variant: int, most: int) -> int:
+    """The least of all extras' reaches, and `most`."""
+    for extra in extras:
+        own = extra.reach(variant)
+        most = most if own is None else min(most, own)
+    return most
