@@ -12,15 +12,16 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from fakes import VOCAB, LetterTokenizer, backend_of_ours, count_calls, random_prompts, table_head, tiny_llama, wrap
+from fakes import VOCAB, backend_of_ours, count_calls, random_prompts, table_head, tiny_llama, wrap
 from transformers import LogitsProcessorList
 
 from attention.batch.metadata import ExtraSection
 from specdec.acceptance.accept import SampledInputs, accept_sampled
-from specdec.engine.admission import Admission
 from specdec.engine.engine import Engine
 from specdec.errors import HandoffMismatchError
 from specdec.execution.ragged import RaggedTarget
+from specdec.handoff.moved import Leaving
+from specdec.handoff.moving import moving_requests
 from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors, target_probs
 from specdec.rounds.extras import RoundExtra, drafted_prefixes
 from specdec.rounds.randomness import SamplingRound, request_key
@@ -183,10 +184,9 @@ class Fixed(ToyBias):
 
 def test_an_extra_that_cannot_move_refuses_handoffs() -> None:
     engine = engine_with(0, False, Fixed(STRENGTH))
-    admission = Admission(engine.target, LetterTokenizer(), engine.config, (), 1000)
-    assert admission.check(PROMPTS[0], GREEDY[0])
+    assert engine.check(PROMPTS[0], GREEDY[0])
     with pytest.raises(HandoffMismatchError, match="do not move between engines: the toy stays"):
-        admission.check(PROMPTS[0], GREEDY[0], hand_off=True)
+        moving_requests(engine).check_leaving(Leaving(PROMPTS[0], GREEDY[0], 0, (), 1.0))
 
 
 def test_what_stands_before_each_row_of_logits() -> None:
