@@ -10,7 +10,7 @@ from attention.cache.kv_cache import LayerKV
 
 
 @triton.jit
-def _write_kernel(  # type: ignore[no-untyped-def]
+def _write_latent_kernel(  # type: ignore[no-untyped-def]
     key_ptr,  # [T, 1, D]
     pages_ptr,  # [pages, page_size, 1, D] contiguous
     slot_ptr,  # [T] int64
@@ -33,4 +33,4 @@ def write_latent(layer: LayerKV, key: torch.Tensor, slot_mapping: torch.Tensor) 
     """
     dim = key.shape[2]
     block = triton.next_power_of_2(dim)
-    _write_kernel[(len(slot_mapping),)](key, layer.keys, slot_mapping, key.stride(0), DIM=dim, BLOCK=block)
+    _write_latent_kernel[(len(slot_mapping),)](key, layer.keys, slot_mapping, key.stride(0), DIM=dim, BLOCK=block)

@@ -10,7 +10,7 @@ from evals.acceptance.summary import Json
 from evals.accuracy import paired
 from evals.accuracy.accuracy import scores
 
-SCHEMA_VERSION = 1
+GRID_SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def document(measured: Sequence[Measured]) -> Json:
     """The grid as a JSON document; `rows`: see `rows_of`."""
     return {
         "schema": "specdec.accuracy_grid",
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": GRID_SCHEMA_VERSION,
         "provenance": [{"model": m.model, "backend": m.backend, "settings": m.settings} for m in measured],
         "definitions": {"mcnemar": paired.MCNEMAR, "accuracy_interval": paired.INTERVAL},
         "rows": [row for m in measured for row in rows_of(m, measured)],

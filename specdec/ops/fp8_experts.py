@@ -29,7 +29,7 @@ def fp8_experts(
         [T, H], dtype of `hidden`.
     """
     kind = "gate_up_proj" if experts.has_gate else "up_proj"
-    multiply = _multiply if rounds else _multiply_unrounded
+    multiply = _multiply_fp8 if rounds else _multiply_unrounded
     inner = multiply(experts, kind, hidden[:, None], index)  # [T, k, F or 2·F]
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     out = multiply(experts, "down_proj", inner, index)  # [T, k, H]
@@ -37,7 +37,7 @@ def fp8_experts(
     return (weighted if out.dtype == torch.float64 else weighted.float()).sum(1).to(hidden.dtype)
 
 
-def _multiply(experts: Any, kind: str, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _multiply_fp8(experts: Any, kind: str, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """x [T, 1 or k, I] times the chosen experts' matrices -> [T, k, O]."""
     quantised, scales = fp8_quantise(x.flatten(0, 1))
     shape = x.shape[:2]
@@ -48,7 +48,7 @@ def _multiply(experts: Any, kind: str, x: torch.Tensor, index: torch.Tensor) -> 
 
 
 def _multiply_unrounded(experts: Any, kind: str, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """As `_multiply`."""
+    """As `_multiply_fp8`."""
     stack, stack_scale = getattr(experts, kind), getattr(experts, f"{kind}_scale_inv")
     x = x.expand(-1, index.shape[1], -1)
     out = x.new_empty(*index.shape, stack.shape[1])

@@ -16,7 +16,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         from specdec.ops.norm_kernel import launch_norm
 
         return launch_norm(x, None, weight, eps)[1]
-    return _plain(x, weight, eps)
+    return _norm_plain(x, weight, eps)
 
 
 @rms_norm.register_fake
@@ -34,7 +34,7 @@ def add_rms_norm(
 
         return launch_norm(x, residual, weight, eps)
     total = (x + residual).contiguous()
-    return total, _plain(total, weight, eps)
+    return total, _norm_plain(total, weight, eps)
 
 
 @add_rms_norm.register_fake
@@ -42,7 +42,7 @@ def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float)
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-def _plain(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _norm_plain(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     values = x.float()
     scale = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * (values * scale).to(x.dtype)).contiguous()

@@ -21,7 +21,7 @@ def rotated(
         outs = token_major(query), token_major(key)
         launch_rotation(query, key, cos, sin, outs)
         return outs
-    return _plain(query, cos, sin), _plain(key, cos, sin)
+    return _rotate_plain(query, cos, sin), _rotate_plain(key, cos, sin)
 
 
 @rotated.register_fake
@@ -49,7 +49,7 @@ def rotated_together(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, 
     else:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         for rotated_part, part in zip(outs, (query, key), strict=True):
-            rotated_part.copy_(_plain(part, cos, sin))
+            rotated_part.copy_(_rotate_plain(part, cos, sin))
     return out
 
 
@@ -64,7 +64,7 @@ def token_major(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(1, tokens, heads, dim).transpose(1, 2)
 
 
-def _plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate_plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.float().chunk(2, -1)
     half_rotated = torch.cat((-second, first), -1)
     return token_major(x).copy_(x.float() * cos.float() + half_rotated * sin.float())

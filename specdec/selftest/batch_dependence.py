@@ -19,7 +19,7 @@ from attention.hf.weights import is_quantised
 from specdec.errors import UnsupportedModelError
 from specdec.selftest.rereading import errors_named
 
-_ROWS = 32
+_BATCH_TOKENS = 32
 """Tokens of a call: above the 16 that integer matmuls of cuBLAS need."""
 _FAINT, _LOUD = 1e-3, 100.0
 _SAME = 1e-3
@@ -42,7 +42,7 @@ def neighbour_test(model: PreTrainedModel) -> None:
         for scale in (_FAINT, _LOUD):
             batch = x * scale
             batch[0] = x[0]
-            with errors_named(model, f"{name} ({type(layer).__name__}) reads {_ROWS} tokens"):
+            with errors_named(model, f"{name} ({type(layer).__name__}) reads {_BATCH_TOKENS} tokens"):
                 results.append(run(batch)[0].double())
         difference = _relative(results[1], results[0])
         if not difference <= _SAME:
@@ -84,7 +84,7 @@ def _one_of_each_kind(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _runner(layer: Any, model: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
     """The layer as a function of tokens [T, I], and tokens; the user's random generator stays as it is."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_ROWS, layer.in_features, generator=generator).to(model.device, model.dtype)
+    x = torch.randn(_BATCH_TOKENS, layer.in_features, generator=generator).to(model.device, model.dtype)
     return lambda tokens: layer(tokens[None])[0], x
 
 

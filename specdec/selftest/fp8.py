@@ -18,7 +18,7 @@ from specdec.wrapped.fp8 import Fp8Layers
 _TOLERANCE = 0.01
 """Largest error of a matmul over its result, rms of any block of rows: bfloat16 rounds by 0.002."""
 _TOKENS = (3, 40)
-_ROWS = 4 * BLOCK
+_FP8_ROWS = 4 * BLOCK
 
 
 @torch.inference_mode()
@@ -43,8 +43,8 @@ def _test_linear(name: str, module: Any, tokens: int) -> None:
     ours = fp8_linear(x, weight, module.weight_scale_inv, None, static).float()
     blocks = module.weight_scale_inv.reshape(1, 1) if module.block_size is None else module.weight_scale_inv
     blocks = blocks.expand(math.ceil(weight.shape[0] / BLOCK), math.ceil(weight.shape[1] / BLOCK))
-    for start in sorted({0, max(weight.shape[0] - _ROWS, 0) // BLOCK * BLOCK}):
-        part = slice(start, start + _ROWS)
+    for start in sorted({0, max(weight.shape[0] - _FP8_ROWS, 0) // BLOCK * BLOCK}):
+        part = slice(start, start + _FP8_ROWS)
         right = _summed(x, static, weight[part], blocks[start // BLOCK :])
         _compare(name, ours[:, part], right)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from pathlib import Path
@@ -16,7 +15,6 @@ from specdec.ops.products.shape import ProductShape
 
 _FORMAT = 1
 _LOCK_SECONDS = 10
-log = logging.getLogger("specdec")
 
 
 def cache_folder() -> Path:

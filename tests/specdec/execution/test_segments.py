@@ -141,7 +141,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.kernels.write, "_write_kernel", Launched(written))
     monkeypatch.setattr(attention.kernels.packed, "_packed_kernel", Launched(packed))
     for module, name in (
-        (attention.kernels.write_latent, "_write_kernel"),
+        (attention.kernels.write_latent, "_write_latent_kernel"),
         (attention.kernels.invariant, "_invariant_attention_kernel"),
     ):
         monkeypatch.setattr(module, name, Launched(lambda *_, **__: None))
