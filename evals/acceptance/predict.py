@@ -16,7 +16,8 @@ import numpy as np
 DEFINITION = (
     "Predicted speed-up = E(K) x T(B, 0) / T(B, K), decode only. E(K) = 1 + sum over j <= K of the product of the "
     "conditional acceptances 1..j (beyond the measured positions the last one is repeated, marked *); T(B, K) is the "
-    "measured time of a round of B rows, on a straight line in K between and beyond the measured K (marked *)."
+    "measured time of a round of B rows, on a straight line in K between and beyond the measured K (marked *; level "
+    "where the measured times fall with K)."
 )
 
 
@@ -48,7 +49,8 @@ def expected_tokens(conditional: Sequence[float], k: int) -> float:
 def round_seconds(measured: Mapping[int, float], k: int) -> float:
     """T(B, K) from the measured {K: seconds} of one batch size: exact where measured, else a straight line.
 
-    The line is fitted to the K > 0; with one of them it runs through K = 0 as well.
+    The line is fitted to the K > 0; with one of them it runs through K = 0 as well. A line that falls says only that
+    the times scatter: then it is level at their mean.
     """
     if k in measured:
         return measured[k]
@@ -58,7 +60,7 @@ def round_seconds(measured: Mapping[int, float], k: int) -> float:
     if len(points) < 2:
         return float("nan")
     slope, start = np.polyfit(list(points), list(points.values()), 1)
-    return float(start + slope * k)
+    return float(start + slope * k) if slope >= 0 else float(np.mean(list(points.values())))
 
 
 def predict(

@@ -145,8 +145,8 @@ def _eagle_head(head: str, target: str | None) -> str:
     from drafters.checkpoints.layouts import Layout
     from drafters.eagle3.checkpoint import check_kind, open_head
     from drafters.mtp.checkpoint import has_mtp
+    from specdec.loading.builtin import AUTO_HEAD
     from specdec.loading.heads import MTP_HEAD, resolve_head
-    from specdec.loading.pairs import AUTO_HEAD
 
     if head in (AUTO_HEAD, MTP_HEAD) and target is None:
         raise InvalidInputError(f"HEAD {head!r} belongs to a target: give --target")

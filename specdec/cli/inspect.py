@@ -74,8 +74,8 @@ def _check_drafts(head: str, load: LoadOptions) -> None:
 
 def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
     """The target to inspect a head with, or None and why there is none."""
+    from specdec.loading.builtin import resolve
     from specdec.loading.heads import is_available, target_of_head
-    from specdec.loading.pairs import resolve
 
     if given is not None:
         return given, ""
@@ -95,7 +95,7 @@ def _described(head: str, load: LoadOptions) -> HeadReport:
     from drafters.eagle3.outline import target_of_files
     from drafters.eagle3.overrides import Eagle3Overrides
     from drafters.mtp.checkpoint import has_mtp
-    from specdec.loading.pairs import resolve
+    from specdec.loading.builtin import resolve
 
     path, overrides = resolve(head), Eagle3Overrides.of(load.head_overrides or {})
     if has_mtp(path):

@@ -123,7 +123,8 @@ def load_model(model: str, draft: str, options: LoadOptions) -> SpeculativeModel
     Raises:
         InvalidInputError: no head is wanted, and the model is one. Others: see `SpeculativeModel.from_pretrained`.
     """
-    from specdec.loading.pairs import has_builtin_head, pair_of
+    from specdec.loading.builtin import has_builtin_head
+    from specdec.loading.pairs import pair_of
     from specdec.model import SpeculativeModel
 
     auto_without_head = draft == "auto" and not has_builtin_head(model)

@@ -27,7 +27,7 @@ from drafters.checkpoints.tensor_files import (
 )
 from drafters.errors import HeadLoadError
 from specdec.errors import InvalidInputError, ModelLoadError
-from specdec.loading.pairs import BUILTIN_HEADS, resolve
+from specdec.loading.builtin import BUILTIN_HEADS, resolve
 from specdec.loading.quantisation import MODELOPT, MODELOPT_FILE, Quantisation, check_packages, method_of
 from specdec.values import short
 

@@ -26,10 +26,10 @@ from drafters.mtp.convention import MtpConvention
 from drafters.mtp.spec import mtp_target
 from drafters.mtp.stack import MtpStack
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
+from specdec.loading.builtin import AUTO_HEAD, BUILTIN_HEADS, builtin_name, resolve
 from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
 from specdec.loading.load_errors import loading_named
 from specdec.loading.objects import check_head_place, check_head_type
-from specdec.loading.pairs import AUTO_HEAD, BUILTIN_HEADS, builtin_name, resolve
 from specdec.user_warnings import warn_user
 from specdec.values import short
 from specdec.wrapped.probing import TargetProbe

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,58 +16,9 @@ from drafters.checkpoints.hub import is_hub_name, looks_local
 from drafters.checkpoints.tensor_files import what_else
 from drafters.eagle3.formats import target_named_by
 from specdec.errors import HeadMismatchError, InvalidInputError, ModelLoadError
+from specdec.loading.builtin import AUTO_HEAD, resolve
 from specdec.loading.progress import log
 from specdec.values import short
-
-GSM_LLAMA = "gsm-llama"
-AUTO_HEAD = "auto"
-"""The head that belongs to what was given as the target: a built-in one's, or the head itself that was given alone."""
-BUILTIN_HEADS = {GSM_LLAMA: "gsm-llama-eagle3", "gsm-deepseek": "gsm-deepseek"}
-"""Built-in targets, and the head that draft="auto" means for each."""
-
-_ROOT = Path(str(files("specdec"))) / "models"
-
-
-def builtin_names() -> tuple[str, ...]:
-    """Names of the built-in models that this installation holds, sorted."""
-    return tuple(sorted(config.parent.name for config in _ROOT.glob("*/config.json")))
-
-
-def builtin_path(name: str) -> Path:
-    """Folder of a built-in model, to be given to `from_pretrained`.
-
-    Raises:
-        InvalidInputError: there is no built-in model of that name.
-    """
-    if name not in builtin_names():
-        raise InvalidInputError(
-            f"There is no built-in model {name!r}. Built in are: {', '.join(builtin_names()) or 'none'}. "
-            "Give one of these names or the path of a model folder."
-        )
-    return _ROOT / name
-
-
-def resolve(name: str | Path) -> str:
-    """A built-in model's name -> its folder; ~ is the home folder; the rest stays (a local folder or a hub name)."""
-    text = str(name)
-    return str(builtin_path(text)) if text in builtin_names() and not os.path.exists(text) else os.path.expanduser(text)
-
-
-def builtin_name(target: str | Path | None) -> str | None:
-    """The built-in model that this name or folder is; None where it is none.
-
-    A model loaded from a built-in folder is known by that folder: transformers keeps it as `name_or_path`.
-    """
-    if target is None:
-        return None
-    folder = Path(resolve(target)).resolve()
-    return next((name for name in builtin_names() if builtin_path(name).resolve() == folder), None)
-
-
-def has_builtin_head(target: str | Path) -> bool:
-    """Whether draft="auto" means something for this target."""
-    return builtin_name(target) in BUILTIN_HEADS
-
 
 _CONFIG = "config.json"
 Loaded = TypeVar("Loaded")

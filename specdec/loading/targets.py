@@ -20,6 +20,7 @@ from drafters.mtp.checkpoint import module_names
 from specdec.errors import InvalidInputError
 from specdec.loading.adapters import applied, unwrapped, with_adapter
 from specdec.loading.auto_classes import AutoClass, auto_class, model_class
+from specdec.loading.builtin import resolve
 from specdec.loading.checkpoint import (
     Checkpoint,
     Merge,
@@ -33,7 +34,6 @@ from specdec.loading.fp8 import fp8_checkpoint
 from specdec.loading.load_errors import check_complete, loading_named
 from specdec.loading.memory import check_weights_fit
 from specdec.loading.objects import check_loaded_target, check_target_type
-from specdec.loading.pairs import resolve
 from specdec.loading.parallel import as_rank, check_no_adapter, check_not_quantised, plan_for, take_share, told
 from specdec.loading.progress import log
 from specdec.loading.quantisation import (

@@ -26,8 +26,8 @@ from drafters.training.config import TrainConfig
 from drafters.training.fresh import fresh_eagle3
 from drafters.training.objective import Features
 from specdec.errors import HeadLoadError, InvalidInputError
+from specdec.loading.builtin import resolve
 from specdec.loading.heads import target_facts
-from specdec.loading.pairs import resolve
 from specdec.model import SpeculativeModel
 from specdec.selftest.selftest import self_test_head
 from specdec.training.plan import TrainingPlan, common_settings

@@ -25,7 +25,7 @@ from evals.runs.store import RunStore
 from evals.runs.worker import ModelSpec, Worker
 from specdec import SpeculativeModel
 from specdec.cli.main import cli
-from specdec.loading.pairs import builtin_names, builtin_path
+from specdec.loading.builtin import builtin_names, builtin_path
 from tests.hybrids import RecallHead, greedy_text, tiny_config, tiny_hybrid
 
 pytest.importorskip("scipy")

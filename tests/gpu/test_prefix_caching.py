@@ -10,7 +10,7 @@ import pytest
 from benchmarks.bench_prefix import five_shots
 from benchmarks.prefix import expected_hits
 from specdec import SamplingParams, SpeculativeModel
-from specdec.loading.pairs import builtin_names
+from specdec.loading.builtin import builtin_names
 from specdec.requests.stats import pool_requests
 from tests.specdec.engine.test_prefix_caching import found_by, lived
 

@@ -26,7 +26,7 @@ from drafters.training.config import TrainConfig
 from drafters.training.trainer import TrainResult
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError
-from specdec.loading.pairs import builtin_path
+from specdec.loading.builtin import builtin_path
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import pool_requests

@@ -56,3 +56,12 @@ def test_a_cell_is_extrapolated_beyond_either_measurement() -> None:
     times = {1: {0: 1.0, 1: 1.2, 2: 1.4}}
     assert [cell.extrapolated for cell in predict([0.8], times, (1, 2))] == [False, True], "acceptance of one position"
     assert [cell.extrapolated for cell in predict([0.8, 0.7, 0.6], times, (2, 3))] == [False, True], "times of two"
+
+
+@given(st.lists(st.floats(1e-6, 10), min_size=2, max_size=4))
+def test_times_that_fall_with_k_are_a_level_line(times: list[float]) -> None:
+    """More drafts do not make a round shorter: such times are noise, and a line down to zero predicts no speed-up."""
+    assert round_seconds({0: 1.0, 1: 0.5}, 8) == pytest.approx(0.75)
+    assert round_seconds({0: 1.0, 1: 0.5, 2: 0.3}, 8) == pytest.approx(0.4)
+    measured = dict(enumerate(times))
+    assert all(0 < cell.speedup < math.inf for cell in predict([0.5], {1: measured}, range(12)))

@@ -30,7 +30,7 @@ from specdec import SpeculativeModel
 from specdec.cli.tables import prompt_tokens
 from specdec.errors import InvalidInputError
 from specdec.loading.assembly import choose_prefix_caching
-from specdec.loading.pairs import builtin_names
+from specdec.loading.builtin import builtin_names
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)

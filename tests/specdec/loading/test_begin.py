@@ -13,8 +13,8 @@ import pytest
 import torch
 from fakes import tiny_llama, wrap
 
-import specdec.loading.assembly
 import specdec.loading.parts
+import specdec.loading.warming
 from specdec.errors import InvalidInputError
 from specdec.loading.targets import open_target
 
@@ -71,7 +71,7 @@ class Compiler:
 def test_the_compilers_processes_give_way() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         compiler = Compiler(process)
-        specdec.loading.assembly.make_pool(compiler)
+        specdec.loading.warming.make_pool(compiler)
         assert compiler.done == ["warm", "woken"]
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == max(10, os.getpriority(os.PRIO_PROCESS, 0))
         process.communicate(b"\n")
@@ -88,10 +88,10 @@ def test_the_compiler_is_loaded_aside_and_once(error: type[Exception] | None, mo
         if error is not None:
             raise error(compiler)
 
-    monkeypatch.setattr(specdec.loading.assembly, "make_pool", make)
-    specdec.loading.assembly.loading_thread.cache_clear()
+    monkeypatch.setattr(specdec.loading.warming, "make_pool", make)
+    specdec.loading.warming.loading_thread.cache_clear()
     for _ in range(2):
-        specdec.loading.assembly.warm_compiler()
-    specdec.loading.assembly.loading_thread().join()
+        specdec.loading.warming.warm_compiler()
+    specdec.loading.warming.loading_thread().join()
     assert len(threads) == 1 and get_ident() not in threads
-    specdec.loading.assembly.loading_thread.cache_clear()
+    specdec.loading.warming.loading_thread.cache_clear()

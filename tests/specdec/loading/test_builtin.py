@@ -21,7 +21,7 @@ from transformers import (
 import specdec
 from evals.data.arithmetic import Problem, problems
 from specdec.errors import InvalidInputError
-from specdec.loading.pairs import GSM_LLAMA, builtin_names, builtin_path
+from specdec.loading.builtin import GSM_LLAMA, builtin_names, builtin_path
 
 FOLDER = builtin_path(GSM_LLAMA)
 MIB = 2**20
@@ -39,7 +39,7 @@ def model() -> LlamaForCausalLM:
 
 
 def test_names_are_known_without_importing_torch() -> None:
-    code = "import sys, specdec.loading.pairs as m; print(m.builtin_names()); assert 'torch' not in sys.modules"
+    code = "import sys, specdec.loading.builtin as m; print(m.builtin_names()); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert GSM_LLAMA in done.stdout
 

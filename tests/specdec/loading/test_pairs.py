@@ -16,7 +16,8 @@ from specdec import SpeculativeModel
 from specdec.cli.main import cli
 from specdec.cli.options import load_model
 from specdec.errors import HeadMismatchError, InvalidInputError, ModelLoadError
-from specdec.loading.pairs import Pair, load_pair, pair_of, resolve
+from specdec.loading.builtin import resolve
+from specdec.loading.pairs import Pair, load_pair, pair_of
 from specdec.loading.progress import startup_progress
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 from fakes import table_head, tiny_llama, wrap
 from rich.console import Console
 
-import specdec.loading.facts
+import specdec.loading.progress
 from attention.backends.building import ASIDE
 from specdec.loading.progress import log, startup_progress
 
@@ -76,7 +76,7 @@ def test_the_log_is_as_it_was_after_an_error() -> None:
 
 def test_loading_a_model_shows_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     console = terminal()
-    monkeypatch.setattr(specdec.loading.facts, "Console", lambda **_: console)
+    monkeypatch.setattr(specdec.loading.progress, "Console", lambda **_: console)
     model = tiny_llama()
     wrap(model, table_head(model))
     for step in ("loading the target", "loading the head", "self-test"):

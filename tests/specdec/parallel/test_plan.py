@@ -27,7 +27,7 @@ from specdec import SpeculativeModel
 from specdec.errors import InvalidInputError, ModelLoadError, SpecdecError, UnsupportedModelError
 from specdec.loading import parallel
 from specdec.loading.auto_classes import auto_class
-from specdec.loading.pairs import resolve
+from specdec.loading.builtin import resolve
 from specdec.loading.parallel import check_not_quantised, check_parallel, plan_for
 from specdec.options import LoadOptions
 from specdec.parallel import workers
