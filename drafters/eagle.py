@@ -9,8 +9,7 @@ import torch
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.checkpoints.layouts import Layout
 from drafters.checkpoints.tensor_files import read_json
-from drafters.eagle1.checkpoint import describe_eagle1, load_eagle1
-from drafters.eagle1.head import Eagle1Head
+from drafters.eagle1 import Eagle1Head, describe_eagle1, load_eagle1
 from drafters.eagle3.checkpoint import TargetFacts, check_kind, describe_eagle3, load_eagle3, open_head
 from drafters.eagle3.formats import target_named_by
 from drafters.eagle3.head import Eagle3Head

@@ -19,7 +19,7 @@ from specdec.options import Use
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
 from specdec.requests.submission import Params, check_each, submissions
-from specdec.wrapped.live import LiveModel
+from specdec.wrapped.model_check import LiveModel
 
 
 class Generation:

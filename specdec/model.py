@@ -35,7 +35,7 @@ from specdec.requests.generation_config import eos_ids
 from specdec.requests.prompts import one_sequence
 from specdec.selftest.selftest import self_test
 from specdec.torch_state import own_torch_state
-from specdec.wrapped.live import LiveModel
+from specdec.wrapped.model_check import LiveModel
 from specdec.wrapped.probing import TargetProbe
 from specdec.wrapped.versions import WeightVersions
 

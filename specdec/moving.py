@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from attention.cache.handoff import EngineTable
 from attention.runner import GroupRunner
-from attention.transport.base import Transport
+from attention.transport.transports import Transport
 from drafters.base import Head
 from specdec.engine.handoff import LEASE_SECONDS
 from specdec.engine.streams import Stream, StreamUpdate

@@ -14,7 +14,7 @@ from attention.batch.staging import Bucket, Staged, StagingArena, bucket_of
 from attention.checking import checking, require
 from attention.declared import A, Section, array
 from attention.recurrence.index import StateArrays, StateIndex
-from attention.recurrence.rows import StateRows
+from attention.recurrence.state_rows import StateRows
 
 
 @dataclass(frozen=True)

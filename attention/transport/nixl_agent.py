@@ -24,8 +24,7 @@ from typing import Any
 
 from attention.cache.handoff import Bound, Descriptors, RankTable, Segment, merged
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
-from attention.transport.base import Blocks, ReadPlan
-from attention.transport.local import synchronize
+from attention.transport.transports import Blocks, ReadPlan, synchronize
 
 _PROMPTLY = 2e-4
 """Seconds between two questions whether a read is done, at first; then a tenth of the time that it has taken."""

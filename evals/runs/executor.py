@@ -7,9 +7,8 @@ from typing import Any, Protocol, TypeVar
 
 from evals.data.datasets import DataSet, Question
 from evals.runs.answers import Answer
-from evals.runs.runner import Asking, Configuration
+from evals.runs.conversations import Asking, Configuration, Work, Worker
 from evals.runs.store import RunStore
-from evals.runs.worker import Work, Worker
 
 Result = TypeVar("Result")
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from evals.errors import WorkerError, require
 from evals.runs.answers import Answer
-from evals.runs.worker import ModelSpec, Work, Worker
+from evals.runs.conversations import ModelSpec, Work, Worker
 
 ATTEMPTS = 3
 _START_S = 600.0

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from specdec.compiler.passes import Rewriting
-from specdec.ops.fp8_fused import add_rms_norm_fp8, rms_norm_fp8, silu_product_fp8  # noqa: F401 (registers them)
+from specdec.ops.fp8 import add_rms_norm_fp8, rms_norm_fp8, silu_product_fp8  # noqa: F401 (registers them)
 
 _OURS = torch.ops.specdec
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)

@@ -18,10 +18,14 @@ from torch.fx import Graph, Node
 from attention.backends.limits import HALF
 from specdec.compiler.rank_passes import sum_once
 from specdec.errors import UnsupportedModelError
+from specdec.ops.elementwise import (  # noqa: F401  # noqa: F401
+    add_rms_norm,
+    rms_norm,
+    rotated,
+    rotated_together,
+    silu_product,
+)
 from specdec.ops.linear import few_tokens_linear, invariant_linear  # noqa: F401 (registers the operators)
-from specdec.ops.norm import add_rms_norm, rms_norm  # noqa: F401
-from specdec.ops.rotary import rotated, rotated_together  # noqa: F401
-from specdec.ops.silu import silu_product  # noqa: F401
 
 _SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
 _MATMULS = ("mm", "addmm", "fp8_quantise", "fp8_quantise_by", "fp8_matmul")

@@ -21,7 +21,7 @@ import torch
 
 from attention.cache.handoff import EngineTable
 from attention.errors import OutOfPagesError
-from attention.transport.local import synchronize
+from attention.transport.transports import synchronize
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.handoff import Due

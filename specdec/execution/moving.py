@@ -20,7 +20,7 @@ from drafters.loops.base import CarriesVectors, Draft, DraftLoop, StaticLoop
 from specdec.acceptance.judge import DraftVocab
 from specdec.execution.round import Round
 from specdec.execution.sampled import SampledDrafts
-from specdec.ops.filters import Filtered
+from specdec.ops.draws import Filtered
 from specdec.requests.moved import Arrival
 from specdec.requests.sampling import SamplingParams
 

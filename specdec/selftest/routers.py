@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from attention.recurrence.index import StateIndex
 from specdec.errors import UnsupportedModelError
-from specdec.selftest.rereading import read_eager, read_paged
+from specdec.selftest.eager_reference import read_eager, read_paged
 from specdec.wrapped.target import Target
 
 MOST_MOVED = 0.25

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from attention.cache.handoff import Bound, RankTable, bind, plan
-from attention.transport.base import Read, ReadPlan, Transport
-from attention.transport.local import LocalTransport, synchronize
 from attention.transport.nixl_agent import NixlTransport
 from attention.transport.sockets import SocketTransport
+from attention.transport.transports import LocalTransport, Read, ReadPlan, Transport, synchronize
 from specdec.errors import HandoffMismatchError, InvalidInputError, TransferError
 from specdec.parallel.ranks import Ranks
 from specdec.requests.handoff import Handoff
@@ -43,7 +42,7 @@ def made(transport: str | Transport, options: Mapping[str, Any]) -> Transport:
     if isinstance(transport, type) or not all(callable(getattr(transport, name, None)) for name in _METHODS):
         raise InvalidInputError(
             f"transport={short(transport)}: allowed are {', '.join(TRANSPORTS)}, and objects with the methods of "
-            "`attention.transport.base.Transport`"
+            "`attention.transport.transports.Transport`"
         )
     if options:
         raise InvalidInputError(f"{', '.join(options)}: options belong to a transport's name; give them to the object")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attention.cache.handoff import EngineTable, RankTable, check_fingerprints, plan
-from attention.transport.base import Read, Transport
+from attention.transport.transports import Read, Transport
 from specdec.engine.ranked import LeadingEngine
 from specdec.errors import HandoffMismatchError, TransferError
 from specdec.requests.handoff import Handoff
@@ -19,7 +19,7 @@ from specdec.requests.request import Update
 from specdec.transfer.end import RankEnd
 from specdec.transfer.ranks import RanksRead, open_on_other_ranks
 from specdec.wrapped.fingerprint import fingerprints_of_ranks, weights_fingerprint
-from specdec.wrapped.live import adapter_layers, adapter_states, in_words
+from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
 from specdec.wrapped.versions import WeightVersions
 
 _SHARES = "target weights, share by share"

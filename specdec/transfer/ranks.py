@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attention.cache.handoff import EngineTable, RankTable
-from attention.transport.base import Read
+from attention.transport.transports import Read
 from specdec.errors import SpecdecError, TransferError, TransferTimeoutError
 from specdec.parallel.messages import CloseTransfer, Fetch, Fetched, Opened, OpenTransfer
 from specdec.parallel.workers import Link as Channel

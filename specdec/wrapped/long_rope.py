@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from attention.hf.standing_in import standing_in
+from attention.hf.patches import standing_in
 from specdec.config import LongRopeRule
 
 _ORIGINAL = "original_max_position_embeddings"

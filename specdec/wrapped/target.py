@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from attention.groups import Planned, Runner, is_blank
 from attention.hf.custom_op import LayerAttend
 from attention.hf.port import AttentionPort
-from attention.hf.recurrent import RecurrentPort
+from attention.recurrence.hf_port import RecurrentPort
 from attention.recurrence.runner import Recur, StateRunner
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError

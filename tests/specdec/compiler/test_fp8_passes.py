@@ -17,10 +17,8 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from specdec.compiler.fp8_passes import Fp8Rewriting
 from specdec.compiler.siblings import fuse_siblings
-from specdec.ops.fp8 import fp8_quantise
-from specdec.ops.fp8_fused import add_rms_norm_fp8, rms_norm_fp8, silu_product_fp8
-from specdec.ops.norm import add_rms_norm, rms_norm
-from specdec.ops.silu import silu_product
+from specdec.ops.elementwise import add_rms_norm, rms_norm, silu_product
+from specdec.ops.fp8 import add_rms_norm_fp8, fp8_quantise, rms_norm_fp8, silu_product_fp8
 from specdec.wrapped.alterations import Alterations
 from specdec.wrapped.fp8 import Fp8Layers
 from tests.fp8 import quantised

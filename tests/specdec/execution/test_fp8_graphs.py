@@ -12,7 +12,7 @@ from fakes import table_head
 from torch._inductor import config as inductor
 
 from specdec.compiler.fp8_passes import Fp8Rewriting
-from specdec.compiler.fp8_siblings import SiblingFp8Linear
+from specdec.compiler.siblings import SiblingFp8Linear
 from specdec.loading.targets import load_target
 from specdec.requests.sampling import SamplingParams
 from specdec.wrapped.fp8 import Fp8Linear

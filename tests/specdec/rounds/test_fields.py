@@ -13,9 +13,9 @@ from fakes import table_head, tiny_llama
 
 import specdec.rounds.buckets
 from drafters.loops.base import DraftInput, LoopSize
-from drafters.loops.chain.run import ChainLoop
-from drafters.loops.chain.staged import ChainSection
-from drafters.loops.modules.staged import ModuleSection
+from drafters.loops.chain import ChainLoop
+from drafters.loops.chain_staged import ChainSection
+from drafters.loops.module_staged import ModuleSection
 from specdec.config import EngineConfig
 from specdec.rounds.fields import AheadSection, SamplingSection, VerificationSection, target_sizes
 from specdec.rounds.rows import RowTable, Schedule
@@ -28,9 +28,9 @@ HOMES = {
     "ahead.": "specdec/rounds/fields.py",
     "sampling.": "specdec/rounds/fields.py",
     "passes.": "specdec/rounds/fields.py",
-    "prefill.": "drafters/loops/chain/staged.py",
-    "step.": "drafters/loops/chain/staged.py",
-    "modules.": "drafters/loops/modules/staged.py",
+    "prefill.": "drafters/loops/chain_staged.py",
+    "step.": "drafters/loops/chain_staged.py",
+    "modules.": "drafters/loops/module_staged.py",
 }
 
 
