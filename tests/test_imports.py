@@ -119,7 +119,7 @@ ROOMS = [
     "drafters/loops",
     "drafters/unroll.py",
     "drafters/eagle3",
-    "drafters/eagle1.py",
+    "drafters/eagle.py",
     "drafters/eagle.py",
     "drafters/mtp",
     "drafters/oracle.py",

@@ -32,8 +32,8 @@ from specdec.ops.elementwise import add_rms_norm, rms_norm, rotated, rotated_tog
 from specdec.ops.elementwise_kernel import launch_norm, launch_rotation, launch_silu_product
 from specdec.ops.experts import expert_matmul
 from specdec.ops.experts_kernel import launch_expert_matmul
-from specdec.ops.greedy import greedy_drafts
 from specdec.ops.greedy_kernel import launch_greedy
+from specdec.ops.greedy_rows import greedy_drafts
 from specdec.ops.linear_kernel import fits, launch_invariant_linear, launch_linear
 from tests.local_rounds import fixed_rounds
 

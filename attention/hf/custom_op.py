@@ -1,4 +1,4 @@
-"""Attention as an opaque operator: torch.compile sees no graph breaks. Recurrences: `attention.recurrence.operators`.
+"""Attention as an opaque operator: torch.compile sees no graph breaks. Recurrences: `attention.recurrence.hf_calls`.
 
 The operator finds its attention through a numbered channel, whose content may change from call to call without making
 the compiled code stale. That it writes the KV cache is invisible to the compiler: nothing else in a compiled model

@@ -23,9 +23,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from attention.errors import UnsupportedAttentionError
-from attention.recurrence.hf_calls import STAND_INS, Mixing
+from attention.recurrence.hf_calls import STAND_INS, Mixing, RecurrenceChannel
 from attention.recurrence.layer_spec import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
-from attention.recurrence.operators import RecurrenceChannel
 from attention.recurrence.runner import Blank, Recur
 
 _BOUND = "_specdec_recurrence"

@@ -23,7 +23,7 @@ from drafters.eagle3.layout import TargetSizes, canonical_names, resolve_spec, r
 from drafters.eagle3.overrides import KEYS, USE_AUX, Eagle3Overrides
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import HeadLoadError, HeadMismatchError
-from drafters.vocab import check_map, mask_of, offsets_of
+from drafters.vocab import check_map, mask_of, most_frequent, offsets_of
 
 _MAPS = ("d2t", "t2d")
 _NO_OVERRIDES = Eagle3Overrides()
@@ -282,7 +282,6 @@ def _report(opened: _Opened) -> HeadReport:
     return HeadReport(opened.folder.path, layout, opened.fields, sum(sizes))
 
 
-_NO_OVERRIDES = Eagle3Overrides()
 STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 """Names of dtypes in safetensors."""
 
@@ -322,3 +321,27 @@ def stored_dtype(path: str | Path) -> torch.dtype:
     dtype = next((found[name] for name in found if name.split(".")[-2:] == ["norm", "weight"]), "F32")
     plain = {**STORED, **{str(kind): kind for kind in STORED.values()}}  # and in pytorch_model.bin
     return plain.get(dtype, torch.float32)
+
+
+def fresh_eagle3(spec: Eagle3Spec, target: TargetFacts, counts: torch.Tensor, seed: int) -> Eagle3Head:
+    """A head with random float32 weights on the target's device; its lm_head starts as the target's rows.
+
+    Args:
+        spec: the head to make.
+        target: shares its embedding (and lm_head when the spec says so).
+        counts: [V] how often the target wrote each token; the draft vocabulary is the most frequent Vd of them.
+        seed: of the weights.
+
+    Raises:
+        HeadMismatchError, InvalidInputError: spec and target do not fit.
+    """
+    d2t = most_frequent(counts, spec.draft_vocab_size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        shared = (target.embedding[: spec.vocab_size], target.lm_head[: spec.draft_vocab_size])
+        head = Eagle3Head(spec, *shared, d2t, torch.device("cpu"))
+    head.to(target.embedding.device)
+    if spec.own_lm_head and spec.hidden_size == target.hidden_size:
+        with torch.no_grad():
+            head.lm_head.weight.copy_(target.lm_head[head.target_ids])
+    return head

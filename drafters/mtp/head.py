@@ -20,7 +20,6 @@ import copy
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -193,7 +192,7 @@ class MtpHead(nn.Module):
 
     def draft_loop(self, limits: LoopSize) -> ChainLoop:
         """A chain: the module is fed its own output."""
-        return ChainLoop(self, partial(MtpPasses, self))
+        return ChainLoop(self, lambda: MtpPasses(self))
 
     def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
         """See `drafters.base.HasInputConvention`."""

@@ -109,7 +109,7 @@ def train(
     """Train a head in place; continue from the newest checkpoint in `output` when there is one.
 
     Args:
-        head: float32, on the device to train on: a fresh one (see `drafters.training.fresh`), or one to continue with.
+        head: float32, on the device to train on: a fresh one (see `fresh_eagle3`), or one to continue with.
         features: the target's aux hidden states and logits of a batch, on the head's device.
         evaluate: measures the finished head.
         output: gets checkpoints `step-N` and, at the end, `head`, as `save` writes it.

@@ -186,7 +186,7 @@ def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int)
     if ray is None:
         yield LocalExecutor(Worker(specs))
         return
-    from evals.runs.ray_executor import RayExecutor, connect
+    from evals.runs.executor import RayExecutor, connect
 
     with connect(ray):
         device = next(iter(specs.values())).options.device

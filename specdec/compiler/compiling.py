@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import _config as size_config
 
 import attention.hf.custom_op  # noqa: F401 (registers the operator)
-from specdec.compiler.fp8_passes import Fp8Rewriting
+from specdec.compiler.passes import Rewriting
 from specdec.errors import SpecdecError
 from specdec.wrapped.alterations import Alterations
 
@@ -202,7 +202,7 @@ def compiler_settings(batch_invariant: bool = False) -> Iterator[None]:
 
     batch_invariant: it rounds where eager code rounds, whatever it fuses, and its kernels are not chosen by timing.
     """
-    options: dict[str, Any] = {"post_grad_custom_pre_pass": Fp8Rewriting(batch_invariant)}
+    options: dict[str, Any] = {"post_grad_custom_pre_pass": Rewriting(batch_invariant)}
     if batch_invariant:
         options |= {"emulate_precision_casts": True, "deterministic": True}
     sizes = size_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]

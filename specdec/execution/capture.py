@@ -19,7 +19,7 @@ from specdec.acceptance.packed import PackedResult
 from specdec.compiler.compiling import compiler_settings
 from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.ops.draws import Proposal
-from specdec.ops.greedy import greedy_ids
+from specdec.ops.greedy_rows import greedy_ids
 from specdec.parallel.ranks import note_graph
 from specdec.rounds.fields import DeviceRound, DeviceSampling
 from specdec.wrapped.target import Target

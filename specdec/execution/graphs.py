@@ -34,7 +34,7 @@ from specdec.compiler.compiling import (
     store_cos_sin,
     unwrapped,
 )
-from specdec.compiler.gemm_readers import choose_products
+from specdec.compiler.gemm_selection import choose_products
 from specdec.compiler.siblings import fuse_siblings
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError, UnsupportedModelError
@@ -57,7 +57,7 @@ from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.ops.experts import mixtures, using_capturable_experts
-from specdec.ops.greedy import greedy_drafts, greedy_ids
+from specdec.ops.greedy_rows import greedy_drafts, greedy_ids
 from specdec.rounds.buckets import graph_rows, loop_limits, static_shape
 from specdec.rounds.drafting import accepted_by_row, ahead_inputs, rows_after
 from specdec.rounds.fields import DeviceRound

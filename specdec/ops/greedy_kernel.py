@@ -161,7 +161,7 @@ def launch_placing(
     drafts: torch.Tensor,
     sources: torch.Tensor,
 ) -> None:
-    """See `specdec.ops.greedy.place_drafts`; N >= 1."""
+    """See `specdec.ops.greedy_rows.place_drafts`; N >= 1."""
     count = len(places)
     _placing_kernel[(triton.cdiv(count, _PLACES),)](
         token_ids, places, flat, drafts, sources, count, width, drafts.stride(0),
@@ -177,7 +177,7 @@ def launch_acceptance(
     sources: torch.Tensor,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """See `specdec.ops.greedy.accept_greedily`; J >= 1."""
+    """See `specdec.ops.greedy_rows.accept_greedily`; J >= 1."""
     rows, columns = index.shape
     _acceptance_kernel[(rows,)](
         greedy, index, num_drafts, drafts, sources, *out, columns - 1, len(sources), drafts.stride(0),

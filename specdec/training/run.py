@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from drafters.base import FINAL_NORM, Head
-from drafters.eagle3.checkpoint import save_eagle3
+from drafters.eagle3.checkpoint import fresh_eagle3, save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.mtp.checkpoint import deepseek_tensors, load_mtp, save_mtp
@@ -25,7 +25,6 @@ from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import mtp_target
 from drafters.rope import RopeSpec
 from drafters.training.data import AnswerSet
-from drafters.training.fresh import fresh_eagle3
 from drafters.training.objective import Features
 from drafters.training.state import FREE_SETTINGS, Save, TrainedHead
 from drafters.training.train_config import TrainConfig

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.compiler.gemm_selection import ChoiceStore, GpuTimer, Selection, Wanted, select_products
 from specdec.ops.gemm_choice import ProductShape, chosen_launch, fastest, forget, use
 from specdec.ops.gemm_library import Library, library_of
-from specdec.ops.gemm_selection import ChoiceStore, GpuTimer, Selection, Wanted, select_products
 from specdec.ops.linear import few_tokens_linear, invariant_linear, usual_product
 
 pytest.importorskip("nvmath")

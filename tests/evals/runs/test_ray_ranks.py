@@ -14,7 +14,7 @@ ray = pytest.importorskip("ray")
 
 from evals.errors import WorkerError  # noqa: E402
 from evals.runs.conversations import ModelSpec  # noqa: E402
-from evals.runs.ray_executor import RayExecutor  # noqa: E402
+from evals.runs.executor import RayExecutor  # noqa: E402
 from specdec.options import LoadOptions  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

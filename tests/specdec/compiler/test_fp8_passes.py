@@ -15,7 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
-from specdec.compiler.fp8_passes import Fp8Rewriting
+from specdec.compiler.passes import Rewriting
 from specdec.compiler.siblings import fuse_siblings
 from specdec.ops.elementwise import add_rms_norm, rms_norm, silu_product
 from specdec.ops.fp8 import add_rms_norm_fp8, fp8_quantise, rms_norm_fp8, silu_product_fp8
@@ -58,7 +58,7 @@ def rewritten(layer: Layer, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], 
     after: Counter[str] = Counter()
 
     def compile_inference(module: GraphModule, _: Any) -> GraphModule:
-        Fp8Rewriting()(module.graph)
+        Rewriting()(module.graph)
         module.graph.lint()
         assert list(module.graph.nodes)[-1].op == "output"
         after.update(operators(module.graph))
@@ -94,13 +94,13 @@ def test_what_only_fp8_layers_read_is_quantised_where_it_is_computed(
 def test_an_erased_graph_has_nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators of the quantised results that nothing reads would run all the same: custom operators are not pure."""
     graphs: list[Graph] = []
-    call = Fp8Rewriting.__call__
+    call = Rewriting.__call__
 
-    def kept(self: Fp8Rewriting, graph: Graph) -> None:
+    def kept(self: Rewriting, graph: Graph) -> None:
         call(self, graph)
         graphs.append(graph)
 
-    monkeypatch.setattr(Fp8Rewriting, "__call__", kept)
+    monkeypatch.setattr(Rewriting, "__call__", kept)
     torch.manual_seed(0)
     layer = Layer(False).eval().requires_grad_(False)
     layers = Fp8Layers(layer)

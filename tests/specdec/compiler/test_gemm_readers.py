@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import specdec.compiler.gemm_readers
+import specdec.compiler.gemm_selection
 import specdec.ops.linear
-from specdec.compiler.gemm_readers import choose_products, product_weights, wanted_products
+from specdec.compiler.gemm_selection import choose_products, product_weights, wanted_products
 from specdec.compiler.siblings import SiblingLinear
 
 
@@ -43,7 +43,7 @@ def test_weights_of_one_shape_are_one_entry_with_the_tokens_of_all_their_modules
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     modules = {name: nn.Module() for name in shapes}
     names = {module: name for name, module in modules.items()}
-    monkeypatch.setattr(specdec.compiler.gemm_readers, "product_weights", lambda module: shapes[names[module]])
+    monkeypatch.setattr(specdec.compiler.gemm_selection, "product_weights", lambda module: shapes[names[module]])
     found = wanted_products([(modules["target"], {24, 48}), (modules["head"], {24, 4})])
     assert [(tuple(w.weights[0].shape), len(w.weights), sorted(w.tokens)) for w in found] == [
         ((32, 8), 3, [4, 24, 48]),
@@ -57,7 +57,7 @@ def test_nothing_is_chosen_off_the_gpu_or_in_single_precision() -> None:
 
 
 def test_the_batch_invariant_mode_chooses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specdec.compiler.gemm_readers, "select_products", lambda wanted: pytest.fail("asked"))
+    monkeypatch.setattr(specdec.compiler.gemm_selection, "select_products", lambda wanted: pytest.fail("asked"))
     assert choose_products([(Layer(), {24})], batch_invariant=True) == "none to choose (batch-invariant)"
 
 

@@ -120,7 +120,7 @@ def test_rounds_of_any_shape_run_what_was_compiled_for_the_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planted defect: inputs of another kind than the graphs' are compiled for again. Matmuls stay those of a CPU."""
-    monkeypatch.setattr(specdec.compiler.compiling, "Fp8Rewriting", lambda batch_invariant: Rewriting())
+    monkeypatch.setattr(specdec.compiler.compiling, "Rewriting", lambda batch_invariant: Rewriting())
     if defect:
         made = torch.inference_mode()(lambda n, device: torch.zeros(n, dtype=torch.int64))
         monkeypatch.setattr(specdec.execution.ragged, "_integers", made)

@@ -15,7 +15,7 @@ from torch import nn
 from attention.hf.absorbed_mla import absorbed_attention
 from drafters.mtp.spec import mtp_target
 from specdec import SamplingParams, SpecdecWarning, SpeculativeModel
-from specdec.compiler.gemm_readers import product_weights
+from specdec.compiler.gemm_selection import product_weights
 from specdec.compiler.siblings import SiblingLinear, fuse_siblings
 from specdec.errors import HeadLoadError, HeadMismatchError, UnsupportedModelError
 from specdec.loading.heads import target_facts

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specdec.ops.gemm_selection import GpuTimer
+from specdec.compiler.gemm_selection import GpuTimer
 
 
 class Device:

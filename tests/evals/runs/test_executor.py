@@ -17,8 +17,7 @@ ray = pytest.importorskip("ray")
 from evals.acceptance.acceptance import Plan, run, settings, sweep, without_times  # noqa: E402
 from evals.errors import WorkerError  # noqa: E402
 from evals.runs.conversations import ModelSpec, Worker  # noqa: E402
-from evals.runs.executor import Executor, LocalExecutor  # noqa: E402
-from evals.runs.ray_executor import RayExecutor, connect  # noqa: E402
+from evals.runs.executor import Executor, LocalExecutor, RayExecutor, connect  # noqa: E402  # noqa: E402
 from evals.runs.store import RunStore  # noqa: E402
 from specdec.options import LoadOptions  # noqa: E402
 

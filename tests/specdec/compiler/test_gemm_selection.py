@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from specdec.compiler.gemm_selection import ChoiceStore, Selection, Wanted, select_products
 from specdec.ops.gemm_choice import Algorithm, Launch, ProductShape, chosen_launch, forget, use
 from specdec.ops.gemm_library import library_of
-from specdec.ops.gemm_selection import ChoiceStore, Selection, Wanted, select_products
 from specdec.ops.linear import few_tokens_linear, usual_product
 
 FAST, SLOW = Algorithm(b"f" * 64, 0), Algorithm(b"s" * 64, 32)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.compiler.gemm_selection import ChoiceStore, cache_folder
 from specdec.ops.gemm_choice import Algorithm, Choice, ProductShape
-from specdec.ops.gemm_selection import ChoiceStore, cache_folder
 
 WIDE = ProductShape(torch.bfloat16, 6144, 4096, 96)
 LONG = ProductShape(torch.float16, 4096, 14336, 48)
