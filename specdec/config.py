@@ -12,8 +12,6 @@ if TYPE_CHECKING:  # `specdec --help` imports this file, and nothing heavy
 
     from attention.recurrence.index import FoldRule
 
-BACKENDS = ("auto", "torch", "flashinfer", "flex", "batch_invariant")
-"""Names of attention backends, see `specdec.loading.backends`."""
 KV_CACHE_DTYPES = ("auto", "fp8")
 """How the target's keys and values are stored, see `specdec.loading.backends.kv_format`."""
 KV_CACHE_LAYOUTS = ("auto", "NHD", "HND")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
@@ -82,9 +82,9 @@ class Switch(Kind):
 
 @dataclass(frozen=True)
 class Choice(Kind):
-    """One of some words. `hint`: added to the message about another one."""
+    """One of some words, which may become more. `hint`: added to the message about another one."""
 
-    words: tuple[str, ...]
+    words: Collection[str]
     hint: str = ""
 
     def read(self, name: str, value: Any) -> str:

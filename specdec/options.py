@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+from attention.backends.kinds import KINDS
 from drafters.mtp.convention import Concat, Feedback
-from specdec.config import BACKENDS, DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
+from specdec.config import DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
 from specdec.errors import InvalidInputError
 from specdec.option_kinds import Choice, Flag, Kind, Name, Overrides, Scales, Share, Switch, Whole
 
@@ -74,7 +75,7 @@ class LoadOptions:
     num_speculative_tokens: int | None = field(
         default=None, metadata=_about(Whole(0), "Drafts a round (default 5 with a head; 0 = none).", _NO_TRAINING, "k")
     )
-    backend: str = field(default="auto", metadata=_about(Choice(BACKENDS), "Attention kernels."))
+    backend: str = field(default="auto", metadata=_about(Choice(KINDS.keys()), "Attention kernels."))
     dtype: str | torch.dtype = field(default="auto", metadata=_about(Kind(), "auto, float32, bfloat16 or float16."))
     device: str | torch.device | None = field(
         default=None, metadata=_about(Kind(), "cpu, cuda, cuda:1, …; default: CUDA if there is one.")

@@ -29,10 +29,19 @@ def test_the_map_names_every_room_and_no_other() -> None:
 
 
 def test_every_section_that_is_referred_to_exists() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    named = re.findall(r"\bsee ([A-Z][a-z]+(?: [a-z]+)*)\)", text)
-    assert len(named) >= 2 and [name for name in named if name not in headings] == []
+    pages = [path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md")]
+    headings = {page: set(re.findall(r"^## (.+)$", page, re.MULTILINE)) for page in pages}
+    named = [(page, name) for page in pages for name in re.findall(r"\(see ([A-Z][a-z]+(?: [a-z]+)*)\)", page)]
+    assert named and [name for page, name in named if name not in headings[page]] == []
+    elsewhere = [
+        found for page in pages for found in re.findall(r"`(docs/\w+\.md)`, \"?([A-Z][a-z]+(?: [a-z]+)*)", page)
+    ]
+    assert len(elsewhere) >= 2
+    assert [(path, name) for path, name in elsewhere if f"## {name}\n" not in (ROOT / path).read_text("utf-8")] == []
+
+
+def test_the_map_can_be_read_at_one_go() -> None:
+    assert len((ROOT / "docs" / "architecture.md").read_text("utf-8").splitlines()) <= 350
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))])

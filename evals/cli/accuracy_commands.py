@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attention.backends.kinds import KINDS
 from evals.cli import eval_options as shared
 from evals.errors import require
 from evals.runs.verdict import Verdict
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from evals.acceptance.summary import Json
     from evals.accuracy.accuracy import AccuracyPlan
-from specdec.config import BACKENDS
+
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -257,7 +258,7 @@ def backends_of(text: str, options: dict[str, Any]) -> tuple[str, ...]:
         click.UsageError: an unknown name, or --backend besides.
     """
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    allowed = [name for name in BACKENDS if name != "auto"]
+    allowed = [name for name in KINDS if name != "auto"]
     unknown = [name for name in names if name not in allowed]
     if unknown:
         raise click.UsageError(f"--backends {text}: {unknown[0]!r} is none of {', '.join(allowed)}")

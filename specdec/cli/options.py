@@ -95,7 +95,7 @@ def _click_type(kind: Kind) -> click.ParamType | type[str]:
         return click.IntRange(kind.least, None if kind.most == MOST_COUNT else kind.most)
     if isinstance(kind, Share):
         return click.FloatRange(0, 1, min_open=True)
-    return click.Choice(kind.words) if isinstance(kind, Choice) else str
+    return click.Choice(list(kind.words)) if isinstance(kind, Choice) else str
 
 
 def load_options_of(options: Mapping[str, Any], **more: Any) -> LoadOptions:

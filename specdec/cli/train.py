@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attention.backends.kinds import KINDS
 from specdec.cli.options import added, examples, load_options, load_options_of, offered, pick_options
-from specdec.config import BACKENDS
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ _RUN = (
         "train",
         changes={
             "max_num_seqs": {"default": 64, "help": "Questions answered at once."},
-            "backend": {"type": click.Choice([name for name in BACKENDS if name != "batch_invariant"])},
+            "backend": {"type": click.Choice([name for name in KINDS if name != "batch_invariant"])},
         },
     ),
 )

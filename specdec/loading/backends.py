@@ -4,13 +4,21 @@ exception."""
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 
+from attention.backends.base import AttentionBackend, GraphBackend, PrefersLayout
+from attention.backends.kinds import KINDS, automatic
+from attention.cache.kv_cache import FP8, KVFormat, KVLayout
 from attention.hf.weights import runs_plainly
+from attention.spec import AttentionSpec
+from drafters.loops.base import DraftLoop, GraphLoop
 from specdec.config import EngineConfig
-from specdec.errors import InvariantError, KernelBuildError
+from specdec.errors import InvalidInputError, InvariantError, KernelBuildError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.interrupts import interrupt_in
@@ -19,24 +27,10 @@ from specdec.loading.warming import loading_thread
 from specdec.user_warnings import warn_user
 from specdec.wrapped.probing import TargetProbe
 from specdec.wrapped.target import Target
+from specdec.wrapped.versions import unseen_state
 
 if TYPE_CHECKING:
     from specdec.execution.graphs import GraphExecutor
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from typing import Any, Literal
-
-from torch import nn
-
-from attention.backends.base import AttentionBackend, GraphBackend, PrefersLayout
-from attention.backends.reference import TorchBackend
-from attention.cache.kv_cache import FP8, KVFormat, KVLayout
-from attention.spec import AttentionSpec
-from drafters.loops.base import DraftLoop, GraphLoop
-from specdec.config import BACKENDS
-from specdec.errors import InvalidInputError
-from specdec.wrapped.versions import unseen_state
 
 _WITHOUT_SOFTCAP = "sdpa"
 """transformers' function for it is given a softcap and does not read it; newer versions (5.23) raise an error.
@@ -301,7 +295,10 @@ def begin_kernels(
     Args:
         name: of the backend, as in `make_backend`; kv_cache_dtype: as in `kv_format`.
     """
-    if device.type == "cuda" and name in ("auto", "flashinfer") and _has_flashinfer():
+    if (
+        device.type == "cuda"
+        and (automatic(True, torch.version.hip is not None) if name == "auto" else name) == "flashinfer"
+    ):
         from attention.backends.flashinfer.backend import start_building
 
         cache = _STORED.get(kv_cache_dtype) or dtype
@@ -317,35 +314,27 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
         InvalidInputError: unknown name, a backend for CUDA elsewhere, one for NVIDIA GPUs on ROCm, or FlashInfer not
             installed.
     """
-    if name not in BACKENDS:
-        raise InvalidInputError(f"backend={name!r}: allowed are {', '.join(BACKENDS)}")
-    if name == "torch" or (name == "auto" and device.type != "cuda"):
-        return TorchBackend(device)
-    if device.type != "cuda":
+    chosen = _chosen(name, device)
+    if chosen not in KINDS:
+        raise InvalidInputError(f"backend={name!r}: allowed are {', '.join(KINDS)}")
+    kind = KINDS[chosen]
+    if kind.needs_cuda and device.type != "cuda":
         raise InvalidInputError(f"backend={name!r} needs a CUDA device, not {device}; use backend='torch'")
-    if name == "flex" or (name == "auto" and not _has_flashinfer()):
-        from attention.backends.flex import FlexBackend
-
-        if name == "auto":
-            _warn_of_flex()
-        return FlexBackend(device)
-    if torch.version.hip is not None:
+    if kind.needs_nvidia and torch.version.hip is not None:
         raise InvalidInputError(
             f"backend={name!r} has kernels for NVIDIA GPUs only, and this torch is built for ROCm (HIP "
             f"{torch.version.hip}); use backend='flex' or 'torch'"
         )
-    if name == "batch_invariant":
-        from attention.backends.invariant import InvariantBackend
+    if not kind.is_installed:
+        raise InvalidInputError(kind.install)
+    if (name, chosen) == ("auto", "flex"):
+        _warn_of_flex()
+    return kind.make(device)
 
-        return InvariantBackend()
-    if not _has_flashinfer():
-        raise InvalidInputError(
-            "FlashInfer is not installed: pip install \"specdec-hf[cuda]\", or choose backend='flex', which has no "
-            "CUDA graphs"
-        )
-    from attention.backends.flashinfer.backend import FlashInferBackend
 
-    return FlashInferBackend(device)
+def _chosen(name: str, device: torch.device) -> str:
+    """The backend's own name; that of "auto" on this device."""
+    return automatic(device.type == "cuda", torch.version.hip is not None) if name == "auto" else name
 
 
 def _warn_of_flex() -> None:
@@ -356,8 +345,3 @@ def _warn_of_flex() -> None:
     warn_user(
         f"{reason}: backend='auto' is 'flex', which has no CUDA graphs and is slower; backend='flex' says this no more"
     )
-
-
-def _has_flashinfer() -> bool:
-    """Whether FlashInfer is there, and a torch that it can work with."""
-    return torch.version.hip is None and find_spec("flashinfer") is not None

@@ -24,7 +24,6 @@ from attention.backends.flashinfer.wrapper import kernel_name
 from attention.hf.probe import probe
 from attention.spec import AttentionSpec
 from specdec.errors import InvalidInputError, SpecdecWarning
-from specdec.loading import backends
 from specdec.loading.backends import begin_kernels, choose_graphs, expected_keys, make_backend
 
 CUDA = torch.device("cuda")
@@ -71,7 +70,7 @@ def warnings_are_errors() -> Iterator[None]:
 
 @pytest.fixture
 def without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    monkeypatch.setattr("attention.backends.kinds.find_spec", lambda name: None)
 
 
 def test_without_flashinfer_a_gpu_takes_flex_and_says_so(without_flashinfer: None) -> None:
@@ -98,7 +97,7 @@ def test_flex_runs_without_graphs_and_says_so() -> None:
 def rocm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch built for ROCm, as far as the code can tell, with FlashInfer installed. Untested on such hardware."""
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
-    monkeypatch.setattr(backends, "find_spec", lambda name: object())
+    monkeypatch.setattr("attention.backends.kinds.find_spec", lambda name: object())
 
 
 def test_on_rocm_auto_takes_flex_and_torch_stays(rocm: None) -> None:

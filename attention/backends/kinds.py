@@ -1,0 +1,101 @@
+"""Attention backends by name: what each needs, and how it is made. Another one joins by `register`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # `specdec --help` reads the names, and imports nothing heavy
+    import torch
+
+    from attention.backends.base import AttentionBackend
+
+
+@dataclass(frozen=True)
+class BackendKind:
+    """A backend that can be chosen by name.
+
+    Attributes:
+        make: gives it for a device. It imports the kernels, not before.
+        needs_cuda: whether it runs on CUDA devices only. needs_nvidia: and there on NVIDIA GPUs only, not on ROCm.
+        package: the Python package that it needs; "" for none.
+        install: how a user gets that package.
+    """
+
+    make: Callable[[torch.device], AttentionBackend]
+    needs_cuda: bool = False
+    needs_nvidia: bool = False
+    package: str = ""
+    install: str = ""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its package is there."""
+        return not self.package or find_spec(self.package) is not None
+
+
+def _torch(device: torch.device) -> AttentionBackend:
+    from attention.backends.reference import TorchBackend
+
+    return TorchBackend(device)
+
+
+def _flex(device: torch.device) -> AttentionBackend:
+    from attention.backends.flex import FlexBackend
+
+    return FlexBackend(device)
+
+
+def _flashinfer(device: torch.device) -> AttentionBackend:
+    from attention.backends.flashinfer.backend import FlashInferBackend
+
+    return FlashInferBackend(device)
+
+
+def _batch_invariant(device: torch.device) -> AttentionBackend:
+    from attention.backends.invariant import InvariantBackend
+
+    return InvariantBackend()
+
+
+def _automatic(device: torch.device) -> AttentionBackend:
+    import torch
+
+    return KINDS[automatic(device.type == "cuda", torch.version.hip is not None)].make(device)
+
+
+KINDS: dict[str, BackendKind] = {
+    "auto": BackendKind(_automatic),
+    "torch": BackendKind(_torch),
+    "flashinfer": BackendKind(
+        _flashinfer,
+        needs_cuda=True,
+        needs_nvidia=True,
+        package="flashinfer",
+        install="FlashInfer is not installed: pip install \"specdec-hf[cuda]\", or choose backend='flex', which has no "
+        "CUDA graphs",
+    ),
+    "flex": BackendKind(_flex, needs_cuda=True),
+    "batch_invariant": BackendKind(_batch_invariant, needs_cuda=True, needs_nvidia=True),
+}
+"""Backends by the name that a user gives; "auto" is the fastest that is there, see `automatic`."""
+
+
+def register(name: str, kind: BackendKind) -> None:
+    """Let a further backend be chosen by name, in this process.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in KINDS:
+        raise ValueError(f"there is a backend {name!r} already; names are {', '.join(KINDS)}")
+    KINDS[name] = kind
+
+
+def automatic(is_cuda: bool, is_rocm: bool) -> str:
+    """The name that "auto" stands for: FlashInfer on a GPU where it runs, else Flex there; elsewhere torch."""
+    if not is_cuda:
+        return "torch"
+    return "flex" if is_rocm or not KINDS["flashinfer"].is_installed else "flashinfer"

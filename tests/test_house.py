@@ -1,0 +1,111 @@
+"""The house stays liveable: how many rooms, files and lines there are, and that the spine names no wing.
+
+The limits stand here alone. Who comes near one divides or merges; `python -m tests.house` prints where the house is.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from tests import house
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_MODULES, MOST_OF_SPECDEC, MOST_LINES = 381, 183, 59_500
+MOST_IN_A_ROOM = 27
+MOST_LINES_A_FILE, MOST_LINES_A_FUNCTION = 491, 71
+MOST_WITH_ONE_IMPORTER, MOST_NAMES_TWICE = 115, 45
+MOST_LINES_THAT_NAME_A_WING = 0.027
+"""Share of the spine's lines."""
+MIXINS = {"Closing", "Fp8Linear", "Generation", "MtpPasses", "Rewriting", "SamplingParameters"}
+IGNORED_FOLDERS = (
+    *("__pycache__", "build", "develop-eggs", "dist", "downloads", "eggs", ".eggs", "lib", "lib64", "parts", "sdist"),
+    *("var", "wheels", "htmlcov", "cover", "instance", "target", "profile_default", "env", "venv", "ENV", "site"),
+)
+IGNORED_FILES = (
+    "*.py[codz]",
+    "*.so",
+    "*.manifest",
+    "*.spec",
+    "*.mo",
+    "*.pot",
+    "*.log",
+    "local_settings.py",
+    "MANIFEST",
+)
+"""What GitHub takes for output of tools in a Python repository, and searches skip.
+
+Source: github/gitignore, Python.gitignore.
+"""
+
+
+def ignored(paths: list[Path]) -> list[Path]:
+    """Paths that tools take for output."""
+    return [
+        path
+        for path in paths
+        if set(path.parts[:-1]) & set(IGNORED_FOLDERS) or any(fnmatch(path.name, form) for form in IGNORED_FILES)
+    ]
+
+
+def test_the_house_is_not_larger_than_it_may_be() -> None:
+    files = house.modules(ROOT)
+    rooms = Counter(path.parent.as_posix() for path in files)
+    assert len(files) <= MOST_MODULES
+    assert sum(path.parts[0] == "specdec" for path in files) <= MOST_OF_SPECDEC
+    assert sum((ROOT / path).read_text("utf-8").count("\n") for path in files) <= MOST_LINES
+    assert [room for room, count in rooms.items() if count > MOST_IN_A_ROOM] == []
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    (lines, file), (body, function) = house.longest(ROOT)
+    assert lines <= MOST_LINES_A_FILE, file
+    assert body <= MOST_LINES_A_FUNCTION, function
+
+
+def test_the_spine_names_no_wing() -> None:
+    spine = [path for path in house.modules(ROOT) if house.is_spine(path)]
+    named = {path.as_posix(): len(house.wing_lines(ROOT, path)) for path in spine}
+    lines = sum((ROOT / path).read_text("utf-8").count("\n") for path in spine)
+    assert sum(named.values()) / lines <= MOST_LINES_THAT_NAME_A_WING, Counter(named).most_common(5)
+
+
+def test_classes_and_modules_are_not_cut_in_two() -> None:
+    assert set(house.single_heirs(ROOT)) <= MIXINS
+    assert sum(len(own) == 1 for own in house.importers(ROOT).values()) <= MOST_WITH_ONE_IMPORTER
+    names = Counter(path.name for path in house.modules(ROOT))
+    assert sum(count > 1 for count in names.values()) <= MOST_NAMES_TWICE
+
+
+def test_no_file_lies_where_tools_expect_output() -> None:
+    assert ignored(house.modules(ROOT)) == []
+    assert ignored([Path("specdec/target/live.py"), Path("specdec/live.py")]) == [Path("specdec/target/live.py")]
+
+
+@pytest.fixture
+def cottage(tmp_path: Path) -> Path:
+    """A repository with two files of the spine and a room of its own."""
+    sources = {
+        "specdec/engine/engine.py": "class Base:\n    pass\n\n\nclass Engine(Base):\n    pass\n",
+        "specdec/rounds/rows.py": "from specdec.other.alone import f\n\n\ndef rows(handoff):\n    return f(handoff)\n",
+        "specdec/other/alone.py": "def f(x):\n" + "    x += 1\n" * 50 + "    return x\n",
+        "specdec/other/rows.py": "moved = 1\n",
+    }
+    for name, text in sources.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    return tmp_path
+
+
+def test_planted_faults_are_found(cottage: Path) -> None:
+    assert len(house.modules(cottage)) == 4
+    assert house.wing_lines(cottage, Path("specdec/rounds/rows.py")) == [(4, "handoff"), (5, "handoff")]
+    assert not house.is_spine(Path("specdec/other/rows.py"))
+    assert house.single_heirs(cottage) == ["Base"]
+    assert house.importers(cottage)["specdec.other.alone"] == {"specdec.rounds.rows"}
+    assert house.longest(cottage)[1] == (51, "specdec/other/alone.py: f")
