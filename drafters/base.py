@@ -1,4 +1,4 @@
-"""What every draft head offers. What it may offer besides are protocols of their own: a head has them or not."""
+"""The interface of a draft head (`Head`), and protocols for what only some heads offer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPU kernels agree on: their dtypes, and the heads they take."""
+"""Limits that the GPU kernels share: supported dtypes and head dimensions."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class DraftPlaces:
-    """Where the draws of sampled rows are written beside `ids`, by the kernels that make them.
+    """Further tensors that the drawing kernels write beside `ids`.
 
     Attributes:
         logits: [R, Vd] of any row stride: a copy of those that they are drawn from, a NaN as -infinity.

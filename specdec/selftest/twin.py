@@ -1,4 +1,4 @@
-"""The twin: a model's own class in miniature, by which what its class and configuration do is tested in float32.
+"""The twin: a small copy of a model, of its own class with drawn weights, that the self-tests run in float32.
 
 The self-test of the real weights has short rows, and in half precision it cannot tell a small mistake from rounding.
 A twin has narrow layers of each kind, low thresholds (a sliding window of 20 tokens, …) and random float32 weights so

@@ -1,4 +1,4 @@
-"""Training a head for a loaded target: the checked plan of a run, and what the target contributes."""
+"""Train a head for a loaded target: a run's plan, checked before it starts, and the features that the target gives."""
 
 from __future__ import annotations
 

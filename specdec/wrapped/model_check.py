@@ -1,4 +1,4 @@
-"""Whether a wrapped model is still what the engine was built around.
+"""Check that a wrapped model still is what the engine was built around: weights, settings, hooks.
 
 The engine runs the user's own model and reads its weights at every forward, so new values in place (`load_state_dict`,
 an optimiser's step, an adapter merged in place) are used from the next round on, in captured graphs too: those
