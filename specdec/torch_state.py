@@ -1,4 +1,4 @@
-"""Set the caller's torch state (inference mode, autocast, default device) aside while a model is loaded, tested or run."""
+"""Set the caller's torch state (inference mode, autocast, default device) aside while a model is loaded or tested."""
 
 from __future__ import annotations
 
