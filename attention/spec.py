@@ -35,7 +35,7 @@ class AttentionSpec:
             (Hugging Face's convention; FlashInfer's `window_left` is `window - 1`).
         softcap: logits become softcap·tanh(logits/softcap), or None.
         has_sinks: a learned logit per query head joins the softmax's denominator.
-        value_in_key: a value is the first head_dim_v columns of its key (MLA, see attention/hf/mla.py):
+        value_in_key: a value is the first head_dim_v columns of its key (MLA, see attention/hf/absorbed_mla.py):
             the cache keeps keys only.
         chunk_size: positions per chunk of local attention, whose queries see the keys of their own chunk only; or None.
             A backend's kernel never sees it: `GroupRunner` gives its builder virtual rows that are in one chunk each.

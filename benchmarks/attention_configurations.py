@@ -9,15 +9,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from attention.backends.flashinfer.packed import PackedKernel, is_packed, packed_scratch
-from attention.backends.flashinfer.parts import whole_batch
+from attention.backends.flashinfer.short_queries import PackedKernel, is_packed, packed_scratch, whole_batch
 from attention.backends.flashinfer.wrapper import FixedShape, Kernel, Route
 from attention.backends.reference import TorchBackend
 from attention.batch.host import rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, LayerKV, allocate
 from attention.errors import UnsupportedAttentionError
-from attention.kernels.write import write_kv
+from attention.kernels.cache_write import write_kv
 from attention.spec import AttentionSpec
 
 CUDA = torch.device("cuda")

@@ -25,9 +25,8 @@ import click
 import numpy as np
 import torch
 
-from attention.backends.flashinfer.packed import PackedKernel, packed_scratch
-from attention.backends.flashinfer.parts import whole_batch
-from attention.backends.flashinfer.sharing import SharedRows, Sharing, worth_sharing
+from attention.backends.flashinfer.shared_pages import SharedRows, Sharing, worth_sharing
+from attention.backends.flashinfer.short_queries import PackedKernel, packed_scratch, whole_batch
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.batch.transforms.cascade import shared_prefix
@@ -38,7 +37,7 @@ from benchmarks.document import provenance, usage
 from benchmarks.given import numbers
 
 if TYPE_CHECKING:
-    from attention.kernels.packed import Scratch
+    from attention.kernels.packed_kernel import Scratch
 
 CUDA = torch.device("cuda")
 KEY = AttentionSpec(32, 8, 128, 128, scale=128**-0.5)
@@ -110,7 +109,7 @@ def rule_says(case: Case, batch: HostBatch, shared: SharedRows) -> bool:
 
 def compile_kernels(cases: Sequence[Case], scratch: Scratch, sharing: Sharing) -> None:
     """All kernels of these cases side by side: each is another for other numbers of rows and tokens."""
-    from attention.kernels.together import compiled_together
+    from attention.kernels.launch import compiled_together
 
     shapes = {(case.rows, case.query): case for case in cases}
     with compiled_together():

@@ -3,7 +3,7 @@
     SPECDEC_DATA=… python -m benchmarks.bench_draft_sampling --questions 60 --out draft_sampling.json
 
 The built-in EAGLE-3 pair on GSM8K test questions, at several temperatures, with and without top-p. Tau is tokens a
-verification, pooled over all requests; its interval is the bootstrap's over questions (`evals.acceptance.bootstrap`).
+verification, pooled over all requests; its interval is the bootstrap's over questions (`evals.acceptance.summary`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks.bench_builtin import questions
 from benchmarks.document import publish, usage
-from evals.acceptance.bootstrap import Resampling
 from evals.acceptance.metrics import METRICS
+from evals.acceptance.summary import Resampling
 from specdec import Completion, SamplingParams, SpeculativeModel
 from specdec.config import DRAFT_SAMPLING
 from specdec.requests.stats import pool_requests

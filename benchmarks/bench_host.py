@@ -24,8 +24,8 @@ from attention.cache.pages import BlockTables
 from attention.cache.windowed import WindowedTables
 from benchmarks.document import publish
 from benchmarks.synthetic import Tokenizer
-from drafters.loops.chain.run import ChainLoop
-from drafters.loops.chain.static import FixedSteps
+from drafters.loops.chain import ChainLoop
+from drafters.loops.chain_passes import FixedSteps
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.engine import Engine

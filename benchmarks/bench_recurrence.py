@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from attention.recurrence.index import FoldRule, conv_ring_size
-from attention.recurrence.rows import StateRows
+from attention.recurrence.state_rows import StateRows
 from benchmarks.device_time import Place, Rates, device_us, measured_rates
 from benchmarks.document import provenance, usage
 
@@ -218,11 +218,11 @@ def operations(kernel: str, shape: Shape, tokens: int) -> float:
 
 def launch_of(kernel: str, layer: Layer, rows: StateRows, tiling: Any = None) -> Callable[[], object]:
     """What launches one layer of a kernel."""
-    from attention.kernels.conv import short_conv
-    from attention.kernels.delta import gated_delta
-    from attention.kernels.delta_tokens import launch_delta
-    from attention.kernels.ssd import ssd_scan
-    from attention.kernels.ssd_tokens import launch_ssd
+    from attention.recurrence.conv_kernel import short_conv
+    from attention.recurrence.delta_kernel import gated_delta
+    from attention.recurrence.delta_tokens_kernel import launch_delta
+    from attention.recurrence.scan_kernel import launch_ssd
+    from attention.recurrence.ssd_kernel import ssd_scan
 
     if kernel == "conv":
         return lambda: short_conv(*layer.inputs, *layer.extra, None, True, layer.ring.x, rows)
@@ -301,8 +301,8 @@ def kernel_lines(
 
 def tiling_lines(shape: Shape, place: Place, rates: Rates, all_rows: Sequence[int]) -> Iterator[dict[str, Any]]:
     """One line for every tiling of a round with three drafts."""
-    from attention.kernels.delta_tokens import DeltaTiling
-    from attention.kernels.ssd_tokens import SsdTiling
+    from attention.recurrence.delta_tokens_kernel import DeltaTiling
+    from attention.recurrence.scan_kernel import SsdTiling
 
     tilings = [
         *((block, 32, 8, registers) for block in (32, 64, 128) for registers in (64, 80, 128, None)),

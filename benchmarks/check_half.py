@@ -28,7 +28,7 @@ import torch
 from benchmarks.check_pair import drafted_rounds, matching, test_chats
 from benchmarks.decided_logits import recorded_logits
 from benchmarks.document import provenance, usage
-from evals.lossless.replay import Replay
+from evals.lossless.greedy import Replay
 from specdec import Completion, SamplingParams, SpeculativeModel
 from specdec.requests.stats import pool_requests
 

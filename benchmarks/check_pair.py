@@ -23,7 +23,7 @@ from rich.progress import track
 
 from benchmarks.document import publish
 from drafters.oracle import oracle_drafts
-from evals.lossless.replay import Replay
+from evals.lossless.greedy import Replay
 from specdec import Completion, SamplingParams, SpeculativeModel
 from specdec.requests.prompts import encode_prompts
 

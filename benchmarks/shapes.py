@@ -23,9 +23,8 @@ from benchmarks.routing import ExpertWork, expert_work
 from benchmarks.states import bytes_per_launch
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
-from drafters.mtp.head import MtpHead
+from drafters.mtp.head import MtpHead, MtpStack
 from drafters.mtp.spec import MtpSpec, mtp_target
-from drafters.mtp.stack import MtpStack
 from drafters.vocab import offsets_of
 
 COPY_BYTES_PER_S = 4.25e12

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attention.recurrence.spec import ConvSpec, RecurrenceSpec, fold_rule
+from attention.recurrence.layer_spec import ConvSpec, RecurrenceSpec, fold_rule
 
 
 def bytes_per_launch(specs: Sequence[RecurrenceSpec], drafts: int, accepted: float, dtype: torch.dtype) -> float:
@@ -20,7 +20,7 @@ def bytes_per_launch(specs: Sequence[RecurrenceSpec], drafts: int, accepted: flo
 
     Qwen3-Next-80B (36 layers), K=3, two drafts accepted, bfloat16: the states alone are 2·72 MiB.
 
-    >>> from attention.recurrence.spec import DeltaSpec
+    >>> from attention.recurrence.layer_spec import DeltaSpec
     >>> layer = [ConvSpec(8192, 4), DeltaSpec(16, 32, 128, 128, False)]
     >>> [round(36 * bytes_per_launch(layer, k, a, torch.bfloat16) / 2**20, 1) for k, a in ((0, 0), (3, 2))]
     [146.2, 150.1]

@@ -15,7 +15,7 @@ from attention.spec import AttentionSpec
 from benchmarks.sweep_configs import VOCAB, Case, tiny_config
 from drafters.base import Attend
 from drafters.loops.base import LoopSize
-from drafters.loops.chain.run import ChainLoop
+from drafters.loops.chain import ChainLoop
 from specdec.errors import ModelLoadError
 from specdec.loading.auto_classes import auto_class
 from specdec.selftest.twin import enlarge

@@ -1,4 +1,4 @@
-"""What every draft head offers. What it may offer besides are protocols of their own: a head has them or not."""
+"""The interface of a draft head (`Head`), and protocols for what only some heads offer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Head(Protocol):
     def draft_loop(self, limits: LoopSize) -> DraftLoop[Any, Any]:
         """The loop that drafts with this head, for one engine with at most these sizes.
 
-        `drafters.loops.chain.run.ChainLoop(self)` suits every head that is fed its own output. Rounds run from CUDA
+        `drafters.loops.chain.ChainLoop(self)` suits every head that is fed its own output. Rounds run from CUDA
         graphs only with a loop that has a static form (`drafters.loops.base.GraphLoop`).
         """
 

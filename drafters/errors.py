@@ -1,4 +1,4 @@
-"""Errors of loading and matching draft heads."""
+"""Errors of loading, matching and training draft heads."""
 
 from __future__ import annotations
 
@@ -11,3 +11,11 @@ class HeadLoadError(SpecdecError):
 
 class HeadMismatchError(InvalidInputError):
     """The head was made for another target (hidden size or vocabulary differ)."""
+
+
+class TrainingDivergedError(SpecdecError):
+    """The loss or a weight became NaN or infinite; the last checkpoint is from before that."""
+
+
+class RunFolderError(SpecdecError):
+    """The folder of a run cannot be used: another process writes to it, it is damaged, or it cannot be written."""

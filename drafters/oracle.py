@@ -13,7 +13,7 @@ import torch
 from attention.backends.reference import attend as dense_attend
 from attention.errors import InvalidInputError
 from drafters.base import Attend, Head
-from drafters.mtp.stack import MtpStack
+from drafters.mtp.head import MtpStack
 
 ChooseDraft = Callable[[int, torch.Tensor], torch.Tensor]
 """(position of the token to be drafted, logits [1, Vd]) -> its id in the draft vocabulary [1] int64."""

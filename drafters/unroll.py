@@ -1,4 +1,4 @@
-"""The training-time test: the head is trained on its own outputs, as many steps deep as it will draft.
+"""Unroll a head on its own outputs for several steps, as in drafting: EAGLE-3's training-time test.
 
 Every row of a sequence is the last row of a prefix from which a chain of drafts starts. Step 0 runs all rows on the
 target's true states. Step k runs all rows again, each one draft further: row p reads the token at p+1+k, stands at

@@ -18,8 +18,7 @@ from attention.errors import (
     TransferTimeoutError,
     UnsupportedAttentionError,
 )
-from drafters.errors import HeadLoadError, HeadMismatchError
-from drafters.training.errors import RunFolderError, TrainingDivergedError
+from drafters.errors import HeadLoadError, HeadMismatchError, RunFolderError, TrainingDivergedError
 
 
 class ModelLoadError(SpecdecError):

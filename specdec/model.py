@@ -37,8 +37,8 @@ from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.target import own_logits
 
 if TYPE_CHECKING:
-    from attention.transport.base import Transport
     from attention.transport.region_tables import EngineTable
+    from attention.transport.transports import Transport
     from specdec.handoff.moved import Handoff
     from specdec.handoff.transfers import OnFailure, Transfers
 

@@ -1,4 +1,4 @@
-"""The caller's torch state, set aside while a model is loaded, tested or asked: what it says does not depend on it."""
+"""Set the caller's torch state (inference mode, autocast, default device) aside while a model is loaded or tested."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from drafters.base import Attend, Head
 from drafters.loops.base import LoopSize
-from drafters.loops.chain.run import ChainLoop
+from drafters.loops.chain import ChainLoop
 from specdec.handoff.moving import moving_requests
 from specdec.selftest.twin import enlarge as enlarge
 

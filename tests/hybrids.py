@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from attention.spec import AttentionSpec
 from drafters.base import Attend
 from drafters.loops.base import LoopSize
-from drafters.loops.chain.run import ChainLoop
+from drafters.loops.chain import ChainLoop
 
 _LINEAR = ["linear_attention", "full_attention"] * 2
 _GDN: dict[str, Any] = {

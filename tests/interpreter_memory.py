@@ -1,9 +1,9 @@
 """Triton's interpreter, with every address looked at: what a GPU may not forgive, and the interpreter does not see.
 
 - What a kernel loads or stores lies in memory of its arguments. The interpreter reads whatever lies beyond a tensor.
-- Dependent launches (`attention.kernels.pdl`). The interpreter runs one launch after the other; on a GPU a kernel may
-  be there before the one before it has ended. So before it waits it stores nothing, and loads nothing that the launch
-  before it has stored. And all programs wait, or none: where one does not, the next kernel may begin too soon.
+- Dependent launches (`attention.kernels.launch`). The interpreter runs one launch after the other; on a GPU a kernel
+  may be there before the one before it has ended. So before it waits it stores nothing, and loads nothing that the
+  launch before it has stored. And all programs wait, or none: where one does not, the next kernel may begin too soon.
 
 What torch's own operators store between two launches is not known here: they end before the next one begins.
 """

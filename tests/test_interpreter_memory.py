@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 
-from attention.kernels.pdl import wait_for_predecessor
+from attention.kernels.launch import wait_for_predecessor
 
 
 @triton.jit

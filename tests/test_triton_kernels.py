@@ -17,31 +17,24 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from attention.backends.flashinfer.packed import PackedKernel, PackedKernels, packed_scratch
-from attention.backends.flashinfer.parts import whole_batch
+from attention.backends.flashinfer.short_queries import PackedKernel, PackedKernels, packed_scratch, whole_batch
 from attention.backends.invariant import InvariantBackend
 from attention.batch.host import rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
 from attention.batch.transforms.cascade import shared_prefix
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
 from attention.checking import check_mode
-from attention.kernels.cascade import PrefixTiling, SharedKeys, launch_prefix, prefix_tiling, sum_shapes
-from attention.kernels.packed import Scratch, Tiling, launch_packed
-from attention.kernels.write import write_kv
-from attention.kernels.write_latent import write_latent
+from attention.kernels.cache_write import write_kv, write_latent
+from attention.kernels.cascade_kernel import PrefixTiling, SharedKeys, launch_prefix, prefix_tiling, sum_shapes
+from attention.kernels.packed_kernel import Scratch, Tiling, launch_packed
 from attention.spec import AttentionSpec
-from specdec.ops.argmax import greedy_drafts
-from specdec.ops.argmax_kernel import launch_greedy
+from specdec.ops.elementwise import add_rms_norm, rms_norm, rotated, rotated_together, silu_product, token_major
+from specdec.ops.elementwise_kernel import launch_norm, launch_rotation, launch_silu_product
 from specdec.ops.experts import expert_matmul
 from specdec.ops.experts_kernel import launch_expert_matmul
-from specdec.ops.invariant_linear_kernel import launch_invariant_linear
-from specdec.ops.linear_kernel import fits, launch_linear
-from specdec.ops.norm import add_rms_norm, rms_norm
-from specdec.ops.norm_kernel import launch_norm
-from specdec.ops.rotary import rotated, rotated_together, token_major
-from specdec.ops.rotary_kernel import launch_rotation
-from specdec.ops.silu import silu_product
-from specdec.ops.silu_kernel import launch_silu_product
+from specdec.ops.greedy_kernel import launch_greedy
+from specdec.ops.greedy_rows import greedy_drafts
+from specdec.ops.linear_kernel import fits, launch_invariant_linear, launch_linear
 from tests.local_rounds import fixed_rounds
 
 CPU = torch.device("cpu")
@@ -101,7 +94,7 @@ def test_packed_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lengths at the edges of pages, of tiles of keys and of parts; the first part of a row may see nothing of it."""
-    monkeypatch.setattr("attention.kernels.packed.tiling", lambda *_: tiles)
+    monkeypatch.setattr("attention.kernels.packed_kernel.tiling", lambda *_: tiles)
     key, lengths = AttentionSpec(*heads, dim, dim, dim**-0.5), np.array([query_len, 64, 65, 128, 129, 300])
     rows = len(lengths)
     counts = -(-lengths // page_size)
@@ -157,7 +150,7 @@ def test_packed_attention_after_a_shared_prefix(
 
     A row's own keys are in several parts, of which the first alone begins with the prefix. size: of the prefix's tiles.
     """
-    monkeypatch.setattr("attention.kernels.packed.tiling", lambda *_: Tiling(32, 2, 5, 64, 40))
+    monkeypatch.setattr("attention.kernels.packed_kernel.tiling", lambda *_: Tiling(32, 2, 5, 64, 40))
     key, rows = AttentionSpec(*heads, dim, dim, dim**-0.5), 9
     scratch = Scratch.on(CPU, query_len * heads[0] // heads[1], dim)
     pages = torch.zeros(rows, dtype=torch.int32)
@@ -230,8 +223,7 @@ def test_packed_kernel_follows_its_part() -> None:
 @pytest.mark.slow
 def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel, as a graph holds it: batches without shared pages, with, with others; sent only where they change."""
-    from attention.backends.cascade_cost import CascadeCost
-    from attention.backends.flashinfer.sharing import SharedRows
+    from attention.backends.flashinfer.shared_pages import CascadeCost, SharedRows
 
     monkeypatch.setattr(CascadeCost, "pays", lambda *_: True)
     rows, query_len, size, key = 4, 2, 16, AttentionSpec(4, 2, 64, 64, 0.125)

@@ -113,8 +113,8 @@ def run_invariant(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write K and V, then attend; see `AttentionBackend.run`."""
-    from attention.kernels.invariant import launch_invariant_attention
-    from attention.kernels.write import write_kv
+    from attention.kernels.cache_write import write_kv
+    from attention.kernels.invariant_kernel import launch_invariant_attention
 
     write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
     if out is None:

@@ -1,4 +1,4 @@
-"""What the GPU kernels agree on: their dtypes, and the heads they take."""
+"""Limits that the GPU kernels share: supported dtypes and head dimensions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HALF = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 """Of FlashInfer's paged kernels, equal for keys and values."""
 WIDEST_HEAD = 512
-"""Of our own kernel (`attention/kernels/invariant.py`), keys and values each."""
+"""Of our own kernel (`attention/kernels/invariant_kernel.py`), keys and values each."""
 
 
 def has_flashinfer_heads(key: AttentionSpec) -> bool:

@@ -15,8 +15,8 @@ import torch
 from transformers import AttentionInterface
 
 from attention.errors import UnsupportedAttentionError
-from attention.hf.borrowed import borrowed, settle
 from attention.hf.gate import gate_of
+from attention.hf.patches import borrowed, settle
 
 ATTENTION_NAME = "specdec"
 

@@ -9,14 +9,13 @@ from threading import get_ident
 import torch
 
 from attention.errors import UnsupportedAttentionError
+from attention.hf.absorbed_mla import unexpanded
 from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
 from attention.hf.gate import guard, unguard
-from attention.hf.indexer import dense_stand_ins
 from attention.hf.interface import ATTENTION_NAME, attention_configs, attention_implementation
-from attention.hf.mla import unexpanded
-from attention.hf.positional import untuned
+from attention.hf.model_specific import dense_stand_ins, untuned
+from attention.hf.patches import standing_in
 from attention.hf.probe import AttentionCall
-from attention.hf.standing_in import standing_in
 
 
 class AttentionPort:

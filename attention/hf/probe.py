@@ -13,13 +13,12 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from attention.errors import UnsupportedAttentionError
+from attention.hf.absorbed_mla import AbsorbedAttention, absorbed_attention
 from attention.hf.gate import guarded
-from attention.hf.indexer import INDEX_ARGUMENT, dense_stand_ins, reads_indices
 from attention.hf.interface import attention_configs, attention_implementation
-from attention.hf.mla import AbsorbedAttention, absorbed_attention
-from attention.hf.positional import chunk_size_of, temperature_of
-from attention.hf.recurrent import RecurrentCall, recorded_recurrences
-from attention.hf.standing_in import standing_in
+from attention.hf.model_specific import INDEX_ARGUMENT, chunk_size_of, dense_stand_ins, reads_indices, temperature_of
+from attention.hf.patches import standing_in
+from attention.recurrence.hf_port import RecurrentCall, recorded_recurrences
 from attention.spec import AttentionSpec
 
 _PROBE_NAME = "specdec_probe"
@@ -153,7 +152,7 @@ def _record(
 
 def _refuse_unknown(module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
     known = _KNOWN_ARGUMENTS
-    if reads_indices(module):  # what stand-ins gave it, see `attention.hf.indexer`
+    if reads_indices(module):  # what stand-ins gave it, see `attention.hf.model_specific`
         known, mask = known | {INDEX_ARGUMENT}, None if mask is None or mask.numel() == 1 else mask
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in known)
     if unknown:

@@ -10,7 +10,10 @@ import numpy as np
 import torch
 
 from attention.batch.metadata import CommonAttentionMetadata, ExtraSection
-from attention.cache.state import (
+from attention.recurrence.functions import recurrences_of
+from attention.recurrence.index import StateArrays, StateIndex, slots_of_rows
+from attention.recurrence.layer_spec import ConvSpec
+from attention.recurrence.state_cache import (
     CallState,
     ConvState,
     DeltaState,
@@ -20,10 +23,7 @@ from attention.cache.state import (
     allocate_states,
     tensors_of,
 )
-from attention.recurrence.index import StateArrays, StateIndex, slots_of_rows
-from attention.recurrence.registry import recurrences_of
-from attention.recurrence.rows import StateRows
-from attention.recurrence.spec import ConvSpec
+from attention.recurrence.state_rows import StateRows
 
 
 class Recur(Protocol):

@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
-from attention.transport.base import Blocks, ReadPlan
-from attention.transport.local import synchronize
 from attention.transport.region_tables import Bound, Descriptors, RankTable, Segment, merged
+from attention.transport.transports import Blocks, ReadPlan, synchronize
 
 _PROMPTLY = 2e-4
 """Seconds between two questions whether a read is done, at first; then a tenth of the time that it has taken."""

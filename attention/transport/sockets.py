@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
-from attention.transport.base import Blocks, ReadPlan
-from attention.transport.local import put, synchronize, taken
 from attention.transport.region_tables import Bound, Segment
+from attention.transport.transports import Blocks, ReadPlan, put, synchronize, taken
 
 _LONGEST_LINE = 2**24
 _LAST_PORT = 2**16 - 1

@@ -12,7 +12,7 @@ from functools import wraps
 
 from filelock import FileLock
 
-from specdec.ops.products.selection import Selection, Wanted
+from specdec.compiler.gemm_selection import Selection, Wanted
 
 _LOCK = "/tmp/specdec-products.lock"
 

@@ -1,13 +1,19 @@
-"""Resolved fields: a value of a head together with where it came from, so that a reader can check every one."""
+"""A head's config.json as resolved fields: each value with its source; rope, windows, and keys that nobody reads.
+
+Configurations carry what a class of transformers always writes, what was copied from the target, and what an exporter
+newer than this file adds. The first is left out of reports; the others are named there with their values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from drafters.errors import HeadLoadError
+from drafters.rope import ROPE_KINDS, RopeSpec
 
 Config = Mapping[str, Any]
 
@@ -122,3 +128,190 @@ def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, t
     ]
     if problems:
         raise HeadLoadError("the checkpoint's tensors are not those of its configuration: " + "; ".join(problems))
+
+
+UNKNOWN = "unknown keys"
+"""Name of the field that holds what nobody here has heard of."""
+
+_ALWAYS = re.compile(
+    r"architectures|auto_map|model_type|(_?name_or_path)|_commit_hash|transformers_version|torch_dtype|dtype"
+    r"|(bos|eos|pad|sep|unk|cls|decoder_start|forced_bos|forced_eos)_token_id|use_cache|initializer_range"
+    r"|\w*dropout|pretraining_tp|tie_word_embeddings|tie_encoder_decoder|max_window_layers|is_(encoder_)?decoder"
+    r"|is_encoder_decoder|id2label|label2id|problem_type|finetuning_task|task_specific_params|return_dict(_in_generate)?"
+    r"|output_(attentions|hidden_states|scores)|pruned_heads|cross_attention_hidden_size|add_cross_attention|torchscript"
+    r"|chunk_size_feed_forward|prefix|tokenizer_class|use_bfloat16|tf_legacy_loss|_attn_implementation\w*|num_return_sequences"
+    r"|(min|max)_length|do_sample|early_stopping|num_beams|num_beam_groups|diversity_penalty|temperature|top_k|top_p"
+    r"|typical_p|repetition_penalty|(encoder_)?no_repeat_ngram_size|length_penalty|bad_words_ids|remove_invalid_values"
+    r"|exponential_decay_length_penalty|suppress_tokens|begin_suppress_tokens|quantization|_notes"
+)
+"""What transformers writes of any model, and of generation."""
+_EXPORTERS = re.compile(
+    r"eagle_config|transformer_layer_config|speculators_\w+|embed_requires_grad|target_model_type|target_model\w*"
+    r"|draft_num_hidden_layers|step_loss_decay|eagle_config\.(use_last_layernorm|next_layer_regular"
+    r"|use_input_layernorm_in_first_layer|parallel_draft_heads_num_layers|eagle_\w*loss\w*|eagle_decoder_type)"
+    r"|num_target_layers|ttt_length|ttt_steps|loss_\w+"
+)
+"""What exporters write that is looked at elsewhere, names another thing than the head, or is of training alone."""
+_TARGETS = re.compile(
+    r"\w*expert\w*|\w*moe\w*|\w*router\w*|decoder_sparse_step|mlp_only_layers|norm_topk_prob|(q|kv|o)_lora_rank"
+    r"|(qk_nope|qk_rope|v|qk)_head_dim|first_k_dense_replace|n_group|topk_\w+|scoring_func|aux_loss_alpha|seq_aux|ep_size"
+    r"|scale_(emb|depth)|\w+_scaling_factor|dim_model_base|\w*_multiplier|logits?_scal\w+|\w*softcap\w*|query_pre_attn_scalar|\w*_pattern"
+    r"|rope_(interleave\w*|local_base_freq)|num_nextn_predict_layers|mtp_\w+|num_mtp_layers|attention_chunk_size"
+    r"|no_rope_\w+|attn_\w+|index_\w+|layernorm_epsilon|layer_norm_eps\w*|norm_eps|vision_config|text_config|\w+_token_id"
+    r"|\w+_token_index|qk_layernorm|block_size|head_dim_\w+"
+)
+"""What layers of targets have and an EAGLE head's do not: copied from the target, read by no engine of a head."""
+_LAYER_LIST = re.compile(r"\w*(layer_ids|aux_layers|layers_to_capture)")
+
+
+def unread_fields(config: Config, known: Collection[str], layers_are_chosen: bool = True) -> tuple[Field, ...]:
+    """Report the keys that decide nothing, with their values.
+
+    Args:
+        config: config.json as read. known: keys that are read, dotted where they are nested.
+        layers_are_chosen: whether lists of layers in the file need not be understood.
+
+    Raises:
+        HeadLoadError: one of them lists layers in a spelling that is not known, and no other key does.
+    """
+    unread = {key: value for key, value in _flat(config) if key not in known and value not in (None, False, [], {})}
+    listed = [key for key in unread if _LAYER_LIST.fullmatch(_last(key))]
+    understood = [key for key, value in _flat(config) if key in known and value and _LAYER_LIST.fullmatch(_last(key))]
+    if listed and not understood and not layers_are_chosen:
+        raise HeadLoadError(
+            f"config.json says {_said(unread, listed)}: whether these are layers whose output is read or boundaries is "
+            "not known of this key; choose by head_overrides, as aux_layers=[2, 16, 29] (boundaries)"
+        )
+    told = {key: value for key, value in unread.items() if not _is(_ALWAYS, key) and not _is(_EXPORTERS, key)}
+    targets = [key for key in told if _is(_TARGETS, key)]
+    unknown = [key for key in told if key not in targets]
+    found = []
+    if targets:
+        found.append(
+            Field("keys of a target", _said(told, targets), "config.json: no engine reads them of an EAGLE head")
+        )
+    if unknown:
+        found.append(Field(UNKNOWN, _said(told, unknown), "config.json: nothing here knows them; they change nothing"))
+    return tuple(found)
+
+
+def _flat(config: Config) -> list[tuple[str, Any]]:
+    """Keys at the top and in the objects that exporters make."""
+    nested = ("eagle_config", "transformer_layer_config")
+    inner = [(f"{key}.{name}", value) for key in nested for name, value in _object(config, key).items()]
+    return [*config.items(), *inner]
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _object(config: Config, key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is(kind: re.Pattern[str], key: str) -> bool:
+    """Whether a key is of a kind; those of the decoder layer's own object are those of any configuration."""
+    return kind.fullmatch(key.removeprefix("transformer_layer_config.")) is not None
+
+
+def _said(values: Mapping[str, Any], keys: Collection[str]) -> str:
+    return ", ".join(f"{key} = {_short(values[key])}" for key in sorted(keys))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}…"
+
+
+_MROPE = ("mrope_section", "mrope_interleaved")
+_NOT_SCALING = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_MROPE)
+
+
+def resolve_rope(config: Config, first_position: int = 0) -> Field:
+    """Rotary embedding of the head that `config` describes; the target's is never looked at.
+
+    Of mrope, whose positions of text are one number three times, the plain embedding remains.
+
+    Args:
+        first_position: see `RopeSpec`.
+
+    Raises:
+        HeadLoadError: the two spellings disagree, or the kind is not supported.
+    """
+    _check_whole(lookup(config, "partial_rotary_factor"))
+    theta = read(config, "rope_theta", float, "rope_theta", "rope_parameters.rope_theta", default=10000.0)
+    positions = read(config, "max_position_embeddings", int, default=2048)
+    spellings = {key: lookup(config, key) for key in ("rope_scaling", "rope_parameters") if lookup(config, key)}
+    scalings = {key: _scaling(key, value) for key, value in spellings.items()}
+    if len(set(scalings.values())) > 1:
+        raise HeadLoadError(f"config.json contradicts itself about RoPE: {spellings}")
+    kind, scaling = next(iter(scalings.values()), ("default", ()))
+    spec = RopeSpec(theta.value, kind, positions.value, scaling, first_position)
+    source = "config " + ", ".join(scalings) if scalings else "default"
+    if any(value.get("mrope_section") for value in spellings.values()):
+        source += " (mrope: of text all three positions are one)"
+    return Field("rope", spec, f"theta: {theta.source}; type: {source}")
+
+
+def _scaling(key: str, value: Any) -> tuple[str, tuple[tuple[str, float | bool], ...]]:
+    if not isinstance(value, dict):
+        raise HeadLoadError(f"config.json: {key} must be an object, not {value!r}")
+    _check_whole(value.get("partial_rotary_factor"))
+    kind = value.get("rope_type", value.get("type", "default"))
+    kind = "default" if kind == "mrope" else kind
+    if kind not in ROPE_KINDS:
+        raise HeadLoadError(f"RoPE type {kind!r} of this head is not among {', '.join(ROPE_KINDS)}")
+    extra = {name: v for name, v in value.items() if name not in _NOT_SCALING and v is not None}
+    odd = [name for name, v in extra.items() if kind == "default" or not isinstance(v, (int, float, bool))]
+    if odd:
+        raise HeadLoadError(f"config.json: {key} of RoPE type {kind!r} has keys that are not understood: {odd}")
+    return kind, tuple(sorted(extra.items()))
+
+
+def _check_whole(partial: Any) -> None:
+    if partial not in (None, 1.0):
+        raise HeadLoadError(
+            f"RoPE over a part of the head dimension ({partial}) is not supported for this head; if the number is the "
+            "target's and the head rotates all of it, give head_overrides partial_rotary_factor=null"
+        )
+
+
+def rope_to_config(rope: RopeSpec) -> dict[str, Any]:
+    """Both spellings of a RopeSpec, for readers of either."""
+    scaling = {"rope_type": rope.kind, **dict(rope.scaling)}
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.kind == "default" else scaling,
+        "rope_parameters": {"rope_theta": rope.theta, **scaling},
+        "max_position_embeddings": rope.max_positions,
+    }
+
+
+def resolve_windows(config: Config, num_layers: int) -> list[Field]:
+    """Which layers have a sliding window, and its length. `layer_types` says it; `sliding_window` alone does not, as
+    configurations copied from a target have it for layers that never use it.
+
+    Raises:
+        HeadLoadError: another kind of layer, another number of layers, or a window that no layer is said to have.
+    """
+    kinds, window = lookup(config, "layer_types"), lookup(config, "sliding_window")
+    if kinds is None and lookup(config, "use_sliding_window") and window is not None:
+        raise HeadLoadError(
+            f"config.json says use_sliding_window = true (of {window}) and not which layers have it: give "
+            "head_overrides layer_types=['sliding_attention'] (one word a layer), or use_sliding_window=false for none"
+        )
+    kinds = ["full_attention"] * num_layers if kinds is None else kinds
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        raise HeadLoadError(f"config.json: layer_types must be a list of {' and '.join(known)}, not {kinds!r}")
+    near = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    if near and len(kinds) != num_layers:
+        raise HeadLoadError(
+            f"config.json says layer_types = {kinds}, but the head has {num_layers} layer(s): give head_overrides "
+            "layer_types with one word for each"
+        )
+    if not near:
+        return [Field("windowed_layers", (), "no layer_types with a window"), Field("window", None, "no such layer")]
+    return [Field("windowed_layers", near, "config layer_types"), read(config, "window", int, "sliding_window")]

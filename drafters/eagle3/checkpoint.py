@@ -1,4 +1,4 @@
-"""Load and save EAGLE-3 heads: strict both ways, every choice reported with its source."""
+"""Load and save EAGLE-3 heads, strictly, with the source of every choice; or read what a head implies of its target."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ import torch
 from safetensors.torch import save_file
 
 from attention.errors import InvalidInputError
-from drafters.checkpoints.config_fields import Field, HeadReport, check_tensors, lookup
+from drafters.checkpoints.config_fields import Field, HeadReport, check_tensors, lookup, unread_fields
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
 from drafters.checkpoints.tensor_files import CheckpointFolder, locate, open_folder, read_json
-from drafters.checkpoints.unread_keys import unread_fields
-from drafters.eagle3.formats import flattened, format_of
+from drafters.eagle3.formats import AUX_KEYS, flattened, format_of
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.layout import TargetSizes, canonical_names, resolve_spec, rotary_buffers, spec_to_config
-from drafters.eagle3.overrides import KEYS, Eagle3Overrides
+from drafters.eagle3.overrides import KEYS, USE_AUX, Eagle3Overrides
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import HeadLoadError, HeadMismatchError
-from drafters.vocab import check_map, mask_of, offsets_of
+from drafters.vocab import check_map, mask_of, most_frequent, offsets_of
 
 _MAPS = ("d2t", "t2d")
 _NO_OVERRIDES = Eagle3Overrides()
@@ -189,7 +188,7 @@ def ignored_field(stray: list[str]) -> tuple[Field, ...]:
 
 
 def unread_keys(folder: CheckpointFolder, overrides: Eagle3Overrides) -> tuple[Field, ...]:
-    """What a report says of keys of config.json that decide nothing; see `drafters.checkpoints.unread_keys`.
+    """What a report says of keys of config.json that decide nothing; see `drafters.checkpoints.config_fields`.
 
     Raises:
         HeadLoadError: one lists aux layers in a spelling that is not known, and the user does not say them.
@@ -281,3 +280,68 @@ def _report(opened: _Opened) -> HeadReport:
     layout = f"EAGLE-3, {format_of(opened.folder.config).name} layout"
     sizes = (torch.Size(opened.shape(name)).numel() for name in opened.names if name not in _MAPS)
     return HeadReport(opened.folder.path, layout, opened.fields, sum(sizes))
+
+
+STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+"""Names of dtypes in safetensors."""
+
+
+def target_of_files(path: str | Path, overrides: Eagle3Overrides = _NO_OVERRIDES) -> TargetFacts:
+    """Facts of the target that the own files of an EAGLE head imply, with tensors of zeros that take no memory.
+
+    The number of layers is a guess that no choice depends on: a head whose aux layers follow from it is refused.
+
+    Raises:
+        HeadLoadError: files are missing or of another kind, or the aux layers depend on the target.
+    """
+    opened = open_head(path)
+    if opened.layout is not Layout.EAGLE1:
+        require(opened.layout, Layout.EAGLE3, opened.folder.config, opened.names)
+    folder, config = opened.folder.path, overrides.applied(flattened(opened.folder.config).config)
+    sizes = {key: lookup(config, key) for key in ("hidden_size", "target_hidden_size", "vocab_size")}
+    hidden, vocab = sizes["target_hidden_size"] or sizes["hidden_size"], sizes["vocab_size"]
+    if type(hidden) is not int or type(vocab) is not int:
+        raise HeadLoadError(f"{folder}: config.json has no hidden_size or no vocab_size: {sizes}")
+    lists = [ids for key in AUX_KEYS if isinstance(ids := lookup(config, key), list) and ids]
+    named = [i for ids in (*lists, overrides.aux_layers or ()) for i in ids if type(i) is int]
+    reads_aux = opened.layout is not Layout.EAGLE1 and not any(lookup(config, key) is False for key in USE_AUX)
+    if not named and reads_aux:
+        raise HeadLoadError(
+            f"{folder}: config.json names no aux layers, and their default depends on the target: give the target"
+        )
+    said = lookup(config, "num_hidden_layers")  # of many heads it is the target's
+    layers = max(named, default=0) + 2
+    zeros = torch.zeros(1, 1).expand(vocab, hidden)
+    return TargetFacts(hidden, vocab, max(layers, said if type(said) is int else 0), zeros, zeros)
+
+
+def stored_dtype(path: str | Path) -> torch.dtype:
+    """Dtype of a head's weights on disk (of its final norm); float32 for any that is no plain one."""
+    found: Mapping[str, str] = {name: info.dtype for name, info in open_head(path).folder.tensors.items()}
+    dtype = next((found[name] for name in found if name.split(".")[-2:] == ["norm", "weight"]), "F32")
+    plain = {**STORED, **{str(kind): kind for kind in STORED.values()}}  # and in pytorch_model.bin
+    return plain.get(dtype, torch.float32)
+
+
+def fresh_eagle3(spec: Eagle3Spec, target: TargetFacts, counts: torch.Tensor, seed: int) -> Eagle3Head:
+    """A head with random float32 weights on the target's device; its lm_head starts as the target's rows.
+
+    Args:
+        spec: the head to make.
+        target: shares its embedding (and lm_head when the spec says so).
+        counts: [V] how often the target wrote each token; the draft vocabulary is the most frequent Vd of them.
+        seed: of the weights.
+
+    Raises:
+        HeadMismatchError, InvalidInputError: spec and target do not fit.
+    """
+    d2t = most_frequent(counts, spec.draft_vocab_size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        shared = (target.embedding[: spec.vocab_size], target.lm_head[: spec.draft_vocab_size])
+        head = Eagle3Head(spec, *shared, d2t, torch.device("cpu"))
+    head.to(target.embedding.device)
+    if spec.own_lm_head and spec.hidden_size == target.hidden_size:
+        with torch.no_grad():
+            head.lm_head.weight.copy_(target.lm_head[head.target_ids])
+    return head

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM
-from drafters.checkpoints.rope_config import rope_to_config
+from drafters.checkpoints.config_fields import rope_to_config
 from drafters.eagle3.checkpoint import save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec

@@ -11,12 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention.errors import InvalidInputError
-from drafters.checkpoints.config_fields import Config, Field, by_presence, lookup, read
+from drafters.checkpoints.config_fields import (
+    Config,
+    Field,
+    by_presence,
+    lookup,
+    read,
+    resolve_rope,
+    resolve_windows,
+    rope_to_config,
+)
 from drafters.checkpoints.layouts import strip_prefixes
-from drafters.checkpoints.rope_config import resolve_rope, rope_to_config
-from drafters.checkpoints.window_config import resolve_windows
-from drafters.eagle3.aux_layers import resolve_aux_layers
-from drafters.eagle3.formats import Format, flattened
+from drafters.eagle3.formats import Format, flattened, resolve_aux_layers
 from drafters.eagle3.overrides import (
     AUX_LAYERS,
     LM_HEAD_FLAG,

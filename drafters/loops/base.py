@@ -218,7 +218,7 @@ class DraftLoop(Protocol[L, D]):
     """What messages call it, in the plural."""
     num_modules: int
     """M modules that take turns, 1 for a loop of one head. A request with fewer than M committed states has none for
-    the later modules: it gets at most as many drafts as it has states (`drafters.loops.modules.index`)."""
+    the later modules: it gets at most as many drafts as it has states (`drafters.loops.module_arrays`)."""
 
     @property
     def section(self) -> LoopSection[L, D]:

@@ -17,10 +17,20 @@ from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
 from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder
 from drafters.errors import HeadLoadError
 from drafters.mtp.convention import MtpConvention
-from drafters.mtp.families import DEEPSEEK, ERNIE, FAMILIES, SPECULATORS, Family, mixers_of
+from drafters.mtp.families import (
+    DEEPSEEK,
+    ERNIE,
+    FAMILIES,
+    SPECULATORS,
+    Family,
+    as_modules_are_named,
+    dequantise,
+    mixers_of,
+    stack_experts,
+    unstack_experts,
+)
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, MtpTarget, attention_of
-from drafters.mtp.weights import as_modules_are_named, dequantise, stack_experts, unstack_experts
 
 _SHARED = {
     "embed_tokens.weight": "embedding",

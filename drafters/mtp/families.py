@@ -1,11 +1,15 @@
-"""How the families of multi-token-prediction modules name their tensors."""
+"""Checkpoints of multi-token-prediction modules: tensor names by family, FP8 blocks dequantised, experts stacked."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from transformers import PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from drafters.checkpoints.layouts import Layout
 from drafters.errors import HeadLoadError
@@ -143,3 +147,123 @@ def mixers_of(config: PreTrainedConfig) -> tuple[str, ...]:
             f"configuration says mtp_layers_block_type={list(mixers)}, allowed are {', '.join(_MIXERS)}"
         )
     return mixers
+
+
+_SCALE = "_scale_inv"
+_BLOCK = re.compile(r"(blocks\.\d+\.)(.+)")
+_LAYER = "model.layers.0."
+
+
+def as_modules_are_named(weights: Mapping[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+    """Weights of blocks under the names of transformers' modules, where a target's checkpoints have others.
+
+    A block is a decoder layer of the target, and named in the files as the target's layers are: Hunyuan's
+    `mlp.router.gate.weight` is `mlp.gate.weight` in transformers. Renamed is by transformers' own rules for the target.
+
+    Args:
+        weights: by name, a block's beginning with "blocks.<k>."; others stay.
+        model_type: of the target's text configuration.
+
+    Raises:
+        HeadLoadError: two tensors are the same parameter.
+    """
+    rules = [rule for rule in get_checkpoint_conversion_mapping(model_type) or () if type(rule) is WeightRenaming]
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        found = _BLOCK.fullmatch(name)
+        new = name if found is None else found[1] + _renamed(found[2], rules)
+        if new in out:
+            raise HeadLoadError(f"two tensors of the checkpoint are {new}")
+        out[new] = tensor
+    return out
+
+
+def _renamed(rest: str, rules: list[WeightRenaming]) -> str:
+    """A name inside a decoder layer, as transformers renames it when it loads the target."""
+    name = _LAYER + rest
+    for rule in rules:
+        name, _ = rule.rename_source_key(name)
+    return name.rpartition("layers.0.")[2]
+
+
+def dequantise(weights: Mapping[str, torch.Tensor], block: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Multiply block-quantised weights out: `X` and `X_scale_inv` become X·scale of its block, float32.
+
+    Args:
+        weights: by name; those without a scale stay as they are.
+        block: rows and columns that share one scale; the last block of a row or column may be smaller.
+
+    Raises:
+        HeadLoadError: a scale without its weight, or of another shape than the weight's blocks.
+    Source: deepseek-ai/DeepSeek-V3, inference/fp8_cast_bf16.py.
+    """
+    plain = {name: tensor for name, tensor in weights.items() if not name.endswith(_SCALE)}
+    for scale_name in weights.keys() - plain.keys():
+        name, scale = scale_name.removesuffix(_SCALE), weights[scale_name]
+        if name not in plain:
+            raise HeadLoadError(f"{scale_name} has no weight {name}")
+        rows, columns = plain[name].shape
+        blocks = (-(-rows // block[0]), -(-columns // block[1]))
+        if tuple(scale.shape) != blocks:
+            raise HeadLoadError(f"{scale_name} is {list(scale.shape)}, blocks of {list(block)} need {list(blocks)}")
+        wide = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        plain[name] = plain[name].float() * wide[:rows, :columns]
+    unscaled = [name for name, tensor in plain.items() if tensor.is_floating_point() and tensor.element_size() < 2]
+    if unscaled:
+        raise HeadLoadError(f"fp8 weights without {_SCALE[1:]}: {', '.join(sorted(unscaled)[:4])}")
+    return plain
+
+
+def stack_experts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Join the matrices of single experts into the stacks of transformers' expert modules.
+
+    `P.experts.j.gate_proj.weight` and `up_proj` [Im, H] of all j become `P.experts.gate_up_proj` [E, 2·Im, H],
+    `down_proj` [H, Im] become `P.experts.down_proj` [E, H, Im]; of experts without a gate `up_proj` [Im, H] become
+    `P.experts.up_proj` [E, Im, H]. Names of other kinds stay.
+
+    Raises:
+        HeadLoadError: an expert's matrix is missing or has another shape.
+    """
+    singles: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if match is None:
+            out[name] = tensor
+        else:
+            singles.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
+    for prefix, parts in singles.items():
+        out |= _stacked(prefix, parts)
+    return out
+
+
+def _stacked(prefix: str, parts: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    experts = range(max(j for j, _ in parts) + 1)
+    gated = any(kind == "gate" for _, kind in parts)
+    kinds = ("gate", "up", "down") if gated else ("up", "down")
+    missing = [f"{prefix}.{j}.{kind}_proj" for j in experts for kind in kinds if (j, kind) not in parts]
+    if missing:
+        raise HeadLoadError(f"missing: {', '.join(missing[:6])}")
+    if len({(kind, tensor.shape) for (_, kind), tensor in parts.items()}) != len(kinds):
+        raise HeadLoadError(f"the experts of {prefix} have matrices of different shapes")
+    ups = [torch.cat([parts[j, "gate"], parts[j, "up"]]) if gated else parts[j, "up"] for j in experts]
+    return {
+        f"{prefix}.{'gate_up_proj' if gated else 'up_proj'}": torch.stack(ups),
+        f"{prefix}.down_proj": torch.stack([parts[j, "down"] for j in experts]),
+    }
+
+
+def unstack_experts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `stack_experts`: stacks become single matrices; names of other kinds stay."""
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        if name.endswith(".experts.gate_up_proj"):
+            prefix = name.removesuffix(".gate_up_proj")
+            for j, (gate, up) in enumerate(pair.chunk(2) for pair in tensor):
+                out |= {f"{prefix}.{j}.gate_proj.weight": gate, f"{prefix}.{j}.up_proj.weight": up}
+        elif name.endswith(".experts.down_proj"):
+            prefix = name.removesuffix(".down_proj")
+            out |= {f"{prefix}.{j}.down_proj.weight": down for j, down in enumerate(tensor)}
+        else:
+            out[name] = tensor
+    return out

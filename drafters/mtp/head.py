@@ -1,4 +1,4 @@
-"""MtpHead: one multi-token-prediction module of the DeepSeek kind as a draft head.
+"""MtpHead: one multi-token-prediction module of the DeepSeek kind as a draft head; MtpStack: several that take turns.
 
     x = blocks(proj([enorm(embedding of t_{p+1}), hnorm(h_p)]))     logits = lm_head(norm(x)) predict t_{p+2}
 
@@ -9,14 +9,17 @@ attention and an MLP, or of a target whose layers have one mixer each, several (
 Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; the order [embedding, hidden] and the fed-back state are those of
 the released code (huggingface/transformers, modeling_layers.py MtpLayer; sgl-project/sglang, deepseek_nextn.py; of
 Nemotron-H vllm-project/vllm, nemotron_h_mtp.py).
+
+Which rows each module runs, and why one vector per request and module is carried from round to round: see
+`drafters.loops.module_arrays`.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +32,10 @@ from drafters.base import FINAL_NORM, Attend
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.errors import HeadLoadError
 from drafters.loops.base import LoopSize
-from drafters.loops.chain.passes import MtpPasses
-from drafters.loops.chain.run import ChainLoop
+from drafters.loops.chain import ChainLoop
+from drafters.loops.chain_passes import MtpPasses
+from drafters.loops.module_passes import ModulePasses
+from drafters.loops.modules import ModuleLoop
 from drafters.mtp.convention_check import check_convention
 from drafters.mtp.spec import MtpSpec, MtpTarget, block_config
 
@@ -187,7 +192,7 @@ class MtpHead(nn.Module):
 
     def draft_loop(self, limits: LoopSize) -> ChainLoop:
         """A chain: the module is fed its own output."""
-        return ChainLoop(self, partial(MtpPasses, self))
+        return ChainLoop(self, lambda: MtpPasses(self))
 
     def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
         """See `drafters.base.HasInputConvention`."""
@@ -199,3 +204,77 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple):
         return tuple(tensor.to(device) for tensor in value)
     return value if value is None else value.to(device)
+
+
+class MtpStack(nn.Module):
+    """M modules over one target. Layer m of their cache group is module m's.
+
+    Taken as a plain `drafters.base.Head` it is its first module, which drafts by itself as well.
+    """
+
+    def __init__(self, modules: Sequence[MtpHead]) -> None:
+        """Raises HeadLoadError for fewer than two modules, or for one with several attention layers."""
+        super().__init__()
+        if len(modules) < 2:
+            raise HeadLoadError(f"{len(modules)} module: a stack has two or more; one is a head by itself")
+        layers = [len(module.attention_specs) for module in modules]
+        if set(layers) != {1}:
+            raise HeadLoadError(
+                f"{len(modules)} multi-token-prediction modules with {layers} attention layers each: modules that take "
+                "turns have one each"
+            )
+        self.heads = nn.ModuleList(modules)
+        self.checkpoint_report: HeadReport | None = None
+        self.attention_specs = tuple(key for module in modules for key in module.attention_specs)
+        self.aux_layers = modules[0].aux_layers
+        self.hidden_size = modules[0].hidden_size
+        self.draft_vocab_size = modules[0].draft_vocab_size
+
+    @property
+    def num_modules(self) -> int:
+        """M."""
+        return len(self.heads)
+
+    def module(self, step: int) -> MtpHead:
+        """The module that makes draft step+1."""
+        return self.heads[step % len(self.heads)]  # type: ignore[return-value]
+
+    def passes(self, num_modules: int) -> tuple[ModulePasses, ...]:
+        """See `drafters.loops.modules.ModuleStack`."""
+        taking_turns = self.mtp_modules[:num_modules]
+        return tuple(ModulePasses(own, taking_turns[m - 1]) for m, own in enumerate(taking_turns))
+
+    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        """[T, H] target states after the final norm: taken as they are."""
+        return aux_hidden_states
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """The first module's pass; see `MtpHead.forward`."""
+        return self.module(0).forward(token_ids, hidden, positions, attend)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The first module's logits."""
+        return self.module(0).logits(x)
+
+    def feedback(self, x: torch.Tensor) -> torch.Tensor:
+        """The first module's feedback."""
+        return self.module(0).feedback(x)
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Draft ids are target ids."""
+        return draft_ids
+
+    @property
+    def mtp_modules(self) -> tuple[MtpHead, ...]:
+        """Modules 0 … M-1."""
+        return tuple(self.heads)  # type: ignore[arg-type]
+
+    def draft_loop(self, limits: LoopSize) -> ModuleLoop | ChainLoop:
+        """The modules in turn, as many as there are drafts; of one draft, the chain of the first."""
+        return ModuleLoop(self, limits) if limits.drafts > 1 else self.module(0).draft_loop(limits)
+
+    def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+        """See `drafters.base.HasInputConvention`."""
+        check_convention(self, token_ids, states, num_drafts)

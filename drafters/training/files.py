@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from drafters.training.errors import RunFolderError
+from drafters.errors import RunFolderError
 
 MANIFEST = "manifest.json"
 """Lists every other file of a folder with its size and hash; written last."""

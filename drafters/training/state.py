@@ -17,10 +17,10 @@ from rich.console import Console
 
 from attention.errors import InvalidInputError
 from drafters.eagle3.head import Eagle3Head
+from drafters.errors import RunFolderError, TrainingDivergedError
 from drafters.mtp.head import MtpHead
-from drafters.training.config import TrainConfig
-from drafters.training.errors import RunFolderError, TrainingDivergedError
 from drafters.training.files import damage, whole_folder, write_file
+from drafters.training.train_config import TrainConfig
 
 TrainedHead = TypeVar("TrainedHead", Eagle3Head, MtpHead)
 Save = Callable[[TrainedHead, Path], Path]

@@ -1,4 +1,4 @@
-"""train: the loop that makes a head of any family."""
+"""train: the training loop of a head of any family, and its display."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Generic
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import get_cosine_schedule_with_warmup
 
-from drafters.training.answers import AnswerSet
-from drafters.training.batches import Batch, held_out_batches, training_batches
-from drafters.training.config import TrainConfig
-from drafters.training.display import TrainingDisplay
-from drafters.training.errors import TrainingDivergedError
+from drafters.errors import TrainingDivergedError
+from drafters.training.data import AnswerSet
 from drafters.training.files import whole_folder
-from drafters.training.objective import Features, Outcome, evaluate_batch
+from drafters.training.objective import Batch, Features, Outcome, evaluate_batch, held_out_batches, training_batches
 from drafters.training.state import (
     Learner,
     Measurement,
@@ -32,6 +31,40 @@ from drafters.training.state import (
     restore,
     save_checkpoint,
 )
+from drafters.training.train_config import TrainConfig
+
+
+class TrainingDisplay:
+    """A progress bar with the loss; every measurement becomes a line above it. A context manager."""
+
+    def __init__(self, console: Console, steps: int, done: int) -> None:
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
+        self._progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+        self._task = self._progress.add_task("training", total=steps, completed=done, loss="-")
+
+    def __enter__(self) -> TrainingDisplay:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def advance(self, step: int) -> None:
+        """Show that `step` optimizer steps are made."""
+        self._progress.update(self._task, completed=step)
+
+    def loss(self, value: float) -> None:
+        """Show the loss."""
+        self._progress.update(self._task, loss=f"{value:.3f}")
+
+    def measurement(self, measured: Measurement) -> None:
+        """Print one line: held-out acceptance per draft."""
+        per_draft = " ".join(f"{share:.3f}" for share in measured.acceptance)
+        line = f"step {measured.step}: loss {measured.loss:.3f}, held-out acceptance {per_draft} (τ {measured.tau:.2f})"
+        self._progress.console.print(line, highlight=False)
+
 
 Evaluate = Callable[[TrainedHead], Mapping[str, float]]
 """Evaluates a trained head, for example by drafting with a real engine: name -> number."""
@@ -76,7 +109,7 @@ def train(
     """Train a head in place; continue from the newest checkpoint in `output` when there is one.
 
     Args:
-        head: float32, on the device to train on: a fresh one (see `drafters.training.fresh`), or one to continue with.
+        head: float32, on the device to train on: a fresh one (see `fresh_eagle3`), or one to continue with.
         features: the target's aux hidden states and logits of a batch, on the head's device.
         evaluate: measures the finished head.
         output: gets checkpoints `step-N` and, at the end, `head`, as `save` writes it.

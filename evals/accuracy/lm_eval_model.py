@@ -25,9 +25,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from evals.acceptance.summary import Json
 from evals.data.datasets import digest
 from evals.runs.answers import Answer
-from evals.runs.runner import Configuration, question_seed, to_turn
+from evals.runs.conversations import Configuration, ModelSpec, question_seed, to_turn
 from evals.runs.store import RunStore
-from evals.runs.worker import ModelSpec
 from specdec.errors import InvalidInputError
 from specdec.options import LoadOptions
 from specdec.requests.prompts import for_template

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from evals.cli import options as shared
+from evals.cli import eval_options as shared
 from evals.errors import require
 from evals.runs.verdict import Verdict
 from specdec.cli.options import examples
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from evals.acceptance.acceptance import Plan
     from evals.acceptance.summary import Json
     from evals.data.datasets import DataSet
+    from evals.runs.conversations import ModelSpec
     from evals.runs.store import RunStore
-    from evals.runs.worker import ModelSpec
 
 EXIT_FAILED = 1
 
@@ -104,7 +104,7 @@ def compare(a: str, b: str, **options: Any) -> None:
     A side is a head, or key=value pairs joined by commas: draft=HEAD,k=3,backend=torch,dtype=float32.
     """
     from evals.acceptance.acceptance import Plan
-    from evals.runs.runner import Configuration
+    from evals.runs.conversations import Configuration
 
     data = _data(options)
     sides = [_side(text, options) for text in (a, b)]
@@ -161,7 +161,7 @@ def lossless(**options: Any) -> None:
     """
     from rich.console import Console
 
-    from evals.lossless.run import Check, check, print_check
+    from evals.lossless.lossless import Check, check, print_check
     from evals.report.terminal import RunProgress, make_console
 
     options.update(temperature=0.0, top_k=0, top_p=1.0, report=None)
@@ -283,14 +283,13 @@ def _store(options: dict[str, Any], plan: Plan, facts: Json) -> RunStore:
 
 
 def _write(options: dict[str, Any], document: Json, store: RunStore) -> None:
-    from evals.report import html as html_report
-    from evals.report import spec_bench
+    from evals.report import page, spec_bench
     from evals.runs.store import write_atomically
 
     if options["output"] is not None:
         write_document(options["output"], document)
     if options["report"] is not None:
-        write_atomically(options["report"], html_report.render(document))
+        write_atomically(options["report"], page.render(document))
     if options["spec_bench_dir"] is not None:
         arms = [arm["name"] for arm in document["arms"]]
         ids = [row["id"] for row in document["questions"]]

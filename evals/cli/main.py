@@ -16,9 +16,9 @@ _EVALUATIONS = {
         "evals.cli.commands:lossless", "Check that speculation leaves the target's output unchanged."
     ),
     "compare": LazyCommand("evals.cli.commands:compare", "Two heads, two K or two backends, paired by prompt."),
-    "gsm8k": LazyCommand("evals.cli.accuracy:gsm8k", "GSM8K accuracy with and without speculation (lm-eval)."),
-    "humaneval": LazyCommand("evals.cli.accuracy:humaneval", "HumanEval pass@1; runs code the model wrote."),
-    "lm-eval": LazyCommand("evals.cli.accuracy:lm_eval", "lm-eval's own command line with the specdec model."),
+    "gsm8k": LazyCommand("evals.cli.accuracy_commands:gsm8k", "GSM8K accuracy with and without speculation (lm-eval)."),
+    "humaneval": LazyCommand("evals.cli.accuracy_commands:humaneval", "HumanEval pass@1; runs code the model wrote."),
+    "lm-eval": LazyCommand("evals.cli.accuracy_commands:lm_eval", "lm-eval's own command line with the specdec model."),
 }
 
 evaluate = LazyGroup(

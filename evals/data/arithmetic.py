@@ -15,8 +15,7 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 
-from evals.data.frames import EVENTS, OPENINGS, QUESTIONS, Frame
-from evals.data.nouns import BOXES, ITEMS, MEN, PLACES, THINGS, WOMEN
+from evals.data.problem_texts import BOXES, EVENTS, ITEMS, MEN, OPENINGS, PLACES, QUESTIONS, THINGS, WOMEN, Frame
 from specdec.errors import InvalidInputError
 
 SPLITS = ("train", "heldout")

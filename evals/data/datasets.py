@@ -1,4 +1,4 @@
-"""Questions to ask a model: local JSONL first, the hub by name, and the generated arithmetic set.
+"""Questions to ask a model: local JSONL first, the hub by name, and the generated arithmetic set; their prompts.
 
 A file is JSON Lines. Each object has `turns` (list of user messages), `prompt` (text, or a list taken as turns),
 `question` (GSM8K) or `messages` (a chat whose last message is of the user).
@@ -10,12 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2.exceptions import TemplateError
+
 from evals.errors import DataError, require
+from specdec.errors import InvalidInputError
+from specdec.user_warnings import warn_user
 
 DATA_VARIABLE = "SPECDEC_DATA"
 MT_BENCH_CATEGORIES = frozenset(
@@ -277,3 +281,40 @@ def _is_text(value: Any) -> bool:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and _is_text(value.get("role")) and _is_text(value.get("content"))
+
+
+NO_TEMPLATE = (
+    "the tokenizer has no chat template: prompts are sent as plain text. A head trained on templated conversations "
+    "accepts fewer drafts on such prompts, so acceptance measured here is not comparable with templated runs"
+)
+
+
+def warn_without_template() -> None:
+    """Warn that prompts go out as plain text, and what that costs."""
+    warn_user(NO_TEMPLATE)
+
+
+def opening(question: Question, system: str | None) -> list[dict[str, str]]:
+    """The messages before the first turn: the system prompt, then the question's own history."""
+    start = [{"role": "system", "content": system}] if system else []
+    return start + [{"role": role, "content": content} for role, content in question.history]
+
+
+def render(tokenizer: Any, messages: Sequence[dict[str, str]], templated: bool) -> list[int]:
+    """Prompt token ids of a conversation that ends with a user message.
+
+    Without a template the contents are joined by blank lines.
+
+    Raises:
+        InvalidInputError: the chat template refuses the conversation.
+    """
+    if not templated:
+        return list(tokenizer("\n\n".join(m["content"] for m in messages))["input_ids"])
+    try:
+        ids = tokenizer.apply_chat_template(
+            list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+    except TemplateError as error:
+        roles = ", ".join(m["role"] for m in messages)
+        raise InvalidInputError(f"the chat template refuses a conversation with the roles {roles}: {error}") from error
+    return list(ids)

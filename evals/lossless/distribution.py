@@ -12,15 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from evals.data.datasets import Question
-from evals.data.prompts import opening, render
-from evals.lossless.defects import DEFECTS, Node, Sampling
-from evals.lossless.evidence import Evidence, Nodes, Sampled, Tokens, homogeneity, measure
+from evals.data.datasets import Question, opening, render
+from evals.lossless.evidence import DEFECTS, Evidence, Node, Nodes, Sampled, Sampling, Tokens, homogeneity, measure
+from evals.lossless.greedy import Replay
 from evals.lossless.places import WINDOW, Place, Search, search, trials
-from evals.lossless.replay import Replay
 from evals.lossless.verdicts import ALPHA, POWER, ConfigurationFit, compared_fit, exact_fit
-from evals.runs.runner import Asking, Configuration, Model, question_seed
-from evals.runs.worker import Worker
+from evals.runs.conversations import Asking, Configuration, Model, Worker, question_seed
 from specdec.requests.sampling import SamplingParams
 
 CONTROL = 250

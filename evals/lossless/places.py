@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from evals.data.datasets import Question
-from evals.lossless.defects import DEFECTS, Defect, Sampling, kept, softened
+from evals.lossless.evidence import DEFECTS, Defect, Sampling, kept, softened
 
 TEMPERATURES = (1.0, 2.0, 4.0)
 WINDOW = 64
@@ -28,7 +28,7 @@ _MOST_QUESTIONS, _CHUNK, _CANDIDATES = 64, 8, 64
 
 
 class ScoresText(Protocol):
-    """The target in higher precision, see `evals.lossless.replay.Replay`."""
+    """The target in higher precision, see `evals.lossless.greedy.Replay`."""
 
     def all_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Logits after every one of `token_ids`: [T, V]."""

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from evals.errors import require
-from evals.lossless.defects import DEFECTS
-from evals.lossless.evidence import Evidence, Sampled
-from evals.runs.runner import Configuration
+from evals.lossless.evidence import DEFECTS, Evidence, Sampled
+from evals.runs.conversations import Configuration
 from evals.runs.verdict import Verdict
 
 ALPHA = 1e-3

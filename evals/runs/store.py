@@ -1,4 +1,4 @@
-"""A run on disk: answers appended as they come, so that an interrupted run is continued and not repeated.
+"""A run on disk, continued after an interruption, with where its numbers come from.
 
 RUN/settings.json     what the run depends on
 RUN/answers.jsonl     one line an answer, with the hash of those settings
@@ -9,18 +9,58 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePath
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from evals.data.datasets import digest
+from evals.data.datasets import DataSet, digest
 from evals.errors import OutputError, RunStoreError
 from evals.runs.answers import Answer, from_json, to_json
 from specdec.user_warnings import warn_user
+
+_PACKAGES = ("specdec-hf", "torch", "transformers", "tokenizers", "flashinfer-python", "lm_eval")
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that decide about the numbers; None for one that is not installed."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def device_name(device: str) -> str:
+    """The name of the processor that a torch device is."""
+    if device.startswith("cuda"):
+        import torch
+
+        return str(torch.cuda.get_device_name(device))
+    return platform.machine()
+
+
+def data_facts(data: DataSet) -> dict[str, Any]:
+    """Name, source, hash and the number of questions asked."""
+    return {"name": data.name, "source": data.source, "sha256": data.sha256, "questions": len(data.questions)}
+
+
+def model_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's facts as they may be published: a folder is reduced to its name, and nothing measured is among them."""
+    target = str(facts["target"])
+    device = str(facts["device"])
+    shown = PurePath(target).name if PurePath(target).is_absolute() else target
+    fixed = {key: value for key, value in facts.items() if key != "self_test_error"}
+    return {**fixed, "target": shown, "device_name": device_name(device)}
+
 
 LOCK = ".lock"
 _REMEDY = "remove the folder or use another --run-dir"

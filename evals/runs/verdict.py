@@ -1,4 +1,4 @@
-"""What a check found. Three kinds, because a check that had nothing to look at has not passed."""
+"""Verdict of a check: passed, failed, or not tested (there was nothing to look at), each with its exit status."""
 
 from __future__ import annotations
 

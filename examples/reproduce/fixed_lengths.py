@@ -18,10 +18,10 @@ from typing import Any
 
 import click
 
-from evals.cli.options import PATH, Numbers
+from evals.cli.eval_options import PATH, Numbers
 from evals.data.datasets import DataSet, load
 from evals.errors import DataError
-from evals.runs.provenance import data_facts, versions
+from evals.runs.store import data_facts, versions
 from specdec import Completion, SamplingParams, SpeculativeModel
 from specdec.cli.lazy import BadInput
 from specdec.cli.options import load_model, load_options_of, model_options

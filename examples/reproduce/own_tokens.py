@@ -17,12 +17,11 @@ from typing import Any
 import click
 import torch
 
-from evals.cli.options import PATH
-from evals.data.datasets import Question, load
-from evals.data.prompts import opening, render
+from evals.cli.eval_options import PATH
+from evals.data.datasets import Question, load, opening, render
 from evals.lossless.greedy import VERDICT, Divergence, Judge, first_difference
 from evals.runs.answers import Answer, Turn
-from evals.runs.runner import Asking, Configuration
+from evals.runs.conversations import Asking, Configuration
 from specdec import SamplingParams, SpeculativeModel
 from specdec.cli.lazy import BadInput
 from specdec.cli.options import load_model, load_options_of, model_options

@@ -10,8 +10,7 @@ from drafters.loops.base import Choose, Draft
 from drafters.vocab import scatter
 from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_greedy, accept_sampled
 from specdec.acceptance.packed import PackedResult
-from specdec.ops.argmax import greedy_ids
-from specdec.ops.drafts import accept_greedily, place_drafts
+from specdec.ops.greedy_rows import accept_greedily, greedy_ids, place_drafts
 from specdec.requests.sampling import draw, target_probs
 from specdec.rounds.fields import DeviceRound, DeviceSampling
 

@@ -81,9 +81,8 @@ def _exported(
 ) -> Path:
     import torch
 
-    from drafters.eagle3.checkpoint import load_eagle3
+    from drafters.eagle3.checkpoint import load_eagle3, stored_dtype, target_of_files
     from drafters.eagle3.export import Verifier, export_eagle3
-    from drafters.eagle3.outline import stored_dtype, target_of_files
     from drafters.eagle3.overrides import Eagle3Overrides
     from specdec.loading.heads import is_available, outline_target, target_of_head
 

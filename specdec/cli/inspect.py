@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from drafters.checkpoints.config_fields import HeadReport
-    from specdec.agreement.check import Agreement
+    from specdec.head_check.check import Agreement
     from specdec.model import SpeculativeModel
     from specdec.options import LoadOptions
 
@@ -92,7 +92,7 @@ def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
 def _described(head: str, load: LoadOptions) -> HeadReport:
     """A head without a target: what its own files say."""
     from drafters.eagle import describe_eagle
-    from drafters.eagle3.outline import target_of_files
+    from drafters.eagle3.checkpoint import target_of_files
     from drafters.eagle3.overrides import Eagle3Overrides
     from drafters.mtp.checkpoint import has_mtp
     from specdec.loading.builtin import resolve
@@ -115,8 +115,8 @@ def _depends(report: HeadReport) -> str:
 
 
 def _print_pair(head: str, target: str, load: LoadOptions, file: Path | None, as_json: bool) -> None:
-    from specdec.agreement.check import check_agreement
     from specdec.cli.generate import as_chats, read_prompt_file
+    from specdec.head_check.check import check_agreement
 
     prompts = None if file is None else read_prompt_file(file)
     model = load_model(target, "mtp" if head == target else head, load)
@@ -146,7 +146,7 @@ def _print(model: SpeculativeModel, agreement: Agreement | None, as_json: bool) 
 
 
 def _print_agreement(console: Console, agreement: Agreement) -> None:
-    from specdec.cli.agreement_tables import agreement_lines, readings_table
+    from specdec.cli.tables import agreement_lines, readings_table
 
     if agreement.chains is not None:
         console.print(readings_table(agreement))

@@ -1,15 +1,27 @@
-"""LazyGroup: a group of commands that are imported when they are run, not when they are listed."""
+"""Command groups whose commands are imported when they run, with the commands that other packages add.
+
+An entry point names a click command: `eval = "package.module:command"`. Its module is imported for `specdec --help`,
+which shows its one-line help: it must be quick to import, and import what the command needs when that runs.
+
+In a checkout, the entry points of this distribution are read from its pyproject.toml: the metadata of an editable
+install are those of the day it was installed. Elsewhere, and those of other distributions, from the installed metadata.
+Source: packaging.python.org, "Entry points specification".
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 import click
 
 from specdec.errors import SpecdecError
+from specdec.shadowing import ROOT, check_sibling
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 """Click's settings of every group."""
@@ -87,3 +99,95 @@ class LazyGroup(click.Group):
             raise BadInput(" ".join(str(error).split())) from error
         except KeyboardInterrupt as error:
             raise Interrupted("interrupted; a run keeps what it has answered, and the same command goes on") from error
+
+
+GROUP = "specdec.commands"
+DISTRIBUTION = "specdec-hf"
+
+
+class PluginError(SpecdecError):
+    """A command that another package adds cannot be loaded."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A command that a package adds.
+
+    Attributes:
+        entry: "module:command" under the command's name.
+        distribution: that it comes from.
+    """
+
+    entry: EntryPoint
+    distribution: str
+
+    def load(self) -> click.Command:
+        """Import the command.
+
+        Raises:
+            PluginError: another distribution owns the name of its package, or something that it imports is missing.
+        """
+        name = self.entry.name
+        try:
+            if self.distribution == DISTRIBUTION:
+                check_sibling(self.entry.module.partition(".")[0])
+            command = self.entry.load()
+        except (ImportError, AttributeError) as error:
+            raise PluginError(f"`specdec {name}` ({self.distribution}) cannot be loaded: {error}") from error
+        if not isinstance(command, click.Command):
+            raise PluginError(f"`specdec {name}`: {self.entry.value} of {self.distribution} is no click command")
+        return command
+
+
+def find_plugins(taken: Iterable[str], root: Path = ROOT) -> Mapping[str, Plugin]:
+    """The commands that packages add, by name; those of this distribution first.
+
+    Args:
+        taken: names of built-in commands. root: the folder of this distribution's packages.
+
+    Raises:
+        PluginError: two commands have one name.
+    """
+    found: dict[str, Plugin] = {}
+    names = set(taken)
+    for plugin in (*_own(root), *_of_others()):
+        name = plugin.entry.name
+        if name in names:
+            other = found[name].distribution if name in found else "specdec itself"
+            raise PluginError(f"{plugin.distribution} adds the command {name!r}, which {other} has; uninstall one")
+        names.add(name)
+        found[name] = plugin
+    return found
+
+
+def _own(root: Path) -> list[Plugin]:
+    """Of this distribution: those of the checkout that `root` is, else those of the installed metadata."""
+    entries = _of_checkout(root / "pyproject.toml")
+    if entries is None:
+        entries = [e for e in entry_points(group=GROUP) if _distribution(e) == DISTRIBUTION]
+    return _distinct(Plugin(entry, DISTRIBUTION) for entry in entries)
+
+
+def _of_checkout(pyproject: Path) -> list[EntryPoint] | None:
+    """The entry points of a pyproject.toml; None where it is another project's, or there is none."""
+    if not pyproject.is_file():
+        return None
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
+    if project.get("name") != DISTRIBUTION:
+        return None
+    table = project.get("entry-points", {}).get(GROUP, {})
+    return [EntryPoint(name, value, GROUP) for name, value in table.items()]
+
+
+def _of_others() -> list[Plugin]:
+    named = [(entry, _distribution(entry)) for entry in entry_points(group=GROUP)]
+    return _distinct(Plugin(entry, name) for entry, name in named if name != DISTRIBUTION)
+
+
+def _distinct(plugins: Iterable[Plugin]) -> list[Plugin]:
+    """An editable install is found twice where its folder is on the path: there, and in site-packages."""
+    return list({(p.distribution, p.entry.name, p.entry.value): p for p in plugins}.values())
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return "an unknown distribution" if entry.dist is None else str(entry.dist.name)

@@ -1,7 +1,7 @@
 """The `specdec` command. Nothing heavy is imported until a command is run.
 
 A command is named by "module:attribute" together with its one-line help, so that `specdec --help` prints without
-importing torch. Other packages add commands through entry points (specdec/cli/plugins.py). Every error of the
+importing torch. Other packages add commands through entry points (specdec/cli/lazy.py). Every error of the
 `SpecdecError` tree becomes one message and exit code 2, in LazyGroup and only there.
 """
 
@@ -14,9 +14,8 @@ from typing import Any
 
 import click
 
-from specdec.cli.lazy import CONTEXT, BadInput, LazyCommand, LazyGroup
+from specdec.cli.lazy import CONTEXT, BadInput, LazyCommand, LazyGroup, Plugin, PluginError, find_plugins
 from specdec.cli.options import examples
-from specdec.cli.plugins import Plugin, PluginError, find_plugins
 
 _COMMANDS = {
     "generate": LazyCommand("specdec.cli.generate:generate", "Generate text, with or without speculation."),

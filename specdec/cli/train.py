@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from drafters.mtp.convention import Concat, Feedback
-    from drafters.training.config import TrainConfig
+    from drafters.training.train_config import TrainConfig
     from specdec.model import SpeculativeModel
-    from specdec.training.answering import Questions
-    from specdec.training.plan import TrainingPlan
-    from specdec.training.run_folder import Setting
+    from specdec.training.run import TrainingPlan
+    from specdec.training.run_folder import Questions, Setting
 
     MakePlan = Callable[[SpeculativeModel, TrainConfig, int], TrainingPlan[Any]]
 
@@ -132,11 +131,10 @@ def _run(options: dict[str, Any], make_plan: MakePlan) -> None:
     """Let the target answer, then train; whatever can be found wrong is found before the target answers."""
     from rich.console import Console
 
-    from drafters.training.config import TrainConfig
-    from drafters.training.questions import read_questions
+    from drafters.training.data import read_questions
+    from drafters.training.train_config import TrainConfig
     from specdec.model import SpeculativeModel
-    from specdec.training.answering import AnswerLimits, answer_prepared, prepare_questions
-    from specdec.training.run_folder import check_writable
+    from specdec.training.run_folder import AnswerLimits, answer_prepared, check_writable, prepare_questions
 
     limits = AnswerLimits(options["max_new_tokens"], options["max_length"])
     names = ("steps", "batch_size", "ttt_steps", "decay", "learning_rate", "seed", "checkpoint_every")
@@ -159,9 +157,8 @@ def _run(options: dict[str, Any], make_plan: MakePlan) -> None:
 
 
 def _train(options: dict[str, Any], plan: TrainingPlan[Any], questions: Sequence[Questions], console: Console) -> None:
-    from drafters.training.answers import AnswerSet
-    from specdec.training.answering import answer_prepared
-    from specdec.training.run_folder import locked
+    from drafters.training.data import AnswerSet
+    from specdec.training.run_folder import answer_prepared, locked
 
     output = options["output"]
     plan.check_questions(questions)
@@ -185,7 +182,7 @@ def _data_settings(options: dict[str, Any], questions: Sequence[Questions]) -> d
 
 
 def _kept(output: Path) -> str:
-    from drafters.training.answer_store import kept_answers
+    from drafters.training.data import kept_answers
     from drafters.training.state import checkpoints
 
     found = checkpoints(output)

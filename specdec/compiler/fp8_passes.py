@@ -9,30 +9,16 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from specdec.compiler.passes import Rewriting
-from specdec.ops.fp8_fused import add_rms_norm_fp8, rms_norm_fp8, silu_product_fp8  # noqa: F401 (registers them)
+from specdec.ops.fp8 import add_rms_norm_fp8, rms_norm_fp8, silu_product_fp8  # noqa: F401 (registers them)
 
 _OURS = torch.ops.specdec
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
-class Fp8Rewriting(Rewriting):
-    """All rewritings of `Rewriting`, and norms and gated activations that are quantised at once."""
-
-    def __call__(self, graph: Graph) -> None:
-        """Rewrite the compiler's graph."""
-        super().__call__(graph)
-        quantise_at_once(graph)
-
-    def uuid(self) -> str:
-        """Part of the compiler cache's key."""
-        return f"{super().uuid()}-fp8-1"
-
-
 def quantise_at_once(graph: Graph) -> None:
     """`fp8_quantise` of a norm's or a gated activation's result that nothing else reads becomes one operator with it.
 
-    Run after `Rewriting`, which leaves one `fp8_quantise` for all layers that read a tensor.
+    Run after the other rewritings, which leave one `fp8_quantise` for all layers that read a tensor.
     """
     for node in list(graph.nodes):
         if node.target is _OURS.fp8_quantise.default and (source := _only_read_by(node.args[0], node)) is not None:

@@ -16,11 +16,16 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from attention.backends.limits import HALF
+from specdec.compiler.fp8_passes import quantise_at_once
 from specdec.errors import UnsupportedModelError
+from specdec.ops.elementwise import (  # noqa: F401  # noqa: F401
+    add_rms_norm,
+    rms_norm,
+    rotated,
+    rotated_together,
+    silu_product,
+)
 from specdec.ops.linear import few_tokens_linear, invariant_linear  # noqa: F401 (registers the operators)
-from specdec.ops.norm import add_rms_norm, rms_norm  # noqa: F401
-from specdec.ops.rotary import rotated, rotated_together  # noqa: F401
-from specdec.ops.silu import silu_product  # noqa: F401
 from specdec.wrapped.group import GRAPH_PASSES
 
 _SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
@@ -31,7 +36,7 @@ _ATEN_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.bad
 
 class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
     """Equal matmuls become one; matmuls with a weight, norms, rotary embeddings and gated activations become operators
-    with kernels."""
+    with kernels, which quantise what only FP8 layers read."""
 
     def __init__(self, batch_invariant: bool = False) -> None:
         """batch_invariant: matmuls with a weight must give a token the same bits in any batch."""
@@ -47,10 +52,11 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
         rotate_at_once(graph)
         rotate_joined_at_once(graph)
         gate_at_once(graph)
+        quantise_at_once(graph)
 
     def uuid(self) -> str:
         """Part of the compiler cache's key."""
-        return f"specdec-rewriting-5{'-batch-invariant' if self._batch_invariant else ''}"
+        return f"specdec-rewriting-5{'-batch-invariant' if self._batch_invariant else ''}-fp8-1"
 
 
 def leave_one_matmul(graph: Graph) -> None:

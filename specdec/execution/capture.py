@@ -16,10 +16,10 @@ from attention.runner import FixedPlanner, GroupRunner, PlannedBatch, Planner
 from drafters.loops.base import CarriedRows, Chosen, Draft, StaticLoop, StaticPrefill, passes_attend
 from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
-from specdec.compiler.settings import compiler_settings
+from specdec.compiler.compiling import compiler_settings
 from specdec.execution.sampled import SampledDrafts, decide_sampled
-from specdec.ops.argmax import greedy_ids
 from specdec.ops.draws import Proposal
+from specdec.ops.greedy_rows import greedy_ids
 from specdec.rounds.extras import RoundExtra, adjusted
 from specdec.rounds.fields import DeviceRound, DeviceSampling
 from specdec.wrapped.group import ALONE, Group
@@ -310,11 +310,11 @@ def rehearse(launch: Callable[[], T], pool: Any) -> tuple[None, T]:
 
 @contextmanager
 def kernels_compiled_together(device: torch.device) -> Iterator[None]:
-    """See `attention.kernels.together.compiled_together`; elsewhere than on CUDA nothing is compiled."""
+    """See `attention.kernels.launch.compiled_together`; elsewhere than on CUDA nothing is compiled."""
     if device.type != "cuda":
         yield
         return
-    from attention.kernels.together import compiled_together
+    from attention.kernels.launch import compiled_together
 
     with compiled_together():
         yield

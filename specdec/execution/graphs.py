@@ -3,7 +3,7 @@
 Rounds in which every row verifies have a fixed shape; others run by segments (`ragged.py`), and then the same steps.
 
 The draft prefill is launched right after the verification, before the host knows what was accepted (see
-`drafters/loops/chain/static.py`, and `static.py` of `modules` beside it). So while the host reads the verification
+`drafters/loops/chain_passes.py`, and `static.py` of `modules` beside it). So while the host reads the verification
 result and lays out the draft steps, the device is at work; each step is planned while the one before runs; commit,
 schedule and the next verification follow while the steps run. That makes two transfers per round instead of one, three
 with sampled rows.
@@ -26,8 +26,7 @@ from attention.hf.gate import gate_of
 from drafters.loops.base import Draft, DraftInput, GraphLoop, StaticLoop, StaticSteps
 from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
-from specdec.compiler.products import choose_products
-from specdec.compiler.settings import (
+from specdec.compiler.compiling import (
     compiled,
     compiled_model,
     compiler_settings,
@@ -35,6 +34,7 @@ from specdec.compiler.settings import (
     store_cos_sin,
     unwrapped,
 )
+from specdec.compiler.gemm_selection import choose_products
 from specdec.compiler.siblings import fuse_siblings
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError, UnsupportedModelError
@@ -62,8 +62,8 @@ from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket, 
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.execution.sampled import SampledDrafts, decide_sampled
-from specdec.ops.argmax import greedy_drafts, greedy_ids
 from specdec.ops.experts import mixtures, using_capturable_experts
+from specdec.ops.greedy_rows import greedy_drafts, greedy_ids
 from specdec.rounds.buckets import graph_rows, loop_limits, static_shape
 from specdec.rounds.drafting import accepted_by_row, ahead_inputs, rows_after
 from specdec.rounds.extras import adjusted

@@ -12,10 +12,9 @@ import torch
 
 from drafters.base import Head
 from drafters.loops.base import Chosen, StaticLoop
-from drafters.loops.chain.passes import target_ids_of
+from drafters.loops.chain_passes import target_ids_of
 from specdec.acceptance.packed import PackedResult
-from specdec.ops.draws import DraftPlaces, Proposal, accept_drafts, draw_drafts, inverse_map
-from specdec.ops.filters import Filtered, filter_rows
+from specdec.ops.draws import DraftPlaces, Filtered, Proposal, accept_drafts, draw_drafts, filter_rows, inverse_map
 from specdec.rounds.fields import DeviceSampling
 
 

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from attention.errors import OutOfPagesError
-from attention.transport.base import Read, ReadPlan, Transport
-from attention.transport.local import synchronize
 from attention.transport.region_tables import EngineTable, RankTable
+from attention.transport.transports import Read, ReadPlan, Transport, synchronize
 from specdec.errors import RanksLostError, SpecdecError, TransferError, TransferTimeoutError
 from specdec.handoff.held import Due
 from specdec.handoff.link import TRANSPORTS, Link, RankEnd, fingerprint, options_of_rank

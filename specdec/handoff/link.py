@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from attention.transport.base import Read, ReadPlan, Transport
-from attention.transport.local import LocalTransport, synchronize
 from attention.transport.nixl_agent import NixlTransport
 from attention.transport.region_tables import Bound, EngineTable, RankTable, bind, check_fingerprints, plan
 from attention.transport.sockets import SocketTransport
+from attention.transport.transports import LocalTransport, Read, ReadPlan, Transport, synchronize
 from specdec.errors import HandoffMismatchError, InvalidInputError, TransferError
 from specdec.handoff.held import HeldPages
 from specdec.handoff.moved import Departed, Handoff, Pages
@@ -23,7 +22,7 @@ from specdec.handoff.moving import MovingRequests
 from specdec.requests.request import Update
 from specdec.values import short
 from specdec.wrapped.fingerprint import shared_fingerprint, weights_fingerprint
-from specdec.wrapped.live import adapter_layers, adapter_states, in_words
+from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
 from specdec.wrapped.versions import WeightVersions
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {
@@ -52,7 +51,7 @@ def made(transport: str | Transport, options: Mapping[str, Any]) -> Transport:
     if isinstance(transport, type) or not all(callable(getattr(transport, name, None)) for name in _METHODS):
         raise InvalidInputError(
             f"transport={short(transport)}: allowed are {', '.join(TRANSPORTS)}, and objects with the methods of "
-            "`attention.transport.base.Transport`"
+            "`attention.transport.transports.Transport`"
         )
     if options:
         raise InvalidInputError(f"{', '.join(options)}: options belong to a transport's name; give them to the object")

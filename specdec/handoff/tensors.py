@@ -23,7 +23,7 @@ from specdec.execution.base import DraftBuffers
 from specdec.execution.eager import draft_vocab
 from specdec.execution.round import Round
 from specdec.handoff.moved import Arrival
-from specdec.ops.filters import Filtered
+from specdec.ops.draws import Filtered
 from specdec.requests.sampling import SamplingParams
 
 Tensors = Mapping[str, torch.Tensor]

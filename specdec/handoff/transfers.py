@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Literal
 
-from attention.transport.base import Transport
 from attention.transport.region_tables import EngineTable
+from attention.transport.transports import Transport
 from specdec.engine.sharing import SharedEngine
 from specdec.engine.streams import Stream, StreamUpdate
 from specdec.errors import (

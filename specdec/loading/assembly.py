@@ -30,7 +30,7 @@ from specdec.selftest.selftest import check_target
 from specdec.selftest.twin import TwinReport, twin_test
 from specdec.user_warnings import warn_user
 from specdec.wrapped.group import ALONE, Group
-from specdec.wrapped.live import LiveModel
+from specdec.wrapped.model_check import LiveModel
 from specdec.wrapped.probing import TargetProbe
 from specdec.wrapped.settings import Settings
 from specdec.wrapped.target import Target

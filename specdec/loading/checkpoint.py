@@ -15,11 +15,13 @@ from transformers import CONFIG_MAPPING
 from transformers import __version__ as transformers_version
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from drafters.checkpoints.hub import hub_answers, is_hub_name, looks_local
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
 from drafters.checkpoints.tensor_files import (
+    hub_answers,
+    is_hub_name,
     is_lfs_pointer,
     leads_outside,
+    looks_local,
     no_files_in,
     open_folder,
     read_json,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from attention.batch.host import extra_of
 from attention.cache.kv_cache import bytes_per_token
 from attention.groups import GroupedRunner
-from attention.hf.indexer import dense_up_to
+from attention.hf.model_specific import dense_up_to
 from attention.hf.weights import model_bytes, num_elements
 from attention.recurrence.runner import StateRunner
 from attention.runner import GroupRunner
@@ -19,7 +19,7 @@ from specdec.loading.kv_scales import scales_in_words
 from specdec.loading.quantisation import facts_of_quantisation
 from specdec.requests.generation_config import unsupported
 from specdec.values import short
-from specdec.wrapped.live import adapter_layers, adapter_states, in_words
+from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
 
 if TYPE_CHECKING:
     from specdec.config import EngineConfig

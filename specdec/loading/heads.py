@@ -14,17 +14,15 @@ from transformers import AutoConfig
 
 from attention.hf.weights import dense_weight
 from drafters.base import Head
-from drafters.checkpoints.config_fields import HeadReport
-from drafters.checkpoints.hub import is_hub_name
-from drafters.checkpoints.tensor_files import CheckpointFolder, locate, open_folder
-from drafters.checkpoints.unread_keys import UNKNOWN
+from drafters.checkpoints.config_fields import UNKNOWN, HeadReport
+from drafters.checkpoints.tensor_files import CheckpointFolder, is_hub_name, locate, open_folder
 from drafters.eagle import load_eagle, target_of
 from drafters.eagle3.checkpoint import TargetFacts, check_kind
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.mtp.checkpoint import describe_mtp, has_mtp, load_mtp
 from drafters.mtp.convention import MtpConvention
+from drafters.mtp.head import MtpStack
 from drafters.mtp.spec import mtp_target
-from drafters.mtp.stack import MtpStack
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.loading.builtin import AUTO_HEAD, BUILTIN_HEADS, builtin_name, resolve
 from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import nn
 
-from drafters.checkpoints.hub import HTTP_ERRORS, NO_ANSWER
+from drafters.checkpoints.tensor_files import HTTP_ERRORS, NO_ANSWER
 from specdec.errors import ModelLoadError, SpecdecError
 from specdec.loading.checkpoint import Checkpoint
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from drafters.base import Head
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, UnsupportedModelError
 from specdec.values import short
-from specdec.wrapped.live import part_in_training
+from specdec.wrapped.model_check import part_in_training
 
 _GIVE = "give a built-in name, a folder, a hub name, or a loaded transformers model (PreTrainedModel)"
 _WRAPPERS = {

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from huggingface_hub import try_to_load_from_cache
 
-from drafters.checkpoints.hub import is_hub_name, looks_local
-from drafters.checkpoints.tensor_files import what_else
+from drafters.checkpoints.tensor_files import is_hub_name, looks_local, what_else
 from drafters.eagle3.formats import target_named_by
 from specdec.errors import HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.loading.builtin import AUTO_HEAD, resolve

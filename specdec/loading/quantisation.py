@@ -21,7 +21,7 @@ from transformers.utils import import_utils
 
 from attention.hf.weights import is_quantised
 from specdec.errors import ModelLoadError
-from specdec.selftest.batch_dependence import rounds_activations
+from specdec.selftest.quantised import rounds_activations
 from specdec.user_warnings import warn_user
 from specdec.values import short
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attention.hf.indexer import dense_up_to
+from attention.hf.model_specific import dense_up_to
 from drafters.base import Head
 from specdec.errors import InvalidInputError
 from specdec.extras.long_factors import LongFactors
@@ -91,7 +91,7 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
     Rotary embeddings of type dynamic look at the largest position of the whole batch: one long request would change the
     others. So with them no request may be longer than the length from which on they change. Those of type longrope do
     the same; of them each token gets its own factors (`specdec.wrapped.long_rope`), but for modules that are unknown.
-    Sparse attention with an indexer is served up to the length from which on it is sparse (`attention.hf.indexer`); a
+    Sparse attention with an indexer is served up to the length from which on it is sparse (`hf.model_specific`); a
     SpecdecWarning says so.
 
     Raises:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from attention.backends.base import AttentionBackend
 from attention.cache.kv_cache import KVFormat
-from attention.cache.state import StateGroup
 from attention.hf.weights import runs_plainly
-from attention.recurrence.registry import recurrences_of
+from attention.recurrence.functions import recurrences_of
+from attention.recurrence.layer_spec import fold_rule
 from attention.recurrence.runner import StateRunner
-from attention.recurrence.spec import fold_rule
+from attention.recurrence.state_cache import StateGroup
 from specdec.config import EngineConfig, state_slots
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.extras.recurrent_states import RecurrentStates

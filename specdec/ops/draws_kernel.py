@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.pdl import dependent_launch, wait_for_predecessor
+from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from specdec.ops.filters_kernel import launch_filters
 from specdec.ops.logits_kernel import LOG2E, load_logits, load_stats, probability
 

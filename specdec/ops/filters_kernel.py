@@ -19,18 +19,22 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from specdec.ops.filters_search_kernel import (
+from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from specdec.ops.logits_kernel import (
     ALL,
     COLUMNS,
     EDGES,
     FLOOR,
+    LOG2E,
     STATE,
     counts_tokens,
+    distance_from,
+    load_logits,
+    load_row,
     mass_target,
     settle_kernel,
+    weight,
 )
-from specdec.ops.logits_kernel import LOG2E, distance_from, load_logits, load_row, weight
 
 _PART = 2048
 _SUMS_TILE = 128  # tokens of a part that are summed at once: one a thread, or Triton moves them between threads

@@ -1,6 +1,6 @@
 """Norms and gated activations that end in 8 bits, as Triton kernels. Imported on CUDA only.
 
-What is quantised is computed by the code of `specdec.ops.norm_kernel` and `specdec.ops.silu_kernel` and rounded to
+What is quantised is computed by the code of `specdec.ops.elementwise_kernel` and rounded to
 half precision before, so that nothing depends on whether the two were fused.
 """
 
@@ -10,10 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.pdl import dependent_launch, wait_for_predecessor
+from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from specdec.ops.elementwise_kernel import normed_token, silu_product, token_rows
 from specdec.ops.fp8_kernel import quantised
-from specdec.ops.norm_kernel import normed_token
-from specdec.ops.silu_kernel import silu_product, token_rows
 
 _GROUP = tl.constexpr(128)
 _BLOCK, _WARPS = 1024, 4
@@ -49,7 +48,7 @@ def _norm_fp8_kernel(  # type: ignore[no-untyped-def]
 def launch_norm_fp8(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `specdec.ops.fp8_fused`; without a residual the first result is x."""
+    """See `specdec.ops.fp8`; without a residual the first result is x."""
     width = x.shape[-1]
     rows = token_rows(x)
     added = rows if residual is None else token_rows(residual)
@@ -101,7 +100,7 @@ def _silu_product_fp8_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_silu_product_fp8(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec.ops.fp8_fused`."""
+    """See `specdec.ops.fp8`."""
     rows, others = token_rows(gate), token_rows(up)
     tokens, width = rows.shape
     groups = triton.cdiv(width, 128)

@@ -7,7 +7,7 @@ have fewer bits than float32.
 
 Split-K: where a weight has too few rows to keep a GPU busy, several programs share the blocks of the same rows. Each
 writes its sums in float32, and a second launch adds them in the order of the columns. Not the program that comes last,
-by a counter, as `attention.kernels.packed` does: a matmul has no engine whose counters it could have, and counters of
+by a counter, as `packed_kernel` does: a matmul has no engine whose counters it could have, and counters of
 the whole process are wrong when two graphs run at once. A dependent launch costs 1.0 µs (an H200, `fp8_quantise` in a
 graph). The order of summation depends on the tiling alone.
 """
@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.pdl import dependent_launch, wait_for_predecessor
+from attention.kernels.launch import dependent_launch, wait_for_predecessor
 
 _GROUP = tl.constexpr(128)
 _MAX = tl.constexpr(448.0)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from attention.backends.limits import HALF
-from specdec.ops.products.table import chosen_launch
+from specdec.ops.gemm_choice import chosen_launch
 
 MOST_TOKENS = 16
 """Most tokens of the kernel in `linear_kernel`."""
@@ -58,8 +58,7 @@ def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     """
     if not x.is_cuda or x.dtype not in HALF:
         raise ValueError(f"batch-invariant matmuls are for half precision on a GPU, not {x.dtype} on {x.device}")
-    from specdec.ops.invariant_linear_kernel import launch_invariant_linear
-    from specdec.ops.linear_kernel import fits, launch_linear
+    from specdec.ops.linear_kernel import fits, launch_invariant_linear, launch_linear
 
     if bias is None and len(x) <= MOST_TOKENS and fits(x, weight):
         return launch_linear(x, weight)  # its order of summation gives the same bits

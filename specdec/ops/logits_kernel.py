@@ -1,11 +1,14 @@
-"""A row of logits in Triton kernels: how one is read, weighed and ordered, and what filters leave of it.
+"""Triton kernels' parts that read a row of logits, and the last step of a filter's search. Imported on CUDA only.
 
-Imported on CUDA only."""
+How the parts narrow the row down: `filters_kernel.py`.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from attention.kernels.launch import wait_for_predecessor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -83,7 +86,7 @@ def load_row(  # type: ignore[no-untyped-def]
 
     All that can be loaded at once is: what is loaded one after the other takes longer than these kernels compute. Of a
     greedy row only the parameters are, since the rest may be any number: where the kernels are built, all rows are
-    greedy, and some launches may be missing before this one (`attention.kernels.together`).
+    greedy, and some launches may be missing before this one (`attention.kernels.launch`).
 
     index_ptr: which row of the logits it is; None: the row itself.
     """
@@ -96,3 +99,193 @@ def load_row(  # type: ignore[no-untyped-def]
     place = tl.load(peaks_ptr + source * peak_stride, mask=is_sampled, other=0)
     logits_ptr += source * row_stride
     return logits_ptr, load_logits(logits_ptr + place, is_sampled), temperature, top_k, top_p, min_p
+
+
+EDGES = tl.constexpr(14)
+COLUMNS = tl.constexpr(16)  # of a part's first sums: up to each edge | above the floor of min-p | of all
+FLOOR, ALL = EDGES, tl.constexpr(15)
+STATE = tl.constexpr(8)  # of a row's search: low | high | below | target | total | total above min-p's floor
+
+
+@triton.jit
+def counts_tokens(top_k, vocab):  # type: ignore[no-untyped-def]
+    """Whether a row has top-k, so that its tokens are counted, not weighed, in the launches that narrow it down."""
+    return (top_k > 0) & (top_k < vocab)
+
+
+@triton.jit
+def mass_target(total, top_p):  # type: ignore[no-untyped-def]
+    """A token is kept as long as what is more probable than it has less mass than this."""
+    return total - (1 - top_p) * total
+
+
+@triton.jit
+def _middle(low, high):  # type: ignore[no-untyped-def]
+    return (low >> 1) + (high >> 1) + (low & high & 1)
+
+
+@triton.jit
+def _tile(  # type: ignore[no-untyped-def]
+    row, chunk, PART: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr
+):
+    """Logits, their order and whether they count, of TILE tokens: as many of each part, listed ones or all."""
+    logits_ptr, list_, bounds, vocab, shift = row
+    counts, listed_ptr, used, parts = list_
+    low, high, peak, least = bounds
+    place = tl.arange(0, TILE)
+    part, column = place // (TILE // PARTS), chunk * (TILE // PARTS) + place % (TILE // PARTS)
+    if used:
+        x = load_logits(listed_ptr + part * CAPACITY + column, (part < parts) & (column < CAPACITY))
+        of_part = tl.broadcast_to(counts[:, None], (PARTS, TILE // PARTS))
+        inside = column < tl.reshape(of_part, (TILE,))
+        x = tl.where(inside, x, float("-inf"))
+    else:
+        index = part * PART + column
+        inside = (column < PART) & (index < vocab)
+        x = load_logits(logits_ptr + index, inside)
+    distance = distance_from(x, peak)
+    return x, ordered(x, shift), inside & (distance >= low) & (distance < high) & (x >= least)
+
+
+@triton.jit
+def _search(  # type: ignore[no-untyped-def]
+    row,
+    chunks,
+    below,
+    target,
+    scale,
+    COUNT: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The lowest kept logit of a row's tokens: where their count or mass, from `below` on, reaches target.
+
+    Returns it with, for top-p, the first kept index among tokens of that logit and the mass of all that are kept.
+    The first tile stays in registers.
+    """
+    logits_ptr, _list, bounds, vocab, shift = row
+    peak = bounds[2]
+    x, keys, inside = _tile(row, 0, PART, PARTS, CAPACITY, TILE)
+    w = tl.where(inside, 1.0 if COUNT else weight(x, peak, scale), 0.0)
+    key = tl.min(tl.where(inside, keys, 0x7FFFFFFF), 0)  # kept
+    dropped = tl.max(tl.where(inside, keys, -0x7FFFFFFF), 0) + 1
+    for chunk in range(1, chunks):
+        x, keys_, inside_ = _tile(row, chunk, PART, PARTS, CAPACITY, TILE)
+        key = tl.minimum(key, tl.min(tl.where(inside_, keys_, 0x7FFFFFFF), 0))
+        dropped = tl.maximum(dropped, tl.max(tl.where(inside_, keys_, -0x7FFFFFFF), 0) + 1)
+    while dropped > key + 1:
+        middle = _middle(key, dropped)
+        sums = tl.where(keys >= middle, w, 0.0)
+        for chunk in range(1, chunks):
+            x, keys_, inside_ = _tile(row, chunk, PART, PARTS, CAPACITY, TILE)
+            sums += tl.where(inside_ & (keys_ >= middle), 1.0 if COUNT else weight(x, peak, scale), 0.0)
+        reached = below + tl.sum(sums, 0) >= target
+        key = tl.where(reached, middle, key)
+        dropped = tl.where(reached, dropped, middle)
+    threshold = unordered(key, shift)
+    first, mass = tl.full((), 0, tl.int32), tl.full((), 0, tl.float32)
+    if not COUNT:
+        above = tl.where(keys > key, w, 0.0)
+        equal = tl.where(inside & (keys == key), 1, 0)
+        for chunk in range(1, chunks):
+            x, keys_, inside_ = _tile(row, chunk, PART, PARTS, CAPACITY, TILE)
+            above += tl.where(inside_ & (keys_ > key), weight(x, peak, scale), 0.0)
+            equal += tl.where(inside_ & (keys_ == key), 1, 0)
+        mass, ties = below + tl.sum(above, 0), tl.sum(equal, 0)
+        each = weight(threshold, peak, scale)
+        kept = tl.maximum(tl.ceil((target - mass) / tl.maximum(each, 1e-38)), 1.0)
+        kept = tl.minimum(kept, ties.to(tl.float32)).to(tl.int32)
+        mass += kept.to(tl.float32) * each
+        if kept < ties:  # the lowest indices go: which part the first kept one is in, then where in it
+            of_part = tl.sum(tl.reshape(equal, (PARTS, TILE // PARTS)), 1)
+            passed = tl.cumsum(of_part, 0) <= ties - kept
+            part = tl.sum(passed.to(tl.int32), 0)
+            before = tl.sum(tl.where(passed, of_part, 0), 0)
+            index = part * PART + tl.arange(0, PART)
+            of_index = ordered(load_logits(logits_ptr + index, index < vocab), shift)
+            tied = ((index < vocab) & (of_index == key)).to(tl.int32)
+            first = part * PART + tl.sum((before + tl.cumsum(tied, 0) <= ties - kept).to(tl.int32), 0)
+    return threshold, first, mass
+
+
+@triton.jit
+def _stats(peak, threshold, first, mass, above_floor, floor, scale):  # type: ignore[no-untyped-def]
+    """A row's result. Where min-p drops the lowest kept logit, what it keeps is all that is kept."""
+    total = tl.where(weight(threshold, peak, scale) < floor, above_floor, mass)
+    return peak, threshold, first.to(tl.float32), total
+
+
+@triton.jit(do_not_specialize=["per"])
+def settle_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,  # [T, V]
+    peaks_ptr,  # [T] int64
+    index_ptr,  # [R] int64 or None
+    temperature_ptr,  # [J] float32
+    top_k_ptr,  # [J] int32
+    top_p_ptr,  # [J] float32
+    min_p_ptr,  # [J] float32
+    sums_ptr,  # [R, parts, COLUMNS] float32, the first ones
+    state_ptr,  # [2, R, STATE] float32
+    counts_ptr,  # [R, parts] int32
+    listed_ptr,  # [R, parts, CAPACITY] as the logits
+    stats_ptr,  # [R, 4] float32
+    zeros_ptr,  # [R] int32 or None
+    vocab,
+    parts,
+    row_stride,
+    peak_stride,
+    stats_stride,
+    per,
+    SHIFT: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    given = (logits_ptr, peaks_ptr, index_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
+    logits_ptr, peak, temperature, top_k, top_p, floor = load_row(*given, row, per, row_stride, peak_stride)
+    wait_for_predecessor(DEPENDENT)
+    if temperature == 0:
+        return
+    stats_ptr += row * stats_stride
+    if zeros_ptr is not None:
+        tl.store(zeros_ptr + row, 0)
+    scale = LOG2E / temperature
+    part = tl.arange(0, PARTS)
+    least, first = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+    counting = counts_tokens(top_k, vocab)
+    if (top_p >= 1) & (counting == 0):
+        of_part = sums_ptr + (row * parts + part) * COLUMNS
+        above_floor = tl.sum(tl.load(of_part + FLOOR, mask=part < parts, other=0.0), 0)
+        mass = tl.sum(tl.load(of_part + ALL, mask=part < parts, other=0.0), 0)
+        store_stats(stats_ptr, _stats(peak, least, first, mass, above_floor, floor, scale))
+        return
+    state_ptr += row * STATE
+    low, high, below = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
+    target, mass, above_floor = tl.load(state_ptr + 3), tl.load(state_ptr + 4), tl.load(state_ptr + 5)
+    counts = tl.load(counts_ptr + row * parts + part, mask=part < parts, other=0)  # [PARTS]
+    most = tl.max(counts, 0)
+    used = most <= CAPACITY
+    chunks = tl.cdiv(tl.where(used, most, PART), TILE // PARTS)
+    list_ = (counts, listed_ptr + row * parts * CAPACITY, used, parts)
+    if counting:
+        tokens = (logits_ptr, list_, (low, high, peak, least), vocab, SHIFT)
+        least = _search(tokens, chunks, 0.0, target, scale, True, PART, PARTS, CAPACITY, TILE)[0]
+        tokens = (logits_ptr, list_, (low, high, peak, least), vocab, SHIFT)
+        masses, above = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
+        for chunk in range(chunks):
+            x, _keys, inside = _tile(tokens, chunk, PART, PARTS, CAPACITY, TILE)
+            w = tl.where(inside, weight(x, peak, scale), 0.0)
+            masses += w
+            above += tl.where(w >= floor, w, 0.0)
+        mass, above_floor = tl.sum(masses, 0), tl.sum(above, 0)
+        target = mass_target(mass, top_p)
+    threshold = least
+    if top_p < 1:
+        tokens = (logits_ptr, list_, (low, high, peak, least), vocab, SHIFT)
+        threshold, first, mass = _search(tokens, chunks, below, target, scale, False, PART, PARTS, CAPACITY, TILE)
+    store_stats(stats_ptr, _stats(peak, threshold, first, mass, above_floor, floor, scale))

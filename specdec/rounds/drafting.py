@@ -11,7 +11,7 @@ from attention.batch.host import HostBatch, offsets_within, rows_batch
 from attention.declared import A, array
 from drafters.loops.base import CarriedRows, DraftingRows, DraftInput
 from drafters.loops.lengths import drafts_within, tokens_accepted
-from drafters.loops.modules.index import rows_before, shifted_batch
+from drafters.loops.module_arrays import rows_before, shifted_batch
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import TargetArrays, Verified
 

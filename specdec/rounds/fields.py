@@ -1,6 +1,6 @@
 """The round's arrays in the staging arena: where they are, and what arrived.
 
-(A draft loop has a section of its own: `drafters/loops/chain/staged.py`, `drafters/loops/modules/staged.py`.)
+(A draft loop has a section of its own: `drafters/loops/chain_staged.py`, `drafters/loops/module_staged.py`.)
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PassesSection:
     def sizes(self, rows: int, tokens: int, pages: int, entries: int | None = None) -> dict[str, int]:
         """Sizes beside those of the verification, for at most so many of its rows, tokens and pages a row.
 
-        A request may be two rows of a pass, see `drafters.loops.modules.index.shifted_batch`; but not in a fixed shape,
+        A request may be two rows of a pass, see `drafters.loops.module_arrays.shifted_batch`; but not in a fixed shape,
         of which `entries` on the lists of pages are given.
         """
         found = {"passes.requests": rows, "passes.tokens": tokens}

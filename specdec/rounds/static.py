@@ -8,7 +8,7 @@ after a row's own change nothing for it: they stand at position 0 and write to s
 
 The host has little time between the read of a verification and the end of the draft prefill. So nothing is allocated
 that can be kept, what never changes is written once, and every array is computed where it is sent from. (The draft
-steps of the same shape belong to the loop: `drafters/loops/chain/static.py`.)
+steps of the same shape belong to the loop: `drafters/loops/chain_passes.py`.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
 from drafters.loops.base import CarriedRows, StaticShape
-from drafters.loops.modules.index import rows_before
+from drafters.loops.module_arrays import rows_before
 from specdec.config import EngineConfig
 from specdec.rounds.buckets import static_entries, static_shape
 from specdec.rounds.extras import make_sections

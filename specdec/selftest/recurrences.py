@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention.cache.state import CallState, ConvState, StateGroup, allocate_states, tensors_of
+from attention.recurrence.functions import REFERENCE
 from attention.recurrence.index import FoldRule
-from attention.recurrence.registry import REFERENCE
-from attention.recurrence.rows import StateRows
+from attention.recurrence.layer_spec import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
 from attention.recurrence.runner import StateRunner
-from attention.recurrence.spec import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
+from attention.recurrence.state_cache import CallState, ConvState, StateGroup, allocate_states, tensors_of
+from attention.recurrence.state_rows import StateRows
 from specdec.errors import UnsupportedModelError
 
 _TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.02}

@@ -1,4 +1,4 @@
-"""The choices of a mixture's routers in the self-test: near ties are no errors, but they must be near ties.
+"""Self-test of a mixture's routers: another expert than the reference's is allowed only where two nearly tie.
 
 In half precision hidden states of two paths differ by rounding. Where a router's last chosen expert and the best of the
 others are closer than that, the paths take different experts, and the token's logits are those of other experts. With 8
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from attention.recurrence.index import StateIndex
 from specdec.errors import UnsupportedModelError
-from specdec.selftest.rereading import read_eager, read_paged
+from specdec.selftest.eager_reference import read_eager, read_paged
 from specdec.wrapped.target import Target
 
 MOST_MOVED = 0.25

@@ -20,10 +20,7 @@ from drafters.base import HasInputConvention, Head
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.ops.linear import invariant_linear
 from specdec.requests.prompts import encode_prompts
-from specdec.selftest.batch_dependence import neighbour_test, rounds_activations
-from specdec.selftest.fp8 import fp8_self_test
-from specdec.selftest.recurrences import recurrence_self_test
-from specdec.selftest.rereading import (
+from specdec.selftest.eager_reference import (
     dummy_ids,
     errors_named,
     fewest_pages,
@@ -31,10 +28,13 @@ from specdec.selftest.rereading import (
     read_eager,
     read_logits,
     read_paged,
+    read_rollback,
     relative_errors,
+    rollback_of,
     scrambled_table,
 )
-from specdec.selftest.rollback import read_rollback, rollback_of
+from specdec.selftest.quantised import fp8_self_test, neighbour_test, rounds_activations
+from specdec.selftest.recurrences import recurrence_self_test
 from specdec.selftest.routers import RoutedReader, check_choices, has_mixtures
 from specdec.selftest.twin import TwinReport, in_words
 from specdec.user_warnings import warn_user

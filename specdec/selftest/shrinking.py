@@ -1,4 +1,4 @@
-"""A model's configuration in miniature: every kind of layer and every option, with narrow widths and low thresholds.
+"""Shrink a model's configuration: every kind of layer and every option stays, with narrow widths and low thresholds.
 
 A threshold is an integer of a configuration that acts on lengths: a sliding window, a chunk of attention, a number of
 keys that sparse attention keeps. What happens past one is seen only by rows that are longer.

@@ -1,4 +1,4 @@
-"""The twin: a model's own class in miniature, by which what its class and configuration do is tested in float32.
+"""The twin: a small copy of a model, of its own class with drawn weights, that the self-tests run in float32.
 
 The self-test of the real weights has short rows, and in half precision it cannot tell a small mistake from rounding.
 A twin has narrow layers of each kind, low thresholds (a sliding window of 20 tokens, …) and random float32 weights so
@@ -20,14 +20,14 @@ from transformers.utils import logging as transformers_logging
 
 from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import CacheGroup
-from attention.cache.state import StateGroup
 from attention.hf.probe import AttentionCall
 from attention.recurrence.index import StateIndex
 from attention.recurrence.runner import StateRunner
+from attention.recurrence.state_cache import StateGroup
 from attention.runner import GroupRunner
 from specdec.errors import UNNAMED_ERRORS, SpecdecError, UnsupportedModelError
 from specdec.interrupts import interrupt_in
-from specdec.selftest.rereading import (
+from specdec.selftest.eager_reference import (
     all_committed,
     dummy_ids,
     errors_named,
@@ -36,8 +36,8 @@ from specdec.selftest.rereading import (
     read_logits,
     relative_errors,
     scrambled_table,
+    verifying,
 )
-from specdec.selftest.rollback import verifying
 from specdec.selftest.shrinking import Threshold, miniature, thresholds
 from specdec.wrapped.probing import TargetProbe, probe_target
 from specdec.wrapped.target import Target

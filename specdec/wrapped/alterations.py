@@ -1,4 +1,4 @@
-"""What is done to a user's model, and how it is undone: the one place.
+"""Alterations of a user's model while it is wrapped, each with the function that undoes it.
 
 Everything that stays on a model between two forwards of ours is registered here by whoever does it: hooks for aux
 hidden states, the hooks of the gate, the handles by which attention modules find their cache, cos/sin hooks and fused

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 from specdec.errors import UnsupportedModelError
+from specdec.ops.experts import fp8_experts
 from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, unrounded_linear
-from specdec.ops.fp8_experts import fp8_experts
 from specdec.user_warnings import warn_user
 
 _ROUNDS: ContextVar[bool] = ContextVar("specdec_rounds", default=True)

@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 
 from attention.checking import require
 from attention.declared import A, array
-from attention.hf.standing_in import standing_in
+from attention.hf.patches import standing_in
 
 _ORIGINAL = "original_max_position_embeddings"
 _CHUNK = 8192

@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attention.hf.probe import AttentionCall, probe
-from attention.hf.recurrent import RecurrentCall, modeling_files
-from attention.hf.recurrent_calls import STAND_INS
-from attention.recurrence.spec import RecurrenceSpec
+from attention.recurrence.hf_calls import STAND_INS
+from attention.recurrence.hf_port import RecurrentCall, modeling_files
+from attention.recurrence.layer_spec import RecurrenceSpec
 from specdec.errors import UNNAMED_ERRORS, UnsupportedAttentionError, UnsupportedModelError
 from specdec.wrapped.fp8 import Fp8Layers, fp8_layers
 
@@ -33,7 +33,7 @@ def placeholders(config: Any) -> dict[int, str]:
 
 
 _INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
-"""Attention with an indexer, in transformers of today and 5.17: dense up to a length, see `attention.hf.indexer`."""
+"""Attention with an indexer, in transformers 5.17: dense up to a length, see `attention.hf.model_specific`."""
 _SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"} | _INDEXED_LAYERS
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """The name by which transformers' modeling files have the attention interface."""

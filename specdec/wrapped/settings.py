@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from attention.hf.recurrent import STAND_INS
+from attention.recurrence.hf_port import STAND_INS
 
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (dict, list, tuple, set)

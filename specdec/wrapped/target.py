@@ -16,9 +16,9 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.groups import Planned, Runner, is_blank
 from attention.hf.custom_op import LayerAttend
 from attention.hf.port import AttentionPort
-from attention.hf.recurrent import RecurrentPort
-from attention.recurrence.rows import StateRows
+from attention.recurrence.hf_port import RecurrentPort
 from attention.recurrence.runner import Recur, StateRunner
+from attention.recurrence.state_rows import StateRows
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
 from specdec.wrapped.alterations import Alterations

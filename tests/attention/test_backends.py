@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from attention.backends.base import AttentionBackend
-from attention.backends.flashinfer.support import check_supported as check_flashinfer
+from attention.backends.flashinfer.requirements import check_supported as check_flashinfer
 from attention.backends.flex import FlexBackend
 from attention.backends.flex import check_supported as check_flex
 from attention.backends.invariant import InvariantBackend, InvariantBuilder, run_invariant
@@ -308,7 +308,7 @@ def test_our_kernel_reads_8_bits(variant: str, monkeypatch: pytest.MonkeyPatch) 
     def written(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         write(layer, key[: len(slots)], value[: len(slots)], slots)
 
-    monkeypatch.setattr("attention.kernels.write.write_kv", written)
+    monkeypatch.setattr("attention.kernels.cache_write.write_kv", written)
     given = rig("cpu", variant, "mixed", torch.float16)
     (layer,) = given.runner(TorchBackend(CPU)).layers
     query, *states = given.new_states()

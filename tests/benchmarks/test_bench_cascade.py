@@ -53,7 +53,7 @@ def test_a_line_for_every_case(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small")
 def test_another_result_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the prefix is not attended."""
-    monkeypatch.setattr("attention.kernels.cascade.launch_prefix", lambda *_: None)
+    monkeypatch.setattr("attention.kernels.cascade_kernel.launch_prefix", lambda *_: None)
     args = ["--rows", "4", "--prefix", "32", "--own", "16", "--query", "2", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(main, args)
     assert done.exit_code != 0 and "relative difference to flat attention" in done.output + str(done.exception)

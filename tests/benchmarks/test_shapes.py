@@ -6,12 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
-from attention.cache.state import StateGroup
 from attention.hf.probe import probe
-from attention.recurrence.spec import DeltaSpec
+from attention.recurrence.layer_spec import DeltaSpec
+from attention.recurrence.state_cache import StateGroup
 from benchmarks.shapes import COPY_BYTES_PER_S, MODULES, SHAPES, random_pair
-from drafters.mtp.head import MtpHead
-from drafters.mtp.stack import MtpStack
+from drafters.mtp.head import MtpHead, MtpStack
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from specdec.execution.graphs import GraphExecutor
 from specdec.execution.ragged import RaggedPrefill
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.randomness import SamplingRound
-from tests.drafters.loops.modules.test_engine import make as make_modules  # noqa: F401
-from tests.drafters.loops.modules.test_engine import rounds
+from tests.drafters.loops.test_modules_engine import make as make_modules  # noqa: F401
+from tests.drafters.loops.test_modules_engine import rounds
 from tests.drafters.test_conformance import PROMPTS, Pair, make, oracle_rounds  # noqa: F401
 from tests.sampled_rounds import drawn_as, kernels_by_reference, planted
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, compile_nothing, record_on_cpu

@@ -16,8 +16,7 @@ from drafters.base import Attend
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.oracle import oracle_drafts
-from drafters.training.batches import Batch
-from drafters.training.objective import chain_mask, draft_targets, evaluate_batch
+from drafters.training.objective import Batch, chain_mask, draft_targets, evaluate_batch
 from drafters.unroll import TttAttend, shift_left, unroll
 from drafters.vocab import most_frequent
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from evals.data.datasets import DataSet, Question, digest
-from evals.runs.runner import Asking
+from evals.runs.conversations import Asking
 from specdec.errors import InvalidInputError
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams

@@ -13,11 +13,10 @@ from fakes import table_head, tiny_llama, wrap
 
 import specdec.acceptance.judge
 from evals.acceptance.acceptance import Plan, run, settings, sweep
-from evals.lossless.run import Check, check
+from evals.lossless.lossless import Check, check
+from evals.runs.conversations import Asking, ModelSpec, Worker
 from evals.runs.executor import LocalExecutor
-from evals.runs.runner import Asking
 from evals.runs.store import RunStore
-from evals.runs.worker import ModelSpec, Worker
 from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_greedy, accept_sampled
 from specdec.requests.sampling import SamplingParams
 

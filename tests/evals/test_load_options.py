@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 import specdec
-from evals.cli import options as shared
+from evals.cli import eval_options as shared
 from evals.cli.main import evaluate
-from evals.runs.worker import ModelSpec, Worker
+from evals.runs.conversations import ModelSpec, Worker
 from specdec.cli.main import cli
 from specdec.cli.options import offered
 from specdec.errors import InvalidInputError

@@ -13,9 +13,8 @@ import torch
 from click.testing import CliRunner
 
 from evals.data.datasets import load
-from evals.lossless.replay import Replay, check_room
-from evals.runs.runner import Asking, Configuration
-from evals.runs.worker import ModelSpec, Work, Worker
+from evals.lossless.greedy import Replay, check_room
+from evals.runs.conversations import Asking, Configuration, ModelSpec, Work, Worker
 from specdec.cli.main import cli
 from specdec.errors import OutOfDeviceMemoryError
 from specdec.options import LoadOptions

@@ -19,10 +19,10 @@ from drafters.eagle3.checkpoint import save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from evals.acceptance.acceptance import settings
-from evals.lossless.run import Check, check
+from evals.lossless.lossless import Check, check
+from evals.runs.conversations import ModelSpec, Worker
 from evals.runs.executor import LocalExecutor
 from evals.runs.store import RunStore
-from evals.runs.worker import ModelSpec, Worker
 from specdec import SpeculativeModel
 from specdec.cli.main import cli
 from specdec.loading.builtin import builtin_names, builtin_path
@@ -207,7 +207,7 @@ def test_scores_of_given_texts_are_the_models_own(saved: Any, name: str) -> None
     from lm_eval.api.instance import Instance
 
     from evals.accuracy.lm_eval_model import EngineLM
-    from evals.runs.runner import Configuration
+    from evals.runs.conversations import Configuration
 
     target, head = saved(name)
     model = SpeculativeModel.from_pretrained(target, head, num_speculative_tokens=3, device="cpu", max_model_len=256)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from fakes import results_of
 
-from attention.backends.cascade_cost import CascadeCost
-from attention.backends.flashinfer import sharing
+from attention.backends.flashinfer import shared_pages as sharing
 from attention.backends.flashinfer.backend import FlashInferBackend
+from attention.backends.flashinfer.shared_pages import CascadeCost
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from specdec.requests.sampling import SamplingParams

@@ -16,12 +16,11 @@ import torch
 
 from evals.lossless.distribution import NodesAt, against, sample
 from evals.lossless.evidence import Evidence, Sampled, measure
+from evals.lossless.greedy import Replay
 from evals.lossless.places import Place
-from evals.lossless.replay import Replay
 from evals.lossless.verdicts import ConfigurationFit
-from evals.runs.runner import Configuration
+from evals.runs.conversations import Configuration, ModelSpec, Worker
 from evals.runs.verdict import Verdict
-from evals.runs.worker import ModelSpec, Worker
 from specdec.execution.graphs import GraphExecutor
 from specdec.model import SpeculativeModel
 from tests.evals.lossless.test_graphs import ALONE, DRAWN, HOT, SPECULATIVE, distribution_test, hot_places

@@ -10,9 +10,8 @@ import torch
 from drafters.vocab import scatter
 from specdec.acceptance.accept import SampledInputs, accept_sampled
 from specdec.acceptance.packed import PackedResult
-from specdec.ops.argmax import greedy_ids
-from specdec.ops.draws import DraftPlaces, Proposal, accept_drafts, draw_drafts, inverse_map
-from specdec.ops.filters import Filtered, filter_rows
+from specdec.ops.draws import DraftPlaces, Filtered, Proposal, accept_drafts, draw_drafts, filter_rows, inverse_map
+from specdec.ops.greedy_rows import greedy_ids
 from specdec.requests.sampling import SamplingTensors, draw, target_probs
 
 pytestmark = pytest.mark.gpu

@@ -16,13 +16,20 @@ from benchmarks.fp8_weights import quantise
 from benchmarks.shapes import SHAPES
 from benchmarks.synthetic import Tokenizer
 from specdec import SamplingParams, SpeculativeModel
-from specdec.compiler.fp8_siblings import SiblingFp8Linear
+from specdec.compiler.siblings import SiblingFp8Linear
 from specdec.errors import SpecdecWarning, UnsupportedModelError
-from specdec.ops.fp8 import FP8, fp8_linear, fp8_matmul, fp8_quantise, reference_matmul
-from specdec.ops.fp8_experts import fp8_expert_matmul
-from specdec.ops.fp8_fused import add_rms_norm_fp8, rms_norm_fp8, silu_product_fp8
-from specdec.ops.norm import add_rms_norm, rms_norm
-from specdec.ops.silu import silu_product
+from specdec.ops.elementwise import add_rms_norm, rms_norm, silu_product
+from specdec.ops.experts import fp8_expert_matmul
+from specdec.ops.fp8 import (
+    FP8,
+    add_rms_norm_fp8,
+    fp8_linear,
+    fp8_matmul,
+    fp8_quantise,
+    reference_matmul,
+    rms_norm_fp8,
+    silu_product_fp8,
+)
 from tests.fp8 import DEEPSEEK, LLAMA, QWEN, gaps, prompts, quantised, reference, write
 from tests.router_ties import check_tokens
 

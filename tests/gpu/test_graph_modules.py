@@ -15,10 +15,9 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from attention.batch.host import HostBatch
 from benchmarks.shapes import SHAPES
-from drafters.loops.modules.static import StaticModules
-from drafters.mtp.head import MtpHead
+from drafters.loops.module_passes import StaticModules
+from drafters.mtp.head import MtpHead, MtpStack
 from drafters.mtp.spec import MtpSpec, mtp_target
-from drafters.mtp.stack import MtpStack
 from specdec import Completion
 from specdec.execution.base import DraftedVerification
 from specdec.execution.ragged import RaggedPrefill

@@ -15,7 +15,7 @@ from fakes import count_calls, engine_of, keep_gpu_busy
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from attention.backends.flashinfer.packed import PackedKernel
+from attention.backends.flashinfer.short_queries import PackedKernel
 from benchmarks.mixed import mixed_rounds
 from benchmarks.trace import SYNCHRONISE, traced
 from benchmarks.workload import Load

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.ops.argmax import greedy_drafts, greedy_ids
+from specdec.ops.greedy_rows import greedy_drafts, greedy_ids
 
 CUDA = torch.device("cuda")
 

@@ -114,7 +114,7 @@ def check(
 @pytest.mark.parametrize("batch", [VERIFICATION, DECODING], ids=["verification", "decoding"])
 def test_packed(batch: tuple[list[int], list[int]], fixed: bool) -> None:
     from attention.backends.flashinfer.backend import FlashInferBackend
-    from attention.backends.flashinfer.packed import is_packed
+    from attention.backends.flashinfer.short_queries import is_packed
 
     assert is_packed(CacheGroup("test", (GQA,), 2, PAGE), GQA, torch.bfloat16, batch[0][0])
     check(GQA, FlashInferBackend(CUDA), batch, 2 * LIMIT[torch.bfloat16], fixed)

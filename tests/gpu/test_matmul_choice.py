@@ -8,14 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.compiler.gemm_selection import ChoiceStore, GpuTimer, Selection, Wanted, select_products
+from specdec.ops.gemm_choice import ProductShape, chosen_launch, fastest, forget, use
+from specdec.ops.gemm_library import Library, library_of
 from specdec.ops.linear import few_tokens_linear, invariant_linear, usual_product
-from specdec.ops.products.choice import fastest
-from specdec.ops.products.library import Library, library_of
-from specdec.ops.products.selection import Selection, Wanted, select_products
-from specdec.ops.products.shape import ProductShape
-from specdec.ops.products.store import ChoiceStore
-from specdec.ops.products.table import chosen_launch, forget, use
-from specdec.ops.products.timer import GpuTimer
 
 pytest.importorskip("nvmath")
 

@@ -8,8 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from attention.backends.limits import HALF
 from drafters.rope import rotate
-from specdec.ops.norm import add_rms_norm, rms_norm
-from specdec.ops.rotary import rotated, rotated_together
+from specdec.ops.elementwise import add_rms_norm, rms_norm, rotated, rotated_together
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention.backends.flashinfer.packed import PackedKernel, is_packed
+from attention.backends.flashinfer.short_queries import PackedKernel, is_packed
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from tests.gpu.test_flashinfer import (

@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from attention.kernels import delta as delta_rule
-from attention.kernels import delta_short, delta_tokens, ssd_tokens
-from attention.kernels.conv import short_conv
-from attention.kernels.delta import gated_delta
-from attention.kernels.delta_short import ShortTiling
-from attention.kernels.delta_tokens import DeltaTiling
-from attention.kernels.scan import selective_scan
-from attention.kernels.ssd import ssd_scan
-from attention.kernels.ssd_tokens import SsdTiling
-from tests.attention.kernels import token_by_token as oracle
-from tests.attention.kernels.recurrence_cases import (
+from attention.recurrence import delta_kernel, delta_tokens_kernel, scan_kernel
+from attention.recurrence.conv_kernel import short_conv
+from attention.recurrence.delta_kernel import ShortTiling, gated_delta
+from attention.recurrence.delta_tokens_kernel import DeltaTiling
+from attention.recurrence.scan_kernel import SsdTiling, selective_scan
+from attention.recurrence.ssd_kernel import ssd_scan
+from tests.attention.recurrence import token_by_token as oracle
+from tests.attention.recurrence.recurrence_cases import (
     apart,
     checked,
     close,
@@ -28,7 +25,7 @@ from tests.attention.kernels.recurrence_cases import (
     scan_case,
     ssd_case,
 )
-from tests.attention.kernels.token_by_token import StateRows
+from tests.attention.recurrence.token_by_token import StateRows
 
 CUDA = torch.device("cuda")
 K, RING = 3, 7
@@ -76,8 +73,8 @@ def test_delta_of_a_round(shape: Any, vector: bool, dtype: torch.dtype) -> None:
 )
 def test_delta_of_every_tiling(tiling: DeltaTiling, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token."""
-    monkeypatch.setattr(delta_tokens, "delta_tiling", lambda *_: tiling)
-    monkeypatch.setattr(delta_rule, "ONE_CHUNK", False)
+    monkeypatch.setattr(delta_tokens_kernel, "delta_tiling", lambda *_: tiling)
+    monkeypatch.setattr(delta_kernel, "ONE_CHUNK", False)
     case = delta(VERIFY, QWEN, False, torch.bfloat16)
     checked(gated_delta, oracle.gated_delta, case, StateRows.of(VERIFY, CUDA), LIMITS[torch.bfloat16], 2e-6)
 
@@ -94,7 +91,7 @@ def test_delta_as_one_chunk_of_every_tiling(
     rows: Any, tiling: ShortTiling, shape: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths = {"piece": min(tiling.piece, shape[1][0])}
-    monkeypatch.setattr(delta_short, "short_tiling", lambda *_: replace(tiling, **widths))
+    monkeypatch.setattr(delta_kernel, "short_tiling", lambda *_: replace(tiling, **widths))
     checked(gated_delta, oracle.gated_delta, delta(rows, shape, False, dtype), StateRows.of(rows, CUDA),
             LIMITS[dtype], 2e-6)  # fmt: skip
 
@@ -142,7 +139,7 @@ def test_delta_of_prompts(shape: Any, vector: bool, dtype: torch.dtype) -> None:
 def test_replayed_tokens_change_the_state_by_the_same_bits(one_chunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds in which drafts are accepted and rejected, and one token a round: the same outputs, to the bit token by
     token, within what bfloat16 rounds where a round is one chunk."""
-    monkeypatch.setattr(delta_rule, "ONE_CHUNK", one_chunk)
+    monkeypatch.setattr(delta_kernel, "ONE_CHUNK", one_chunk)
     accepted, total, shape = [0, 3, 1, 2, 3, 0, 2], 18, QWEN
     case = delta([(total, 1, 0, 0, total)], shape, False, torch.bfloat16)
     names = ("q", "k", "v", "g", "beta")
@@ -215,7 +212,7 @@ def test_mamba2(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtyp
 
 @pytest.mark.parametrize("tiling", [SsdTiling(32, 32, 8, 80), SsdTiling(64, 32, 8, 80), SsdTiling(16, 16, 4, None)])
 def test_mamba2_of_every_tiling(tiling: SsdTiling, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssd_tokens, "ssd_tiling", lambda *_: tiling)
+    monkeypatch.setattr(scan_kernel, "ssd_tiling", lambda *_: tiling)
     torch.manual_seed(0)
     case = on_gpu(ssd_case(sum(r[0] for r in VERIFY) + 3, (8, 128), (128, 64), torch.bfloat16, ring_size=RING))
     checked(ssd_scan, oracle.ssd_scan, case, StateRows.of(VERIFY, CUDA), LIMITS[torch.bfloat16], 2e-6)

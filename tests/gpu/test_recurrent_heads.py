@@ -12,7 +12,7 @@ import torch
 from fakes import free_everywhere, random_prompts, wrap
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from attention.recurrence.registry import recurrences_of
+from attention.recurrence.functions import recurrences_of
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
 from specdec import SamplingParams

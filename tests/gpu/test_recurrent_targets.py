@@ -9,7 +9,7 @@ import torch
 from fakes import free_everywhere, random_prompts, wrap
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from attention.recurrence.registry import recurrences_of
+from attention.recurrence.functions import recurrences_of
 from specdec import SamplingParams
 from specdec.execution.graphs import GraphExecutor
 from tests.agreement import agreement, drafted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.ops.silu import silu_product
+from specdec.ops.elementwise import silu_product
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

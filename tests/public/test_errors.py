@@ -522,10 +522,10 @@ def silent() -> Iterator[str]:
 
 LOAD = """
 import sys, time
-import drafters.checkpoints.hub
+import drafters.checkpoints.tensor_files
 from specdec import SpecdecError, SpeculativeModel
-assert drafters.checkpoints.hub.HUB_SECONDS <= 3
-drafters.checkpoints.hub.HUB_SECONDS = 0.5  # each of the loads waits so long for a silent hub
+assert drafters.checkpoints.tensor_files.HUB_SECONDS <= 3
+drafters.checkpoints.tensor_files.HUB_SECONDS = 0.5  # each of the loads waits so long for a silent hub
 for names in sys.argv[1:]:
     target, _, draft = names.partition("+")
     start = time.perf_counter()

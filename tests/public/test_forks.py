@@ -16,7 +16,7 @@ import pytest
 import torch
 from fakes import LetterTokenizer, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 
-from attention.hf.recurrent_calls import STAND_INS
+from attention.recurrence.hf_calls import STAND_INS
 from specdec import SamplingParams, SpecdecError
 from tests.hybrids import tiny_hybrid
 

@@ -21,8 +21,8 @@ from specdec.errors import ModelLoadError, SpecdecError, SpecdecWarning, Unsuppo
 from specdec.loading.memory import check_weights_fit
 from specdec.loading.states import check_backend_fits
 from specdec.loading.targets import load_target
+from specdec.ops import experts as fp8_experts
 from specdec.ops import fp8 as operators
-from specdec.ops import fp8_experts
 from specdec.wrapped.fp8 import Fp8Linear
 from specdec.wrapped.probing import probe_target
 from tests.fp8 import (

@@ -11,8 +11,7 @@ from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM, 
 
 from benchmarks.sweep_configs import named_cases
 from benchmarks.sweep_models import build
-from drafters.eagle1.head import Eagle1Head
-from drafters.eagle1.spec import Eagle1Spec
+from drafters.eagle import Eagle1Head, Eagle1Spec
 from drafters.oracle import oracle_drafts
 from specdec import SamplingParams, UnsupportedModelError
 from specdec.selftest.selftest import read_text

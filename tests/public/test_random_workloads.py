@@ -36,9 +36,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attention.backends.reference import TorchBackend
-from drafters.mtp.head import MtpHead
+from drafters.mtp.head import MtpHead, MtpStack
 from drafters.mtp.spec import MtpSpec, mtp_target
-from drafters.mtp.stack import MtpStack
 from specdec.requests.sampling import SamplingParams
 from tests.sampled_rounds import kernels_by_reference
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, compile_nothing, record_on_cpu

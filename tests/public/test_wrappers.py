@@ -244,7 +244,7 @@ def test_lm_eval_asks_a_wrapper_from_a_folder(tmp_path: Path) -> None:
     from lm_eval.api.instance import Instance
 
     from evals.accuracy.lm_eval_model import EngineLM
-    from evals.runs.runner import Configuration
+    from evals.runs.conversations import Configuration
 
     write_chatty(tmp_path)
     with load(tmp_path, tokenizer=None) as model:

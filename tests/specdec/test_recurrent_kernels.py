@@ -8,7 +8,7 @@ from fakes import random_prompts, wrap
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from attention.recurrence.registry import recurrences_of
+from attention.recurrence.functions import recurrences_of
 from specdec import SamplingParams
 from tests.hybrids import RecallHead, greedy_text, tiny_hybrid
 

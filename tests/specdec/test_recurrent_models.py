@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 from fakes import engine_of, enlarge, free_everywhere, hooks_of, random_prompts, wrap
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from attention.hf import recurrent
-from attention.recurrence import reference
-from attention.recurrence.registry import Recurrences
+from attention.recurrence import functions as reference
+from attention.recurrence import hf_port as recurrent
+from attention.recurrence.functions import REFERENCE
 from specdec import SamplingParams
 from specdec.cli.tables import fit_lines, route_rows, size
 from specdec.errors import (
@@ -217,7 +218,7 @@ def test_rows_go_on_after_an_interrupt_in_the_midst_of_a_forward(after: int) -> 
             raise KeyboardInterrupt
         return plain(*inputs)
 
-    states.functions = Recurrences("torch", gated_delta=interrupted)
+    states.functions = replace(REFERENCE, gated_delta=interrupted)
     engine, hit = engine_of(wrapped), 0
     requests: dict[int, list[int]] = {engine.submit(prompt, SamplingParams(NEW)): [] for prompt in PROMPTS}
     while engine.has_work:

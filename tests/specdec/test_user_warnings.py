@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes import LetterTokenizer, tiny_llama
 
-from evals.data.prompts import warn_without_template
+from evals.data.datasets import warn_without_template
 from specdec import SpecdecWarning, SpeculativeModel
 from tests.fp8 import LLAMA, write
 

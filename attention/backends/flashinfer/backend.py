@@ -27,9 +27,8 @@ from attention.backends.flashinfer.mla import (
     building_latent,
     run_mla,
 )
-from attention.backends.flashinfer.packed import PackedKernel, PackedKernels, is_packed
-from attention.backends.flashinfer.parts import split_batch, whole_batch
-from attention.backends.flashinfer.support import check_supported
+from attention.backends.flashinfer.requirements import LEAST_BYTES, check_supported, split_bytes
+from attention.backends.flashinfer.short_queries import PackedKernel, PackedKernels, is_packed, split_batch, whole_batch
 from attention.backends.flashinfer.trtllm import (
     WORKSPACE_BYTES,
     FixedTrtllmBuilder,
@@ -41,7 +40,6 @@ from attention.backends.flashinfer.trtllm import (
     serves,
     serves_key,
 )
-from attention.backends.flashinfer.workspace import LEAST_BYTES, split_bytes
 from attention.backends.flashinfer.wrapper import (
     FixedShape,
     Kernel,
@@ -328,7 +326,7 @@ class FlashInferBackend:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write K and V, then attend; see `AttentionBackend.run`."""
-        from attention.kernels.write import write_kv
+        from attention.kernels.cache_write import write_kv
 
         if isinstance(plan, MlaPlan):
             return run_mla(plan, query, key_states, layer_kv, metadata, out)

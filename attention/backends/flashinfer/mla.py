@@ -262,7 +262,7 @@ def run_mla(
 
     Padding, and `out`: see `AttentionBackend.run`.
     """
-    from attention.kernels.write_latent import write_latent
+    from attention.kernels.cache_write import write_latent
 
     if checking():
         require(plan.work.generation == plan.generation, "a work buffer was planned anew before this plan ran")

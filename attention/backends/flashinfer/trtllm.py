@@ -240,7 +240,7 @@ def run_trtllm(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write K and V, then attend; see `AttentionBackend.run`."""
-    from attention.kernels.write import write_kv
+    from attention.kernels.cache_write import write_kv
 
     write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out

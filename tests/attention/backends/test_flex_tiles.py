@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attention.backends.flex_tiles import Tiles, tile_size
+from attention.backends.flex import Tiles, tile_size
 from attention.batch.host import HostBatch
 from benchmarks.batches import Batch, small_size
 

@@ -17,7 +17,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attention.kernels import cascade, invariant, packed, write
+from attention.kernels import cache_write, cascade_kernel, invariant_kernel, packed_kernel
 
 POINTERS = {"slot_ptr": "*i64", **dict.fromkeys(("query_start_ptr", "page_indices_ptr", "page_indptr_ptr",
             "last_page_len_ptr", "shared_ptr", "arrived_ptr"), "*i32"),
@@ -44,15 +44,15 @@ if sys.argv[1:] == ["packed"]:
     heads = {"QUERY_HEADS": 32, "KV_HEADS": 8, "DIM": 128, "PAGE_SIZE": 16, "ROWS": 32, "DEPENDENT": True}
     strides = ("query_token", "query_head", "page_stride", "slot_stride", "head_stride")
     for tokens in (1, 6):
-        prefix = cascade.prefix_tiling(32 * tokens * 4, 8, 132, 232448)
+        prefix = cascade_kernel.prefix_tiling(32 * tokens * 4, 8, 132, 232448)
         tile = prefix.tile
         tiles = {"TILE_QUERIES": tile.queries, "TILE_KEYS": tile.keys, "STAGES": tile.stages}
         least = {"LEAST_KEYS": prefix.least_keys}
-        before = compiled(cascade._prefix_kernel, heads | tiles | least, "*bf16", strides, tile.warps)
+        before = compiled(cascade_kernel._prefix_kernel, heads | tiles | least, "*bf16", strides, tile.warps)
         assert shared_bytes[-1] <= tile.shared_bytes < shared_bytes[-1] + 32768, (tile, shared_bytes)
     tiles = {"TILE_QUERIES": 32, "TILE_KEYS": 64, "STAGES": 5, "LEAST_PAGES": 16}
     parts = {"PREFIX_PARTS": prefix.parts, "PREFIX_TILE": tile.keys, "PREFIX_LEAST": prefix.least_keys}
-    rest = [compiled(packed._packed_kernel, heads | tiles | parts | {"CASCADE": on}, "*bf16", strides)
+    rest = [compiled(packed_kernel._packed_kernel, heads | tiles | parts | {"CASCADE": on}, "*bf16", strides)
             for on in (True, False)]
     print(*("griddepcontrol" in each for each in (before, *rest)), "wgmma" in before, len(rest[0]) > len(rest[1]))
     sys.exit()
@@ -63,9 +63,10 @@ common = {"EIGHT_BITS": eight_bits, "PAGE_SIZE": 16, "DEPENDENT": True}
 options = {"HAS_SOFTCAP": True, "HAS_WINDOW": True, "HAS_SINKS": True, "QUERY_HEADS": 8, "KV_HEADS": 2}
 dims = {"DIM_K": dim_k, "DIM_V": dim_v, "WIDTH_K": wide[0], "WIDTH_V": wide[1]}
 tiles = {"TILE_QUERIES": 32, "TILE_KEYS": 64, "STAGES": 2}
-attend = compiled(invariant._invariant_attention_kernel, {**common, **options, **dims, **tiles}, cache)
+attend = compiled(invariant_kernel._invariant_attention_kernel, {**common, **options, **dims, **tiles}, cache)
 block = triton.next_power_of_2(2 * max(dim_k, dim_v))
-stored = compiled(write._write_kernel, {**common, "HEADS": 2, "DIM": dim_k, "DIM_V": dim_v, "BLOCK": block}, cache)
+sizes = {"HEADS": 2, "DIM": dim_k, "DIM_V": dim_v, "BLOCK": block}
+stored = compiled(cache_write._write_kernel, common | sizes, cache)
 print("griddepcontrol" in attend, "griddepcontrol" in stored)
 """
 

@@ -30,9 +30,8 @@ from attention.backends.reference import TorchBackend
 from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
-from attention.kernels.packed import Scratch, Tiling, launch_packed
-from attention.kernels.write import write_kv
-from attention.kernels.write_latent import write_latent
+from attention.kernels.cache_write import write_kv, write_latent
+from attention.kernels.packed_kernel import Scratch, Tiling, launch_packed
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 
@@ -118,7 +117,7 @@ def error(kernel: str, layout: KVLayout) -> float:
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Split-KV of every row of several tiles."""
-    monkeypatch.setattr("attention.kernels.packed.tiling", lambda *_: Tiling(32, 2, 5, 64, 40))
+    monkeypatch.setattr("attention.kernels.packed_kernel.tiling", lambda *_: Tiling(32, 2, 5, 64, 40))
 
 
 @pytest.mark.slow

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attention.recurrence.index
-import attention.recurrence.spec
+import attention.recurrence.layer_spec
 from attention.errors import InvariantError
 from attention.recurrence.index import FoldRule, StateIndex, conv_ring_size, folded_after, replay_of, ring_place
 
 
 def test_the_examples_in_the_docstrings() -> None:
-    for module in (attention.recurrence.index, attention.recurrence.spec):
+    for module in (attention.recurrence.index, attention.recurrence.layer_spec):
         outcome = doctest.testmod(module)
         assert outcome.failed == 0 and outcome.attempted > 1
 

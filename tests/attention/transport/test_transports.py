@@ -18,11 +18,10 @@ import torch
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
 from attention.spec import AttentionSpec
-from attention.transport.base import ReadPlan
-from attention.transport.local import LocalTransport
 from attention.transport.nixl_agent import NixlTransport, nixl_module
 from attention.transport.region_tables import Bound, EngineTable, RankTable, bind, plan
 from attention.transport.sockets import SocketTransport
+from attention.transport.transports import LocalTransport, ReadPlan
 from tests.rank_server import real_script, start_python
 
 __all__ = ["start_python"]

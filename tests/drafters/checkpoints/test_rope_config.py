@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drafters.checkpoints.rope_config import resolve_rope, rope_to_config
+from drafters.checkpoints.config_fields import resolve_rope, rope_to_config
 from drafters.errors import HeadLoadError
 from drafters.rope import RopeSpec
 

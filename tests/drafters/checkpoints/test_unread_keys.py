@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.checkpoints.unread_keys import UNKNOWN
+from drafters.checkpoints.config_fields import UNKNOWN
 from drafters.eagle3.checkpoint import TargetFacts, describe_eagle3
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.errors import HeadLoadError

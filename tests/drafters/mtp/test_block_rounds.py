@@ -16,17 +16,18 @@ from fakes import backend_of_ours, free_everywhere, launch_ahead, random_prompts
 from torch._dynamo.backends.debugging import aot_eager
 
 import attention.recurrence.runner
+import specdec.loading.memory
 import specdec.loading.states
-from attention.recurrence.registry import REFERENCE
-from drafters.loops.chain.passes import MtpPasses
+from attention.recurrence.functions import REFERENCE
+from drafters.loops.chain_passes import MtpPasses
 from drafters.mtp.checkpoint import load_mtp
+from drafters.mtp.head import MtpStack
 from drafters.mtp.spec import mtp_target
-from drafters.mtp.stack import MtpStack
 from specdec.execution.graphs import GraphExecutor
 from specdec.model import SpeculativeModel
 from specdec.ops.experts import using_capturable_experts
 from specdec.requests.sampling import SamplingParams
-from tests.drafters.loops.modules.test_engine import greedy_by_hand, make, rounds  # noqa: F401
+from tests.drafters.loops.test_modules_engine import greedy_by_hand, make, rounds  # noqa: F401
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401
 
 PROMPTS = random_prompts((5, 33, 1, 17))

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.mtp.checkpoint import deepseek_tensors, describe_mtp, has_mtp, load_mtp
 from drafters.mtp.convention import MtpConvention
-from drafters.mtp.head import MtpHead
+from drafters.mtp.head import MtpHead, MtpStack
 from drafters.mtp.spec import MtpSpec, block_config, mtp_target
-from drafters.mtp.stack import MtpStack
 from drafters.oracle import oracle_drafts
 
 ROWS, EPS = 23, 1e-5

@@ -12,9 +12,9 @@ from fakes import wrap
 
 from drafters.errors import HeadLoadError
 from drafters.mtp.checkpoint import deepseek_tensors, has_mtp, load_mtp
+from drafters.mtp.families import dequantise, stack_experts
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import mtp_target
-from drafters.mtp.weights import dequantise, stack_experts
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "mimo", "ernie", "qwen3_next")
 NEW_NAMES = {

@@ -23,9 +23,8 @@ from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.convention_check import check_convention, compare_conventions
 from drafters.mtp.families import MIMO
-from drafters.mtp.head import MtpHead
+from drafters.mtp.head import MtpHead, MtpStack
 from drafters.mtp.spec import MtpSpec, mtp_target
-from drafters.mtp.stack import MtpStack
 from drafters.unroll import unroll
 from evals.data import arithmetic
 from specdec.cli.generate import generate

@@ -13,8 +13,8 @@ from drafters.mtp.head import MtpHead
 from specdec.execution.ragged import RaggedPrefill, RaggedTarget
 from specdec.execution.sampled import SampledDrafts
 from specdec.requests.sampling import SamplingParams
-from tests.drafters.loops.modules.test_engine import PROMPTS, make  # noqa: F401
-from tests.drafters.loops.modules.test_graphs import SIZES, found, with_graphs
+from tests.drafters.loops.test_modules_engine import PROMPTS, make  # noqa: F401
+from tests.drafters.loops.test_modules_graphs import SIZES, found, with_graphs
 from tests.specdec.execution.test_graphs import Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401
 
 

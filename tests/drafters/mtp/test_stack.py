@@ -18,12 +18,12 @@ from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.errors import HeadLoadError
 from drafters.loops.base import Draft
-from drafters.loops.modules.index import module_batch, module_rows, module_step
-from drafters.loops.modules.run import draft_modules, module_prefill
-from drafters.loops.modules.staged import ModulePass
+from drafters.loops.module_arrays import module_batch, module_rows, module_step
+from drafters.loops.module_staged import ModulePass
+from drafters.loops.modules import draft_modules, module_prefill
 from drafters.mtp.checkpoint import load_mtp
+from drafters.mtp.head import MtpStack
 from drafters.mtp.spec import mtp_target
-from drafters.mtp.stack import MtpStack
 from drafters.oracle import oracle_drafts, oracle_module_drafts
 
 CPU = torch.device("cpu")

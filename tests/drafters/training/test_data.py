@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.errors import InvalidInputError
-from drafters.training.answers import AnswerSet, answer
-from drafters.training.batches import collate, epoch_order, held_out_batches, training_batches
-from drafters.training.config import TrainConfig
-from drafters.training.questions import read_questions
+from drafters.training.data import AnswerSet, answer, read_questions
+from drafters.training.objective import collate, epoch_order, held_out_batches, training_batches
+from drafters.training.train_config import TrainConfig
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ from rich.console import Console
 from drafters.eagle3.checkpoint import save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
-from drafters.training.answer_store import AnswerStore
-from drafters.training.config import TrainConfig
-from drafters.training.errors import RunFolderError, TrainingDivergedError
+from drafters.errors import RunFolderError, TrainingDivergedError
+from drafters.training.data import AnswerStore
 from drafters.training.files import MANIFEST, damage, whole_folder, write_file
 from drafters.training.state import Learner, Run, checkpoints, restore, save_checkpoint
+from drafters.training.train_config import TrainConfig
 
 SPEC = Eagle3Spec(
     hidden_size=8,

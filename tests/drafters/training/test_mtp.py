@@ -21,8 +21,8 @@ from drafters.errors import HeadLoadError
 from drafters.mtp.checkpoint import has_mtp, load_mtp, save_mtp
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.spec import mtp_target
-from drafters.training.answers import AnswerSet, answer
-from drafters.training.config import TrainConfig
+from drafters.training.data import AnswerSet, answer
+from drafters.training.train_config import TrainConfig
 from drafters.training.trainer import TrainResult
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError

@@ -14,16 +14,15 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.errors import InvalidInputError
-from drafters.eagle3.checkpoint import TargetFacts, load_eagle3, save_eagle3
+from drafters.eagle3.checkpoint import TargetFacts, fresh_eagle3, load_eagle3, save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
+from drafters.errors import TrainingDivergedError
 from drafters.oracle import oracle_drafts
-from drafters.training.answers import answer
-from drafters.training.config import TrainConfig
-from drafters.training.errors import TrainingDivergedError
+from drafters.training.data import answer
 from drafters.training.files import whole_folder
-from drafters.training.fresh import fresh_eagle3
 from drafters.training.objective import Features
+from drafters.training.train_config import TrainConfig
 from drafters.training.trainer import TrainingData
 from drafters.training.trainer import train as train_any
 

@@ -13,10 +13,9 @@ import pytest
 from evals.acceptance.acceptance import BASELINE, Plan, run, settings, sweep, without_times
 from evals.errors import DataError, RunStoreError
 from evals.report import spec_bench
+from evals.runs.conversations import Configuration, ModelSpec, Worker, run_chunk
 from evals.runs.executor import LocalExecutor
-from evals.runs.runner import Configuration, run_chunk
 from evals.runs.store import RunStore
-from evals.runs.worker import ModelSpec, Worker
 from specdec.errors import SpecdecWarning
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evals.acceptance.bootstrap import LEVEL, Resampling
 from evals.acceptance.metrics import Metric
+from evals.acceptance.summary import LEVEL, Resampling
 
 MEAN = Metric("mean", "mean", "of a column", ("total",), ("questions",))
 QUESTIONS, DRAWS = 200, 8_000

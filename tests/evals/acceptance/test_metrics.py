@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evals.acceptance.bootstrap import Resampling
 from evals.acceptance.metrics import METRICS, Metric, columns, histogram, position_metrics
+from evals.acceptance.summary import Resampling
 from evals.runs.answers import Answer, Turn
-from evals.runs.runner import Configuration, run_chunk
+from evals.runs.conversations import Configuration, run_chunk
 from specdec.requests.stats import RoundRecord
 
 BY_KEY = {metric.key: metric for metric in METRICS}

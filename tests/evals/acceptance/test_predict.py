@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evals.acceptance.predict import best, expected_tokens, predict, round_seconds
+from evals.acceptance.acceptance import best, expected_tokens, predict, round_seconds
 
 
 def test_by_hand() -> None:

@@ -26,17 +26,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specdec
 import specdec.acceptance.judge
-from evals.accuracy import humaneval
+from evals.accuracy import scoring as humaneval
 from evals.accuracy.accuracy import AccuracyPlan, prepare, run, settings
 from evals.accuracy.lm_eval_model import EngineLM, SpecdecLM
-from evals.accuracy.paired import paired_accuracy
+from evals.accuracy.scoring import paired_accuracy
 from evals.data import task_data
 from evals.data.arithmetic import problems
 from evals.data.datasets import DATA_VARIABLE
 from evals.errors import DataError
-from evals.runs.runner import Configuration
+from evals.runs.conversations import Configuration, ModelSpec, Worker
 from evals.runs.store import RunStore
-from evals.runs.worker import ModelSpec, Worker
 from specdec.acceptance.accept import VerificationResult
 from specdec.cli.main import cli
 from specdec.errors import InvalidInputError

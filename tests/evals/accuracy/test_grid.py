@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
-from evals.accuracy.grid import Measured, document
-from evals.cli.accuracy_grid import backends_of
+from evals.accuracy.accuracy import Measured, grid_document
+from evals.cli.accuracy_commands import backends_of
 from evals.cli.main import evaluate
 
 
@@ -30,7 +30,7 @@ def measured(model: str, backend: str, *of_arms: tuple[int, ...], tested: bool =
 
 
 def test_every_row_is_paired_with_its_models_first() -> None:
-    found = document(
+    found = grid_document(
         [
             Measured("a", "flex", refused="does not serve MLA"),
             measured("a", "torch", (1, 1, 0, 0), (1, 0, 0, 0)),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from evals.accuracy.paired import paired_accuracy
+from evals.accuracy.scoring import paired_accuracy
 
 pytest.importorskip("scipy")
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from evals import errors
-from evals.runs.worker import Worker
+from evals.runs.conversations import Worker
 from specdec.cli.main import cli
 
 pytest.importorskip("matplotlib")
@@ -80,7 +80,7 @@ def test_lossless_says_pass_and_fail_by_its_exit_code(
 ) -> None:
     import torch
 
-    from evals.lossless.replay import Replay
+    from evals.lossless.greedy import Replay
 
     monkeypatch.setattr(Replay, "__init__", lambda self, model: None)
     monkeypatch.setattr(Replay, "logits", lambda self, ids: torch.arange(128.0))

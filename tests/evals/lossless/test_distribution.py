@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from evals.lossless.defects import DEFECTS, Node, Sampling, kept
 from evals.lossless.distribution import sample
-from evals.lossless.evidence import measure
+from evals.lossless.evidence import DEFECTS, Node, Sampling, kept, measure
 from evals.lossless.places import search, trials
 from evals.lossless.verdicts import exact_fit
-from evals.runs.runner import Configuration
+from evals.runs.conversations import Configuration
 from evals.runs.verdict import Verdict
 from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors, target_probs
 from specdec.requests.stats import RoundRecord

@@ -15,17 +15,14 @@ import torch
 from fakes import backend_of_ours, launch_ahead
 
 from attention.checking import check_mode
-from evals.data.datasets import Question, load
-from evals.data.prompts import render
-from evals.lossless.defects import Sampling
+from evals.data.datasets import Question, load, render
 from evals.lossless.distribution import DistributionTest, NodesAt, sample
-from evals.lossless.evidence import measure
+from evals.lossless.evidence import Sampling, measure
+from evals.lossless.greedy import Replay
 from evals.lossless.places import Place, Trial, search
-from evals.lossless.replay import Replay
 from evals.lossless.verdicts import ConfigurationFit, exact_fit
-from evals.runs.runner import Asking, Configuration
+from evals.runs.conversations import Asking, Configuration, ModelSpec, Worker
 from evals.runs.verdict import Verdict
-from evals.runs.worker import ModelSpec, Worker
 from specdec.execution.graphs import GraphExecutor
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams

@@ -11,13 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from evals.acceptance.acceptance import sweep
 from evals.lossless import greedy as lossless
-from evals.lossless.greedy import compare_greedy, first_difference
-from evals.lossless.replay import Replay
+from evals.lossless.greedy import Replay, compare_greedy, first_difference
 from evals.runs.answers import Answer
+from evals.runs.conversations import Configuration, ModelSpec, Worker, run_chunk
 from evals.runs.executor import LocalExecutor
-from evals.runs.runner import Configuration, run_chunk
 from evals.runs.verdict import Verdict
-from evals.runs.worker import ModelSpec, Worker
 
 
 def tiny_llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:

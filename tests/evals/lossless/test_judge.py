@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from evals.data.datasets import Question
-from evals.lossless.greedy import Judge, Place, compare_greedy, first_difference
-from evals.lossless.replay import Replay
+from evals.lossless.greedy import Judge, Place, Replay, compare_greedy, first_difference
 from evals.runs.answers import Answer, Turn
-from evals.runs.runner import Configuration
+from evals.runs.conversations import Configuration
 from evals.runs.verdict import Verdict
 from specdec.requests.stats import RoundRecord
 

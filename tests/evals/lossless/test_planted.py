@@ -13,9 +13,8 @@ import torch
 import specdec.acceptance.judge as judge
 from evals.data.datasets import load
 from evals.lossless.distribution import DistributionTest
-from evals.runs.runner import Asking, Configuration
+from evals.runs.conversations import Asking, Configuration, ModelSpec, Worker
 from evals.runs.verdict import Verdict
-from evals.runs.worker import ModelSpec, Worker
 from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_sampled
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams, SamplingTensors, draw, target_probs

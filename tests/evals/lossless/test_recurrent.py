@@ -10,10 +10,9 @@ from fakes import LetterTokenizer, wrap
 
 from evals.acceptance.acceptance import sweep
 from evals.lossless.greedy import compare_greedy
+from evals.runs.conversations import ModelSpec, Worker, run_chunk
 from evals.runs.executor import LocalExecutor
-from evals.runs.runner import run_chunk
 from evals.runs.verdict import Verdict
-from evals.runs.worker import ModelSpec, Worker
 from tests.hybrids import RecallHead, greedy_text, tiny_hybrid
 
 pytest.importorskip("scipy")

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from evals.lossless.defects import Node, Sampling
 from evals.lossless.distribution import NodesAt
-from evals.lossless.replay import Replay
+from evals.lossless.evidence import Node, Sampling
+from evals.lossless.greedy import Replay
 from tests.fakes import tiny_llama
 
 PROMPT, TEXTS = (3, 9, 27), [(5,), (5, 8, 2), (7, 1, 1), (7, 6)]

@@ -13,11 +13,24 @@ import numpy as np
 import pytest
 import torch
 
-from evals.lossless.defects import DEFECTS, OUTSIDE, SOFT, Node, Sampling, kept
 from evals.lossless.distribution import against
-from evals.lossless.evidence import BONUS, Evidence, Sampled, Tokens, chi_square, homogeneity, measure
+from evals.lossless.evidence import (
+    BONUS,
+    DEFECTS,
+    OUTSIDE,
+    SOFT,
+    Evidence,
+    Node,
+    Sampled,
+    Sampling,
+    Tokens,
+    chi_square,
+    homogeneity,
+    kept,
+    measure,
+)
 from evals.lossless.verdicts import ALPHA, ConfigurationFit, compared_fit, exact_fit
-from evals.runs.runner import Configuration
+from evals.runs.conversations import Configuration
 from evals.runs.verdict import Verdict
 
 norm = pytest.importorskip("scipy.stats").norm

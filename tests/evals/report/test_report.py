@@ -16,13 +16,11 @@ from rich.console import Console
 
 from evals.acceptance.acceptance import Plan, run, settings, sweep
 from evals.acceptance.metrics import METRICS
-from evals.report import html as html_report
-from evals.report.headline import cautions, headline
-from evals.report.terminal import RunProgress, print_acceptance, show, untried
+from evals.report import page
+from evals.report.terminal import RunProgress, cautions, headline, print_acceptance, show, untried
+from evals.runs.conversations import Configuration, ModelSpec, Worker
 from evals.runs.executor import LocalExecutor
-from evals.runs.runner import Configuration
 from evals.runs.store import RunStore
-from evals.runs.worker import ModelSpec, Worker
 
 pytest.importorskip("matplotlib")
 CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
@@ -82,23 +80,23 @@ def test_table_prints_every_metric_with_its_definition(plant: SimpleNamespace, t
 @pytest.mark.slow
 def test_page_says_the_same_and_loads_nothing(plant: SimpleNamespace, tmp_path: Path) -> None:
     document = document_of(plant, tmp_path, sweep((1, 3)))
-    page = html_report.render(document)
-    parsed = Page(page)
+    text = page.render(document)
+    parsed = Page(text)
     assert parsed.open == []
     for metric in METRICS:
-        assert metric.definition in page.replace("&#39;", "'").replace("&lt;", "<")
+        assert metric.definition in text.replace("&#39;", "'").replace("&lt;", "<")
     assert sum(tag == "svg" for tag, _ in parsed.tags) == 5
     assert not any(tag in ("script", "link", "img", "iframe") for tag, _ in parsed.tags)
     links = [v for _, attrs in parsed.tags for k, v in attrs.items() if k in ("src", "href", "xlink:href") and v]
     assert all(link.startswith("#") for link in links)
-    assert "writing &amp; &lt;b&gt;" in page and "<b>" not in page
-    assert headline(document) in page and "answers unchanged (23 of 23 equal)" in page
+    assert "writing &amp; &lt;b&gt;" in text and "<b>" not in text
+    assert headline(document) in text and "answers unchanged (23 of 23 equal)" in text
     assert sum(tag == "details" for tag, _ in parsed.tags) == 5 + 1  # the values of each picture, and provenance
     (third,) = (arm for arm in document["arms"] if arm["k"] == 3)
     for drawn in ("conditional", "unconditional", "per_position_vllm"):
-        assert all(page.count(show(value)) for value in third[drawn])
-    assert all(f"{count:,} (" in page for count in third["histogram"])
-    captions = "".join(re.findall(r"<figcaption>(.*?)</figcaption>", page, re.S))
+        assert all(text.count(show(value)) for value in third[drawn])
+    assert all(f"{count:,} (" in text for count in third["histogram"])
+    captions = "".join(re.findall(r"<figcaption>(.*?)</figcaption>", text, re.S))
     assert all(word in captions for word in ("Solid, conditional", "Dashed, unconditional", "Dotted lines, predicted"))
     classes = {attrs.get("class") for tag, attrs in parsed.tags if tag == "span"}
     assert {"accepted", "rejected", "target"} <= classes
@@ -108,7 +106,7 @@ def test_page_says_the_same_and_loads_nothing(plant: SimpleNamespace, tmp_path: 
 def test_comparison_without_a_baseline_renders_too(plant: SimpleNamespace, tmp_path: Path) -> None:
     document = document_of(plant, tmp_path, (Configuration("one", 1), Configuration("three", 3)))
     assert "three less one, paired" in printed(document)
-    assert "three less one, paired" in html_report.render(document)
+    assert "three less one, paired" in page.render(document)
 
 
 def told(speedup: tuple[float, float | None, float | None], same: int = 8, **more: Any) -> dict[str, Any]:
@@ -181,7 +179,7 @@ def test_page_in_a_real_browser(plant: SimpleNamespace, tmp_path: Path) -> None:
         "smallest: Math.min(...svgs.map(s => Math.min(s.clientWidth, s.clientHeight))),"
         "wide: document.documentElement.scrollWidth - innerWidth}); })</script>"
     )
-    page.write_text(html_report.render(document_of(plant, tmp_path, sweep((1, 3)))) + probe, "utf-8")
+    page.write_text(page.render(document_of(plant, tmp_path, sweep((1, 3)))) + probe, "utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--window-size=1280,900"]
     done = subprocess.run(
         [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()],

@@ -13,8 +13,8 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from evals.errors import WorkerError  # noqa: E402
-from evals.runs.ray_executor import RayExecutor  # noqa: E402
-from evals.runs.worker import ModelSpec  # noqa: E402
+from evals.runs.conversations import ModelSpec  # noqa: E402
+from evals.runs.executor import RayExecutor  # noqa: E402
 from specdec.options import LoadOptions  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

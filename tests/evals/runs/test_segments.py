@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 from jinja2.exceptions import TemplateError
 
-from evals.data.datasets import Question
-from evals.data.prompts import opening, render
-from evals.runs.segments import segments
+from evals.data.datasets import Question, opening, render
+from evals.runs.answers import segments
 from specdec.errors import InvalidInputError
 from specdec.requests.request import Completion
 from specdec.requests.stats import RequestStats, RoundRecord

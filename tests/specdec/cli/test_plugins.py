@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli import plugins
-from specdec.cli.plugins import DISTRIBUTION, GROUP, Plugin, PluginError, find_plugins
+from specdec.cli import lazy as plugins
+from specdec.cli.lazy import DISTRIBUTION, GROUP, Plugin, PluginError, find_plugins
 
 ROOT = Path(__file__).resolve().parents[3]
 EVAL = ("eval", "evals.cli.main:evaluate")

@@ -15,12 +15,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
-from specdec.compiler.fp8_passes import Fp8Rewriting
+from specdec.compiler.passes import Rewriting
 from specdec.compiler.siblings import fuse_siblings
-from specdec.ops.fp8 import fp8_quantise
-from specdec.ops.fp8_fused import add_rms_norm_fp8, rms_norm_fp8, silu_product_fp8
-from specdec.ops.norm import add_rms_norm, rms_norm
-from specdec.ops.silu import silu_product
+from specdec.ops.elementwise import add_rms_norm, rms_norm, silu_product
+from specdec.ops.fp8 import add_rms_norm_fp8, fp8_quantise, rms_norm_fp8, silu_product_fp8
 from specdec.wrapped.alterations import Alterations
 from specdec.wrapped.fp8 import Fp8Layers
 from tests.fp8 import quantised
@@ -60,7 +58,7 @@ def rewritten(layer: Layer, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], 
     after: Counter[str] = Counter()
 
     def compile_inference(module: GraphModule, _: Any) -> GraphModule:
-        Fp8Rewriting()(module.graph)
+        Rewriting()(module.graph)
         module.graph.lint()
         assert list(module.graph.nodes)[-1].op == "output"
         after.update(operators(module.graph))
@@ -86,7 +84,7 @@ def test_what_only_fp8_layers_read_is_quantised_where_it_is_computed(
     plain = [after[name] for name in ("rms_norm", "add_rms_norm", "silu_product", "fp8_quantise")]
     assert (fused, plain) == (([0, 0, 0], [1, 1, 1, 3]) if read else ([1, 1, 1], [0, 0, 0, 0]))
     assert after["fp8_matmul"] == 3
-    monkeypatch.setattr("specdec.compiler.fp8_passes.quantise_at_once", lambda graph: None)
+    monkeypatch.setattr("specdec.compiler.passes.quantise_at_once", lambda graph: None)
     apart, before = rewritten(layer, x)
     assert before["fp8_quantise"] == 3 and all(map(torch.equal, out, apart)), "the same bits"
     layers.release()
@@ -96,13 +94,13 @@ def test_what_only_fp8_layers_read_is_quantised_where_it_is_computed(
 def test_an_erased_graph_has_nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators of the quantised results that nothing reads would run all the same: custom operators are not pure."""
     graphs: list[Graph] = []
-    call = Fp8Rewriting.__call__
+    call = Rewriting.__call__
 
-    def kept(self: Fp8Rewriting, graph: Graph) -> None:
+    def kept(self: Rewriting, graph: Graph) -> None:
         call(self, graph)
         graphs.append(graph)
 
-    monkeypatch.setattr(Fp8Rewriting, "__call__", kept)
+    monkeypatch.setattr(Rewriting, "__call__", kept)
     torch.manual_seed(0)
     layer = Layer(False).eval().requires_grad_(False)
     layers = Fp8Layers(layer)

@@ -16,13 +16,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor
 from torch._inductor.decomposition import select_decomp_table
 
-from drafters.loops.chain.passes import EaglePasses
+from drafters.loops.chain_passes import EaglePasses
 from drafters.rope import rotate as rotate_in_float32
 from specdec.compiler.passes import Rewriting
 from specdec.compiler.siblings import fuse_siblings
 from specdec.wrapped.alterations import Alterations
 from tests.drafters.eagle3.test_head import make_head
-from tests.specdec.compiler.test_settings import Block
+from tests.specdec.compiler.test_compiling import Block
 
 HALF, TOKENS = torch.bfloat16, 5
 Run = Callable[..., torch.Tensor]

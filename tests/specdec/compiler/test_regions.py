@@ -11,10 +11,9 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 
-import specdec.compiler.regions
+import specdec.compiler.compiling
 from attention.hf.custom_op import Channel
-from specdec.compiler.regions import compile_regions
-from specdec.compiler.settings import compiler_settings
+from specdec.compiler.compiling import compile_regions, compiler_settings
 
 WIDTH = 8
 CHANNEL = Channel()
@@ -30,13 +29,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
     """What went through the compiler."""
     torch.compiler.reset()
     found: list[GraphModule] = []
-    real = specdec.compiler.regions.compile_fx
+    real = specdec.compiler.compiling.compile_fx
 
     def compile_fx(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         found.append(module)
         return real(module, inputs)
 
-    monkeypatch.setattr(specdec.compiler.regions, "compile_fx", compile_fx)
+    monkeypatch.setattr(specdec.compiler.compiling, "compile_fx", compile_fx)
     return found
 
 

@@ -137,14 +137,14 @@ def test_rows_that_end_leave_padding_on_the_null_page() -> None:
 
 
 def test_the_watch_sees_a_page_crossing_by_plus_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    import drafters.loops.chain.index
+    import drafters.loops.chain_arrays
     from specdec.errors import RoundFailedError
 
     def plus_one(table: np.ndarray, rows: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
         first = positions - positions % 8
         return table[rows, first // page_size].astype(np.int64) * page_size + positions - first
 
-    monkeypatch.setattr(drafters.loops.chain.index, "slots_of", plus_one)
+    monkeypatch.setattr(drafters.loops.chain_arrays, "slots_of", plus_one)
     model = tiny_llama()
     with pytest.raises((AssertionError, KeyError, RoundFailedError)):
         wrapped = Watch().wrap(model, table_head(model), num_speculative_tokens=4)

@@ -15,12 +15,12 @@ from fakes import eagle3_head, hf_greedy, random_prompts, tiny_llama, wrap
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import specdec.compiler.settings
+import specdec.compiler.compiling
 import specdec.execution.graphs
 import specdec.execution.ragged
 import specdec.wrapped.target
+from specdec.compiler.compiling import unwrapped
 from specdec.compiler.passes import Rewriting, read_weights_once, sum_alike
-from specdec.compiler.settings import unwrapped
 from specdec.errors import UnsupportedModelError
 from specdec.ops.linear import invariant_linear
 from specdec.requests.sampling import SamplingParams
@@ -120,7 +120,7 @@ def test_rounds_of_any_shape_run_what_was_compiled_for_the_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planted defect: inputs of another kind than the graphs' are compiled for again. Matmuls stay those of a CPU."""
-    monkeypatch.setattr(specdec.compiler.settings, "Fp8Rewriting", lambda batch_invariant: Rewriting())
+    monkeypatch.setattr(specdec.compiler.compiling, "Rewriting", lambda batch_invariant: Rewriting())
     if defect:
         made = torch.inference_mode()(lambda n, device: torch.zeros(n, dtype=torch.int64))
         monkeypatch.setattr(specdec.execution.ragged, "_integers", made)

@@ -11,8 +11,8 @@ import torch
 from fakes import table_head
 from torch._inductor import config as inductor
 
-from specdec.compiler.fp8_passes import Fp8Rewriting
-from specdec.compiler.fp8_siblings import SiblingFp8Linear
+from specdec.compiler.passes import Rewriting
+from specdec.compiler.siblings import SiblingFp8Linear
 from specdec.loading.targets import load_target
 from specdec.requests.sampling import SamplingParams
 from specdec.wrapped.fp8 import Fp8Linear
@@ -65,13 +65,13 @@ def test_compiled_rounds(
 ) -> None:
     """fullgraph, in half precision: a layer has four matmuls, and of their inputs o's alone is quantised apart."""
     after: list[Counter[str]] = []
-    rewrite = Fp8Rewriting.__call__
+    rewrite = Rewriting.__call__
 
-    def counted(self: Fp8Rewriting, graph: torch.fx.Graph) -> None:
+    def counted(self: Rewriting, graph: torch.fx.Graph) -> None:
         rewrite(self, graph)
         after.append(operators(graph))
 
-    monkeypatch.setattr(Fp8Rewriting, "__call__", counted)
+    monkeypatch.setattr(Rewriting, "__call__", counted)
     folder = write(tmp_path / "target", LLAMA)
     target, oracle = load_target(folder, torch.bfloat16, torch.device("cpu")), reference(folder, LLAMA)
     with inductor.patch(force_disable_caches=True):  # code of an earlier run is not rewritten

@@ -45,8 +45,8 @@ from attention.spec import AttentionSpec
 from drafters.loops.base import Chosen
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
+from specdec.compiler.compiling import compiler_settings
 from specdec.compiler.passes import Rewriting
-from specdec.compiler.settings import compiler_settings
 from specdec.engine.launcher import Lookahead
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import ModelChangedError, RoundFailedError

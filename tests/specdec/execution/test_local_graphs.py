@@ -19,7 +19,7 @@ import attention.batch.transforms.fixed_local as fixed_local
 from attention.batch.host import HostBatch
 from attention.batch.transforms.fixed_local import fixed_local_attention
 from attention.runner import FixedPlanner
-from specdec.compiler.settings import compiler_settings
+from specdec.compiler.compiling import compiler_settings
 from specdec.execution.graphs import GraphExecutor
 from specdec.requests.sampling import SamplingParams
 from tests.public.test_llama4 import llama4

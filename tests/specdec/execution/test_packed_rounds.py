@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from attention.backends.flashinfer.backend import FlashInferBackend, FlashInferPlan
-from attention.backends.flashinfer.packed import PackedKernel
+from attention.backends.flashinfer.short_queries import PackedKernel
 from attention.backends.reference import TorchBackend
 from specdec.requests.sampling import SamplingParams
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
@@ -40,7 +40,7 @@ class OnCpu(FlashInferBackend):
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the kernel runs on, in batches of any size and heads of 16."""
-    monkeypatch.setattr("attention.backends.flashinfer.packed.HEAD_DIMS", (16,))
+    monkeypatch.setattr("attention.backends.flashinfer.short_queries.HEAD_DIMS", (16,))
     monkeypatch.setattr("attention.backends.limits.HEAD_DIMS", (16,))
     monkeypatch.setattr("attention.backends.flashinfer.backend.LEAST_BYTES", 1)
     return count_calls(monkeypatch, PackedKernel, "run")

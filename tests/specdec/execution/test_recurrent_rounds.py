@@ -11,14 +11,15 @@ import torch
 from fakes import backend_of_ours, count_calls, free_everywhere, launch_ahead, random_prompts, wrap
 
 import attention.recurrence.runner
+import specdec.loading.memory
 import specdec.loading.states
-from attention.recurrence.registry import REFERENCE
+from attention.recurrence.functions import REFERENCE
 from specdec import SamplingParams
 from specdec.engine.launcher import Lookahead
 from specdec.errors import InvalidInputError, SpecdecWarning
 from specdec.execution.graphs import GraphExecutor
 from specdec.rounds.static import FixedTarget
-from specdec.selftest.rereading import dummy_ids, read_eager, read_paged, scrambled_table
+from specdec.selftest.eager_reference import dummy_ids, read_eager, read_paged, scrambled_table
 from tests.hybrids import TYPES, RecallHead, greedy_text, tiny_hybrid
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401
 

@@ -37,9 +37,9 @@ def note(fn, **_):
     compiled.append([fn.name.rpartition(".")[2], threading.get_ident() == main])
 triton.knobs.runtime.jit_post_compile_hook = note
 
-import attention.kernels.together as together
+import attention.kernels.launch as together
 from specdec.execution.capture import rehearse_decisions
-from specdec.ops.argmax_kernel import launch_greedy
+from specdec.ops.greedy_kernel import launch_greedy
 from specdec.rounds.static import FixedSampling
 
 if sys.argv[1] == "planted":  # what was compiled is not put where launches find it

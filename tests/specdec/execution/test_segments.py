@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-import attention.kernels.invariant
-import attention.kernels.packed
-import attention.kernels.write
-import attention.kernels.write_latent
+import attention.kernels.cache_write
+import attention.kernels.invariant_kernel
+import attention.kernels.packed_kernel
 from attention.backends.base import AttentionBackend
 from attention.backends.flashinfer.backend import FlashInferBackend
 from attention.backends.flashinfer.mla import MlaKernel, MlaPlan
@@ -138,11 +137,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr("attention.backends.flashinfer.backend.split_bytes", lambda *_: 0)
     monkeypatch.setattr("attention.backends.flashinfer.backend.LEAST_BYTES", 1)
-    monkeypatch.setattr(attention.kernels.write, "_write_kernel", Launched(written))
-    monkeypatch.setattr(attention.kernels.packed, "_packed_kernel", Launched(packed))
+    monkeypatch.setattr(attention.kernels.cache_write, "_write_kernel", Launched(written))
+    monkeypatch.setattr(attention.kernels.packed_kernel, "_packed_kernel", Launched(packed))
     for module, name in (
-        (attention.kernels.write_latent, "_write_kernel"),
-        (attention.kernels.invariant, "_invariant_attention_kernel"),
+        (attention.kernels.cache_write, "_write_latent_kernel"),
+        (attention.kernels.invariant_kernel, "_invariant_attention_kernel"),
     ):
         monkeypatch.setattr(module, name, Launched(lambda *_, **__: None))
     built = SimpleNamespace(wait=lambda: None)

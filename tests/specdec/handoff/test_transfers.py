@@ -26,7 +26,7 @@ from fakes import (
     wrong_rounds,
 )
 
-import attention.transport.local
+import attention.transport.transports
 from attention.errors import HandoffMismatchError, TransferError, TransferTimeoutError
 from attention.recurrence.index import FoldRule
 from attention.transport.region_tables import VERSION
@@ -316,7 +316,7 @@ def test_another_engine_is_refused_before_anything_is_read(
     own = SIZES | own | options
     d = wrap(own.pop("model"), own.pop("head"), **own)
     (handoff,) = p.prefill(PROMPTS[1], GREEDY)
-    monkeypatch.delattr(attention.transport.local.LocalTransport, "copy")
+    monkeypatch.delattr(attention.transport.transports.LocalTransport, "copy")
     with pytest.raises(HandoffMismatchError, match=words):
         d.resume(handoff)
     assert free_everywhere(d) and p.usage().target_pages == 9  # still held
@@ -468,7 +468,7 @@ class Slow:
 
 def test_pages_of_a_late_read_are_in_quarantine_until_nothing_writes_to_them() -> None:
     p, d = eagle3(), eagle3(kv_cache_tokens=88)
-    slow = Slow(attention.transport.local.LocalTransport())
+    slow = Slow(attention.transport.transports.LocalTransport())
     d.open_transfer(slow)
     (handoff,) = p.prefill(PROMPTS[1], GREEDY)
     with pytest.raises(TransferTimeoutError, match="late"):
@@ -517,7 +517,7 @@ def test_bytes_of_another_version_and_cut_off_ones() -> None:
 def test_models_that_are_divided_among_ranks_need_a_transport_between_processes() -> None:
     p = eagle3()
     p.ranks = SimpleNamespace(size=2)
-    own = attention.transport.local.LocalTransport()
+    own = attention.transport.transports.LocalTransport()
     for call in (p.open_transfer, lambda: p.open_transfer(own), lambda: p.prefill(PROMPTS[0], GREEDY)):
         with pytest.raises(InvalidInputError, match="divided among 2 ranks"):
             call()
@@ -557,7 +557,7 @@ def test_refusals_of_bad_arguments() -> None:
         ("local", {"port": 3}, "port: no option of transport 'local'; allowed are: none"),
         ("nixl", {"backends": "UCX"}, "backends='UCX': allowed is a list"),
         (None, {}, "transport=None: allowed are local, sockets, nixl, and objects"),
-        (attention.transport.local.LocalTransport(), {"port": 3}, "port: options belong to a transport's name"),
+        (attention.transport.transports.LocalTransport(), {"port": 3}, "port: options belong to a transport's name"),
     ],
 )
 def test_a_transport_with_bad_options_is_refused_and_the_open_one_stays(

@@ -128,5 +128,5 @@ def test_on_rocm_nothing_of_flashinfer_is_built(rocm: None, monkeypatch: pytest.
 
 def test_on_rocm_kernels_are_launched_without_nvidias_option(rocm: None) -> None:
     """Triton for ROCm knows no `launch_pdl`, and `wait_for_predecessor` compiles to nothing."""
-    pdl = pytest.importorskip("attention.kernels.pdl", reason="Triton is not installed")
+    pdl = pytest.importorskip("attention.kernels.launch", reason="Triton is not installed")
     assert pdl.dependent_launch.__wrapped__(CUDA) == {"DEPENDENT": False}

@@ -12,10 +12,10 @@ import torch
 from fakes import backend_of_ours, random_prompts, table_head, wrap
 from torch import nn
 
-from attention.hf.mla import absorbed_attention
+from attention.hf.absorbed_mla import absorbed_attention
 from drafters.mtp.spec import mtp_target
 from specdec import SamplingParams, SpecdecWarning, SpeculativeModel
-from specdec.compiler.products import product_weights
+from specdec.compiler.gemm_selection import product_weights
 from specdec.compiler.siblings import SiblingLinear, fuse_siblings
 from specdec.errors import HeadLoadError, HeadMismatchError, UnsupportedModelError
 from specdec.loading.heads import target_facts

@@ -27,8 +27,7 @@ import specdec.ops.filters_kernel
 from drafters.vocab import scatter
 from specdec.acceptance.accept import SampledInputs, accept_greedy, accept_sampled
 from specdec.acceptance.packed import PackedResult
-from specdec.ops.draws import DraftPlaces, Proposal, accept_drafts, draw_drafts, inverse_map
-from specdec.ops.filters import Filtered, filter_rows
+from specdec.ops.draws import DraftPlaces, Filtered, Proposal, accept_drafts, draw_drafts, filter_rows, inverse_map
 from specdec.requests.sampling import SamplingTensors, draw, target_probs
 from tests.sampled_rounds import kernels_by_reference, one_token_less
 

@@ -19,7 +19,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from specdec.ops import draws_kernel, filters_kernel, filters_search_kernel
+from specdec.ops import draws_kernel, filters_kernel, logits_kernel
 
 F32, I32, I64, LOGITS = "*fp32", "*i32", "*i64", "*bf16"
 KINDS = {"logits_ptr": LOGITS, "copy_ptr": LOGITS, "listed_ptr": LOGITS, "top_k_ptr": I32, "counts_ptr": I32}
@@ -51,7 +51,7 @@ for parts, index in ((16, {"index_ptr": None}), (64, {})):
     width = {"CAPACITY": 512, "WIDTH": filters_kernel._SECOND}
     filters.append(compiled(filters_kernel._list_kernel, D | width, filters_kernel._LIST_WARPS))
     sizes = {"CAPACITY": 512, "TILE": min(256 * parts, 8192), "SHIFT": 16}
-    filters.append(compiled(filters_search_kernel.settle_kernel, D | sizes, 8))
+    filters.append(compiled(logits_kernel.settle_kernel, D | sizes, 8))
     print(*map(loads_before_waiting, filters))
 D = {"DEPENDENT": True, "PART": 2048, "N": 3, "DRAFTS": 4, "TOKENS": 4, "proposal": None}
 draws = [compiled(draws_kernel._draft_kernel, D | {"PARTS": 16}, sums_ptr=I64)]

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
-from specdec.compiler.fp8_siblings import SiblingFp8Linear
-from specdec.compiler.siblings import fuse_siblings
+from specdec.compiler.siblings import SiblingFp8Linear, fuse_siblings
+from specdec.ops.experts import fp8_expert_matmul
 from specdec.ops.fp8 import FP8, fp8_linear, fp8_matmul, fp8_quantise, fp8_quantise_by, reference_matmul
-from specdec.ops.fp8_experts import fp8_expert_matmul
 from specdec.wrapped.alterations import Alterations
 from specdec.wrapped.fp8 import Fp8Layers
 from tests.fp8 import multiplied_out, quantised, rounded
@@ -153,7 +152,7 @@ def test_many_tokens_leave_no_multiprocessor_idle(tokens: int) -> None:
 @pytest.mark.parametrize("pairs", [(4, 1, 3), (9, 2, 2)])
 def test_the_kernel_of_experts(pairs: tuple[int, int, int]) -> None:
     """Fewer pairs than experts and more; one row of x a token, and one a pair."""
-    from specdec.ops.fp8_experts_kernel import launch_fp8_expert_matmul
+    from specdec.ops.experts_kernel import launch_fp8_expert_matmul
 
     tokens, own, chosen = pairs
     x, x_scale, _, _ = operands(tokens * own, 1, 200)

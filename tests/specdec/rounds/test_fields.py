@@ -14,9 +14,9 @@ from fakes import table_head, tiny_llama
 import specdec.rounds.buckets
 from attention.recurrence.index import FoldRule
 from drafters.loops.base import DraftInput, LoopSize
-from drafters.loops.chain.run import ChainLoop
-from drafters.loops.chain.staged import ChainSection
-from drafters.loops.modules.staged import ModuleSection
+from drafters.loops.chain import ChainLoop
+from drafters.loops.chain_staged import ChainSection
+from drafters.loops.module_staged import ModuleSection
 from specdec.config import EngineConfig
 from specdec.extras.long_factors import LongFactors
 from specdec.extras.recurrent_states import RecurrentStates
@@ -33,9 +33,9 @@ HOMES = {
     "ahead.": "specdec/rounds/fields.py",
     "sampling.": "specdec/rounds/fields.py",
     "passes.": "specdec/rounds/fields.py",
-    "prefill.": "drafters/loops/chain/staged.py",
-    "step.": "drafters/loops/chain/staged.py",
-    "modules.": "drafters/loops/modules/staged.py",
+    "prefill.": "drafters/loops/chain_staged.py",
+    "step.": "drafters/loops/chain_staged.py",
+    "modules.": "drafters/loops/module_staged.py",
 }
 
 

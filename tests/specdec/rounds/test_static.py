@@ -1,5 +1,5 @@
 """Verifications in a fixed shape: what CUDA graphs read. (Rounds from them: test_graphs.py; draft steps:
-tests/drafters/loops/chain/test_static.py.)"""
+tests/drafters/loops/test_chain_static.py.)"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.batch.host import HostBatch, slots_of
-from drafters.loops.modules.index import module_batch, module_rows, rows_before
+from drafters.loops.module_arrays import module_batch, module_rows, rows_before
 from specdec.config import EngineConfig
 from specdec.requests.sampling import SamplingArrays, SamplingParams
 from specdec.rounds.buckets import static_shape

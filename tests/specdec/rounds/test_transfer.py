@@ -14,8 +14,8 @@ import specdec.rounds.transfer
 from attention.batch.staging import Bucket, Staged, StagingArena, bucket_of, layout_of
 from attention.declared import Field
 from drafters.loops.base import DraftInput, LoopSize
-from drafters.loops.chain.run import ChainLoop
-from drafters.loops.chain.staged import ChainInputs
+from drafters.loops.chain import ChainLoop
+from drafters.loops.chain_staged import ChainInputs
 from specdec.config import EngineConfig
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.drafting import ahead_inputs, draft_input

@@ -10,7 +10,7 @@ from fakes import wrap
 from torch import nn
 
 from specdec.errors import UnsupportedModelError
-from specdec.selftest.batch_dependence import neighbour_test, rounds_activations
+from specdec.selftest.quantised import neighbour_test, rounds_activations
 from tests.quantised import Int8Pair, RoundedByRow, RoundedByTensor, plain_llama
 
 pytestmark = pytest.mark.usefixtures("every_self_test")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from fakes import CPU, wrap
 
-from attention.cache.state import StateGroup
-from attention.recurrence import reference
-from attention.recurrence.registry import REFERENCE, Recurrences, recurrences_of
+from attention.recurrence import functions as reference
+from attention.recurrence.functions import REFERENCE, Recurrences, recurrences_of
+from attention.recurrence.layer_spec import ConvSpec, DeltaSpec, ScanSpec, SsdSpec
 from attention.recurrence.runner import StateRunner
-from attention.recurrence.spec import ConvSpec, DeltaSpec, ScanSpec, SsdSpec
+from attention.recurrence.state_cache import StateGroup
 from specdec.errors import UnsupportedModelError
 from specdec.selftest.recurrences import recurrence_self_test
 from specdec.selftest.selftest import check_target, self_test
@@ -67,7 +67,7 @@ def stored_though_put_off(*inputs: Any) -> torch.Tensor:
 @pytest.mark.parametrize("drafts", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("defect", [not_stored_after_a_replay, stored_though_put_off])
 def test_states_that_are_stored_in_some_launches_only(drafts: int, defect: Any) -> None:
-    functions = Recurrences("planted", gated_delta=defect)
+    functions = replace(REFERENCE, name="planted", gated_delta=defect)
     with pytest.raises(UnsupportedModelError, match="comes out wrong"):
         recurrence_self_test(runner_of(SCANS["gated delta"], functions, torch.bfloat16, drafts))
 
@@ -79,7 +79,7 @@ def test_nan_and_outputs_of_no_row_are_noticed() -> None:
             out[-1] = value
             return out
 
-        return Recurrences("planted", short_conv=conv)
+        return replace(REFERENCE, name="planted", short_conv=conv)
 
     for value in (0.5, float("nan")):
         with pytest.raises(UnsupportedModelError, match="outputs in launch 1 of ConvSpec"):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from fakes import random_prompts, wrap
 
-from attention.recurrence import reference
-from attention.recurrence.registry import Recurrences
-from attention.recurrence.rows import StateRows
+from attention.recurrence import functions as reference
+from attention.recurrence.functions import REFERENCE, Recurrences
+from attention.recurrence.state_rows import StateRows
 from specdec import SamplingParams
 from specdec.errors import RoundFailedError, UnsupportedModelError
 from specdec.selftest.selftest import self_test
@@ -55,7 +55,7 @@ def planted(change: Callable[[StateRows], StateRows]) -> Recurrences:
         return lambda *inputs: function(*inputs[:-1], change(inputs[-1]))
 
     scans = ("gated_delta", "ssd_scan", "selective_scan")
-    return Recurrences("planted", **{name: on(getattr(reference, name)) for name in scans})
+    return replace(REFERENCE, name="planted", **{name: on(getattr(reference, name)) for name in scans})
 
 
 DEFECTS = {
@@ -63,7 +63,7 @@ DEFECTS = {
     "replay one short": planted(one_short),
     "drafts folded in": planted(drafts_folded_in),
     "wrong slot": planted(wrong_slot),
-    "ring of the convolution off by one": Recurrences("planted", short_conv=off_by_one),
+    "ring of the convolution off by one": replace(REFERENCE, name="planted", short_conv=off_by_one),
 }
 
 

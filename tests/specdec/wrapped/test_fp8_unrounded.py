@@ -14,10 +14,10 @@ from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from specdec.errors import UnsupportedModelError
 from specdec.loading.targets import load_target
+from specdec.ops import experts as fp8_experts
 from specdec.ops import fp8 as operators
-from specdec.ops import fp8_experts
 from specdec.ops.fp8 import FP8, dequantised
-from specdec.selftest import rereading
+from specdec.selftest import eager_reference
 from specdec.selftest.selftest import self_test
 from specdec.selftest.twin import _build
 from specdec.wrapped import fp8
@@ -61,7 +61,7 @@ def test_a_wrong_slot_or_position_is_refused_by_the_ordinary_limit(
     """Keys and values each in the next token's slot; positions that are two further after a row's third token."""
     whole = target(tmp_path / "target", sizes, dtype)
     assert self_test(whole) < (1e-5 if dtype == torch.float32 else 0.1)
-    right = rereading.stage
+    right = eager_reference.stage
 
     def wrong(*batch: Any) -> Any:
         metadata = right(*batch)
@@ -69,7 +69,7 @@ def test_a_wrong_slot_or_position_is_refused_by_the_ordinary_limit(
             return replace(metadata, slot_mapping=metadata.slot_mapping.roll(1))
         return replace(metadata, positions=metadata.positions + 2 * (metadata.positions > 3))
 
-    monkeypatch.setattr(rereading, "stage", wrong)
+    monkeypatch.setattr(eager_reference, "stage", wrong)
     limit = "0.001" if dtype == torch.float32 else "0.2"
     found = rf"\(allowed for {dtype}: {limit}\)|of the experts that mixture 2 of 2 is given, \d\d% are others"
     with pytest.raises(UnsupportedModelError, match=f"comes out wrong .*({found})"):

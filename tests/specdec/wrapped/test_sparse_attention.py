@@ -10,7 +10,7 @@ import torch
 from fakes import random_prompts
 from transformers import PreTrainedModel
 
-from attention.hf.indexer import dense_up_to, indexers
+from attention.hf.model_specific import dense_up_to, indexers
 from benchmarks.sweep_configs import THRESHOLD, VOCAB, named_cases
 from benchmarks.sweep_models import NumberTokenizer, ScriptedHead, build
 from specdec import SamplingParams, SpeculativeModel

@@ -18,7 +18,7 @@ from attention.hf.probe import probe
 from drafters.base import FINAL_NORM
 from specdec.errors import CacheTooSmallError, InvalidInputError, InvariantError, UnsupportedModelError
 from specdec.requests.sampling import SamplingParams
-from specdec.selftest.rereading import dummy_ids, likely_cause, scrambled_table
+from specdec.selftest.eager_reference import dummy_ids, likely_cause, scrambled_table
 from specdec.wrapped.alterations import Alterations
 from specdec.wrapped.probing import probe_target
 from specdec.wrapped.target import AuxStateRecorder

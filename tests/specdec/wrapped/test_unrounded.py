@@ -20,7 +20,7 @@ from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from specdec.errors import UnsupportedModelError
 from specdec.loading.targets import load_target
-from specdec.selftest import rereading, selftest
+from specdec.selftest import eager_reference, selftest
 from specdec.selftest.selftest import self_test
 from specdec.wrapped.fp8 import unrounded_activations
 from specdec.wrapped.probing import probe_target
@@ -98,7 +98,7 @@ def test_a_wrong_slot_or_position_is_refused(
 ) -> None:
     whole = target(MAKERS[name](3, tmp_path))
     assert self_test(whole) < 0.1
-    right = rereading.stage
+    right = eager_reference.stage
 
     def wrong(*batch: Any) -> Any:
         metadata = right(*batch)
@@ -106,7 +106,7 @@ def test_a_wrong_slot_or_position_is_refused(
             return replace(metadata, slot_mapping=metadata.slot_mapping.roll(1))
         return replace(metadata, positions=metadata.positions + 2 * (metadata.positions > 3))
 
-    monkeypatch.setattr(rereading, "stage", wrong)
+    monkeypatch.setattr(eager_reference, "stage", wrong)
     with pytest.raises(UnsupportedModelError, match=r"comes out wrong .*\(allowed for torch.bfloat16: 0.2\)"):
         self_test(whole)
 

@@ -13,8 +13,8 @@ from attention.backends.flashinfer.backend import (
     routes,
     start_building,
 )
-from attention.backends.flashinfer.parts import split_batch
-from attention.backends.flashinfer.support import check_supported
+from attention.backends.flashinfer.requirements import check_supported
+from attention.backends.flashinfer.short_queries import split_batch
 from attention.backends.flashinfer.wrapper import kernel_name
 from attention.backends.invariant import InvariantBuilder
 from attention.batch.host import rows_batch

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from attention.backends.flashinfer.causal import causal_module, write_causal
+from attention.backends.flashinfer.wrapper import causal_module, write_causal
 
 HOST = """
 template <MaskMode MASK_MODE, typename Params>

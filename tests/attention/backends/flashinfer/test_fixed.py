@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from attention.backends.flashinfer.backend import FlashInferBackend
-from attention.backends.flashinfer.packed import PackedKernel
+from attention.backends.flashinfer.short_queries import PackedKernel
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
@@ -66,7 +66,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
     built = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr("attention.backends.flashinfer.wrapper.building", lambda *_: built)
     monkeypatch.setattr("attention.backends.flashinfer.backend.building", lambda *_: built)
-    monkeypatch.setattr("attention.backends.flashinfer.packed.packed_scratch", lambda *_: None)
+    monkeypatch.setattr("attention.backends.flashinfer.short_queries.packed_scratch", lambda *_: None)
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper))
     return noted
 

@@ -175,7 +175,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     def written(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         write(layer, key[: len(slots)], value[: len(slots)], slots)
 
-    monkeypatch.setattr("attention.kernels.write.write_kv", written)
+    monkeypatch.setattr("attention.kernels.cache_write.write_kv", written)
     return fakes
 
 

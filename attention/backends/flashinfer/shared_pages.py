@@ -1,0 +1,277 @@
+"""Which rows of a batch share which pages, and when attending those once pays.
+
+The constants of `CascadeCost` are fitted to 54 measured cases (`test_cascade_cost.py` holds them: 8, 32 and 128
+rows, prefixes of 512 to 8,192 keys, 64 and 256 own keys, 1, 4 and 6 tokens; Llama-3.1-8B's heads in bfloat16), by least
+squares of the logarithms. They give cascade attention's time within 20 % (6 % on average) and flat attention's within
+25 % (11 %; it takes longer with six tokens, which the rule leaves out). On another GPU all times are others, but only
+their ratio decides.
+
+The device array of a fixed shape is sent when it changes: when rows come, go, or begin elsewhere. From one round of the
+same requests to the next it does not, so that a round sends nothing more than before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from attention.batch.host import HostBatch
+from attention.batch.transforms.cascade import shared_prefixes
+from attention.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from attention.kernels.cascade_kernel import PrefixTiling, SharedKeys
+    from attention.kernels.packed_kernel import Scratch
+
+
+LAUNCH_US, PREFIX_LAUNCH_US = 7.7, 2.0
+"""Of the packed kernel, from its begin to its end over few keys; of the prefix kernel before it."""
+OWN_US_PER_MB, SHARED_US_PER_MB = 0.241, 0.187
+"""Reading keys: those that one row has, from memory (4.1 TB/s); those that flat attention reads for many rows, which
+are in the L2 cache after the first (5.3 TB/s)."""
+SUM_US_PER_MB = 2 * OWN_US_PER_MB
+"""Partial sums are read where a row begins, before anything else of it can be done."""
+LEAST_GAIN = 1.15
+"""Flat attention's time over that of two levels from which on these are taken. Of the measured cases all with a gain
+below 1.05 come out below 0.91, and all with one above 1.2 above 1.36."""
+
+
+@dataclass(frozen=True)
+class PrefixWork:
+    """What the kernel over the shared pages does at once; see `attention.kernels.cascade_kernel.PrefixTiling`.
+
+    Attributes:
+        tile_queries: of a program. parts, least_keys: how the shared keys are split.
+        programs: that the device runs at the same time. key_ns: that one takes for a key, loaded and computed.
+    """
+
+    tile_queries: int
+    parts: int
+    least_keys: int
+    programs: int
+    key_ns: float
+
+
+@dataclass(frozen=True)
+class CascadeCost:
+    """Times of one layer's attention, in µs, over rows that share their first keys.
+
+    Flat attention reads every row's keys. In two levels every program of the prefix kernel goes through its part of the
+    shared keys, for a tile of queries; programs that the device has no room for wait for the others. Then each row
+    reads the sums over the parts, D + 2 numbers a query head in float32, and its own keys.
+
+    Llama-3.1-8B in bfloat16 on an H200, 32 rows with 2,048 shared keys and 256 of their own, 6 tokens: 73.6 and 47.3 µs
+    were measured (1.56); with 512 shared keys 28.3 and 34.2, so flat attention is taken.
+
+    >>> cost = CascadeCost(32, 8, 128, 2, PrefixWork(128, 2, 512, 132, 22.6))
+    >>> [(round(cost.flat_us(32, keys, 256), 1), round(cost.cascade_us(32, 6, keys, 256), 1)) for keys in (2048, 512)]
+    [(66.0, 47.1), (28.3, 32.4)]
+    >>> cost.pays(32, 6, 2048, 256), cost.pays(32, 6, 512, 256)
+    (True, False)
+
+    Attributes:
+        num_q_heads, num_kv_heads, head_dim: of a layer. item_bytes: of a number in the cache.
+        work: of the prefix kernel.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    item_bytes: int
+    work: PrefixWork
+
+    def _key_megabytes(self, keys: int) -> float:
+        return keys * 2 * self.num_kv_heads * self.head_dim * self.item_bytes / 1e6
+
+    def flat_us(self, rows: int, prefix_keys: int, own_keys: int) -> float:
+        """Of flat attention over `rows` rows; own_keys: of each row after the prefix, on average."""
+        shared, own = self._key_megabytes(rows * prefix_keys), self._key_megabytes(rows * own_keys)
+        return LAUNCH_US + shared * SHARED_US_PER_MB + own * OWN_US_PER_MB
+
+    def cascade_us(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> float:
+        """In two levels; query_len: tokens of each row."""
+        work, tokens = self.work, rows * query_len
+        part_keys = max(-(-prefix_keys // work.parts), work.least_keys)
+        parts = -(-prefix_keys // part_keys)
+        tiles = -(-tokens * (self.num_q_heads // self.num_kv_heads) // work.tile_queries)
+        turns = -(-tiles * self.num_kv_heads * parts // work.programs)
+        prefix = PREFIX_LAUNCH_US + turns * part_keys * work.key_ns / 1e3
+        sums = 2 * parts * tokens * self.num_q_heads * (self.head_dim + 2) * 4 / 1e6  # written and read
+        own = self._key_megabytes(rows * own_keys)
+        return LAUNCH_US + prefix + sums * SUM_US_PER_MB + own * OWN_US_PER_MB
+
+    def reading_us(self, keys: int) -> float:
+        """Of flat attention for so many shared keys, counted once a row."""
+        return self._key_megabytes(keys) * SHARED_US_PER_MB
+
+    def saved_us(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> float:
+        """Flat attention's time less that of two levels: less than 0 where these take longer."""
+        return self.flat_us(rows, prefix_keys, own_keys) - self.cascade_us(rows, query_len, prefix_keys, own_keys)
+
+    def gain(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> float:
+        """Flat attention's time over that of two levels."""
+        return self.flat_us(rows, prefix_keys, own_keys) / self.cascade_us(rows, query_len, prefix_keys, own_keys)
+
+    def pays(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> bool:
+        """Whether rows that share `prefix_keys` keys are attended in two levels."""
+        return self.gain(rows, query_len, prefix_keys, own_keys) >= LEAST_GAIN
+
+
+LEAST_ROWS = 4
+"""Rows of a fixed shape from which on it has a launch for shared pages, which costs 1 to 2 µs a layer of few keys where
+there are none: three rows save at most two readings of a prefix."""
+_RING = 2
+LOOK_AGAIN = 32
+"""Batches after which an answer that still holds is looked for again."""
+
+
+class Sharing:
+    """Finds shared pages for the packed kernels of a device, and keeps memory for the sums over them: one launch at a
+    time uses it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._room = torch.empty(0, dtype=torch.float32, device=device)
+        self._none = torch.empty(0, dtype=torch.int32, device=device)
+
+    def fixed(
+        self, key: AttentionSpec, dtype: torch.dtype, shape: tuple[int, int], scratch: Scratch
+    ) -> SharedRows | None:
+        """For all batches of a shape, (rows, query_len), which has a launch for them; None with few rows."""
+        if shape[0] < LEAST_ROWS:
+            return None
+        tiling = _tiling(key, shape, scratch)
+        pages = torch.zeros(shape[0], dtype=torch.int32, device=self._room.device)
+        return SharedRows(self._keys(key, shape, tiling, pages), shape[1], _cost(key, dtype, tiling, scratch))
+
+    def of_batch(
+        self, key: AttentionSpec, dtype: torch.dtype, shape: tuple[int, int], scratch: Scratch, batch: HostBatch
+    ) -> BatchShared | None:
+        """For the first rows of one batch; None with few rows.
+
+        The kernels are those of fixed shapes, so that rounds beside graphs compile none.
+        """
+        if shape[0] < LEAST_ROWS:
+            return None
+        tiling = _tiling(key, shape, scratch)
+        found = worth_sharing(batch, *shape, _cost(key, dtype, tiling, scratch))
+        pages = self._no_pages(shape[0])
+        if found.any():
+            pages = torch.from_numpy(found)
+            if self._room.is_cuda:
+                pages = pages.pin_memory().to(self._room.device, non_blocking=True)
+        return BatchShared(self._keys(key, shape, tiling, pages), bool(found.any()))
+
+    def _no_pages(self, rows: int) -> torch.Tensor:
+        if rows > len(self._none):
+            self._none = torch.zeros(rows, dtype=torch.int32, device=self._room.device)
+        return self._none[:rows]
+
+    def _keys(
+        self, key: AttentionSpec, shape: tuple[int, int], tiling: PrefixTiling, pages: torch.Tensor
+    ) -> SharedKeys:
+        """pages: [rows] int32. What was handed out before keeps its memory."""
+        from attention.kernels.cascade_kernel import SharedKeys, sum_shapes
+
+        sums, stats = sum_shapes(key, shape[0] * shape[1], tiling)
+        sizes = math.prod(sums), math.prod(stats)
+        if sum(sizes) > len(self._room):
+            self._room = torch.empty(sum(sizes), dtype=torch.float32, device=self._room.device)
+        first, second = self._room[: sum(sizes)].split(sizes)
+        return SharedKeys(pages, first.view(sums), second.view(stats), tiling)
+
+
+def _tiling(key: AttentionSpec, shape: tuple[int, int], scratch: Scratch) -> PrefixTiling:
+    """Of the next power of two of rows, so that there are few kernels; shape: (rows, query_len)."""
+    from attention.kernels.cascade_kernel import prefix_tiling
+
+    rows = 1 << (shape[0] - 1).bit_length()
+    queries = rows * shape[1] * key.num_q_heads // key.num_kv_heads
+    return prefix_tiling(queries, key.num_kv_heads, scratch.multiprocessors, scratch.shared_bytes)
+
+
+def _cost(key: AttentionSpec, dtype: torch.dtype, tiling: PrefixTiling, scratch: Scratch) -> CascadeCost:
+    """When the kernels with this tiling pay."""
+    heads = key.num_q_heads, key.num_kv_heads
+    tile = tiling.tile
+    work = PrefixWork(tile.queries, tiling.parts, tiling.least_keys, tile.each * scratch.multiprocessors, tile.key_ns)
+    return CascadeCost(*heads, key.head_dim_k, dtype.itemsize, work)
+
+
+def worth_sharing(batch: HostBatch, rows: int, query_len: int, cost: CascadeCost) -> np.ndarray:
+    """[rows] int32: leading pages that each of the first rows shares with others, where it pays; else zeros.
+
+    The kernels serve one class of rows at once: of those that pay the one that saves most time. Classes come in order
+    of the keys that they leave out, and a class cannot save more than reading the keys of all its rows takes.
+    """
+    computed, best, most = batch.num_computed_tokens[:rows], None, -math.inf
+    for found in shared_prefixes(batch.block_table[:rows], computed, batch.page_size):
+        if cost.reading_us(2 * found.num_keys_left_out) <= most:
+            break
+        own = int(computed[found.rows].mean()) + query_len - found.num_keys
+        sizes = (len(found.rows), query_len, found.num_keys, own)
+        if cost.saved_us(*sizes) > most and cost.pays(*sizes):
+            best, most = found, cost.saved_us(*sizes)
+    return np.zeros(rows, np.int32) if best is None else best.pages_by_row(rows)
+
+
+@dataclass(frozen=True)
+class BatchShared:
+    """The shared pages of one batch. launches: whether there are any, so that they are attended before the rest."""
+
+    shared: SharedKeys
+    launches: bool
+
+
+class SharedRows:
+    """The shared pages of batches of `rows` rows of `query_len` tokens, at an address that does not change."""
+
+    launches = True
+    """A captured graph does, whatever it finds."""
+
+    def __init__(self, shared: SharedKeys, query_len: int, cost: CascadeCost) -> None:
+        self.shared = shared
+        self._query_len = query_len
+        self.cost = cost
+        on_cuda = shared.pages.is_cuda
+        self._sent = np.zeros(len(shared.pages), np.int32).tobytes()
+        self._host = [torch.zeros(len(shared.pages), dtype=torch.int32, pin_memory=on_cuda) for _ in range(_RING)]
+        self._copied = [torch.cuda.Event() for _ in range(_RING)] if on_cuda else []
+        self.num_copies = 0
+        self._left, self._width, self._begins = 0, 1, b""
+        self._least = np.zeros(len(shared.pages), np.int32)  # keys that each row must have computed
+
+    def update(self, batch: HostBatch) -> None:
+        """The next launches serve this batch. Sends the pages where they changed.
+
+        What was found last is kept while it holds: the tables begin as they did, and all rows still see the pages that
+        they share. To look again costs 30 µs and more; once in `LOOK_AGAIN` batches it is done nevertheless, for
+        rows that could share more by now.
+        """
+        rows = len(self.shared.pages)
+        if self._left and batch.block_table[:rows, : self._width].tobytes() == self._begins:
+            self._left -= 1
+            if (batch.num_computed_tokens[:rows] >= self._least).all():
+                return
+        pages = worth_sharing(batch, rows, self._query_len, self.cost)
+        if pages.tobytes() != self._sent:
+            self.send(pages)
+        self._left, self._width = LOOK_AGAIN, max(1, int(pages.max()))
+        self._least = pages * batch.page_size
+        self._begins = batch.block_table[:rows, : self._width].tobytes()
+
+    def send(self, pages: np.ndarray) -> None:
+        """The next launches find these pages; [rows] int32, see `attention.kernels.cascade_kernel.SharedKeys`."""
+        self._sent, self._left = b"", 0  # an interrupt from here on leaves what is looked for and sent again
+        slot = self.num_copies % _RING
+        if self._copied and not self._copied[slot].query():
+            self._copied[slot].synchronize()
+        self._host[slot].numpy()[:] = pages
+        self.shared.pages.copy_(self._host[slot], non_blocking=True)
+        if self._copied:
+            self._copied[slot].record()
+        self.num_copies += 1
+        self._sent = pages.tobytes()

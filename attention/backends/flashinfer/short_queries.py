@@ -1,0 +1,189 @@
+"""Rows with short queries of one length: attended by our packed kernel instead of FlashInfer's, and planned apart.
+
+FlashInfer's fa2 gives the query heads of a KV head, times the tokens of a row, a tile of 16, 64 or 128: Llama-3.1-8B's
+verification with K = 5 has 24 such queries, so almost two thirds of a tile of 64 are padding, which costs time on a GPU
+at its power limit. Here the tile is 16 or 32, and nothing is planned.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attention.backends.flashinfer.shared_pages import LEAST_ROWS, BatchShared, SharedRows, Sharing
+from attention.backends.flashinfer.wrapper import Part
+from attention.backends.two_levels import cascade_limit
+from attention.batch.host import HostBatch
+from attention.cache.kv_cache import CacheGroup, LayerKV
+from attention.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from attention.kernels.packed_kernel import Scratch
+from attention.batch.metadata import CommonAttentionMetadata
+
+MOST_QUERIES = 32
+"""Query heads of a KV head times tokens of a row: beyond it FlashInfer's tile of 64 is well used."""
+HEAD_DIMS = (64, 128)
+PACKED_IN_WORDS = f"; verifications packed (up to {MOST_QUERIES} queries a KV head)"
+
+
+def is_packed(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, query_len: int) -> bool:
+    """Whether `PackedKernel` serves rows of `query_len` tokens."""
+    plain = key.window is None and key.softcap is None and not key.has_sinks and not key.value_in_key
+    fits = key.head_dim_k == key.head_dim_v in HEAD_DIMS and group.format.dtype_for(dtype) == dtype
+    queries = query_len * key.num_q_heads // key.num_kv_heads
+    return plain and fits and queries <= MOST_QUERIES
+
+
+def packed_scratch(device: torch.device) -> Scratch:
+    """What all packed kernels of a device share."""
+    from attention.kernels.packed_kernel import Scratch
+
+    return Scratch.on(device, MOST_QUERIES, max(HEAD_DIMS))
+
+
+class PackedKernel:
+    """What `Kernel` is for such rows, but with nothing to plan: it finds pages and lengths where those of the last
+    planned batch lay. Pages that rows share are attended once, where that pays; see `sharing`."""
+
+    def __init__(self, key: AttentionSpec, scratch: Scratch, sharing: SharedRows | BatchShared | None = None) -> None:
+        """sharing: of the batches that it serves; None where no pages are looked for."""
+        self.generation = 0
+        self.sharing = sharing
+        self._scratch = scratch
+        self._key = key
+        self._part: Part | None = None
+
+    def plan(self, part: Part) -> None:
+        """Attend over this part's pages from now on."""
+        self._part = part
+        self.generation += 1
+
+    def share(self, batch: HostBatch) -> None:
+        """Find the pages that rows of the planned batch, `batch`, share; for a kernel of a fixed shape."""
+        if isinstance(self.sharing, SharedRows):
+            self.sharing.update(batch)
+
+    def keeps(self, host: object) -> bool:
+        """See `Kernel.keeps`: any lengths will do."""
+        return True
+
+    def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
+        """See `Kernel.run`; there are no sinks."""
+        from attention.kernels.cascade_kernel import launch_prefix
+        from attention.kernels.packed_kernel import launch_packed
+
+        assert self._part is not None and sinks is None
+        part = self._part
+        places = (part.device_page_indptr, part.device_page_indices, part.device_last_page_len)
+        query_len = (part.stop - part.start) // len(part.device_last_page_len)
+        shared = None if self.sharing is None else self.sharing.shared
+        if shared is not None and self.sharing is not None and self.sharing.launches:
+            launch_prefix(query, layer_kv, self._key, *places[:2], shared, query_len)
+        launch_packed(query, layer_kv, self._key, *places, out, self._scratch, query_len, shared)
+
+
+class PackedKernels:
+    """The packed kernels of a device: what they share, and whether they look for pages that rows share."""
+
+    def __init__(self, device: torch.device, cascades: bool = False) -> None:
+        """cascades: look for them, and attend them once where that pays."""
+        self._device = device
+        self._scratch: Scratch | None = None
+        self.sharing = Sharing(device) if cascades else None
+
+    def fixed(self, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int) -> PackedKernel:
+        """For batches of this shape."""
+        scratch, shape = self._made(), (rows, query_len)
+        if self.sharing is None or cascade_limit(key, eight_bits=False):
+            return PackedKernel(key, scratch)
+        return PackedKernel(key, scratch, self.sharing.fixed(key, dtype, shape, scratch))
+
+    def of_batch(
+        self, key: AttentionSpec, dtype: torch.dtype, batch: HostBatch, rows: int, query_len: int
+    ) -> PackedKernel:
+        """For the first rows of a batch, `query_len` tokens each."""
+        scratch, shape = self._made(), (rows, query_len)
+        if self.sharing is None or cascade_limit(key, eight_bits=False):
+            return PackedKernel(key, scratch)
+        return PackedKernel(key, scratch, self.sharing.of_batch(key, dtype, shape, scratch, batch))
+
+    def in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
+        """What they serve, after the name of another kernel; "" for nothing."""
+        return PACKED_IN_WORDS if is_packed(group, key, dtype, 1) and key.chunk_size is None else ""
+
+    def sharing_in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, served: bool) -> str:
+        """Where shared pages are attended once, or why never; "" where nobody looks for them.
+
+        served: some rows are packed, if their heads are.
+        """
+        if self.sharing is None:
+            return ""
+        limit = cascade_limit(key, group.format.dtype_for(dtype) != dtype)
+        if not limit and not (served and is_packed(group, key, dtype, 1)):
+            limit = f"rows with head dim {key.head_dim_k} are not packed here"
+        if limit:
+            return f"; no cascade: {limit}"
+        return f"; cascade over shared pages from {LEAST_ROWS} rows on, where it pays"
+
+    def _made(self) -> Scratch:
+        if self._scratch is None:
+            self._scratch = packed_scratch(self._device)
+        return self._scratch
+
+
+_SHORT_QUERY = 16
+"""Rows with at most this many query tokens are planned apart from prompt chunks: the kernel has one tile size per plan,
+chosen from the mean query length."""
+
+
+def whole_batch(metadata: CommonAttentionMetadata) -> Part:
+    """All rows as one part."""
+    host = metadata.host
+    return Part(
+        host.query_start_loc,
+        host.page_indptr,
+        host.seq_lens,
+        metadata.query_start_loc,
+        metadata.page_indptr,
+        metadata.last_page_len,
+        metadata.page_indices,
+        0,
+        host.num_tokens,
+    )
+
+
+def split_batch(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
+    """Decode first: the leading rows with short queries, then everything from the first long one on."""
+    host = metadata.host
+    is_long = host.query_lens > _SHORT_QUERY
+    cut = int(is_long.argmax()) if is_long.any() else host.num_reqs
+    if cut in (0, host.num_reqs):
+        return (whole_batch(metadata),)
+    token = int(host.query_start_loc[cut])
+    first, rest = slice(0, cut), slice(cut, host.num_reqs)
+    starts, rest_starts = slice(0, cut + 1), slice(cut, host.num_reqs + 1)
+    short = Part(
+        host.query_start_loc[starts],
+        host.page_indptr[starts],
+        host.seq_lens[first],
+        metadata.query_start_loc[starts],
+        metadata.page_indptr[starts],
+        metadata.last_page_len[first],
+        metadata.page_indices,
+        0,
+        token,
+    )
+    long = Part(
+        host.query_start_loc[rest_starts] - token,
+        host.page_indptr[rest_starts],
+        host.seq_lens[rest],
+        metadata.query_start_loc[rest_starts] - token,
+        metadata.page_indptr[rest_starts],
+        metadata.last_page_len[rest],
+        metadata.page_indices,
+        token,
+        host.num_tokens,
+    )
+    return short, long

@@ -1,0 +1,105 @@
+"""What some models' attention does beside the interface: Llama 4's chunks and temperature, DeepSeek's indexer.
+
+Llama 4, whose layers do two things by positions of their own:
+
+- Attention in chunks stands in the mask that transformers builds for a layer of type `chunked_attention`. We ask for no
+  mask; the layer's type and the chunk size are in the configuration that the module holds.
+- Temperature tuning scales the queries of layers without rotary embedding by positions that the module counts itself,
+  from 0 in every forward without a cache of transformers'. Rows of a batch of ours begin anywhere, so during a forward
+  of ours the module leaves its queries as they are, and `GroupRunner` scales them by the real positions.
+
+Source: huggingface/transformers, models/llama4/modeling_llama4.py, Llama4TextAttention; masking_utils.py,
+create_chunked_causal_mask.
+
+Sparse attention with an indexer (DeepSeek-V3.2, GLM-5, …) is served as dense attention up to `index_topk` tokens. An
+indexer chooses for each query the `index_topk` keys that it attends to. Of a row with no more tokens than that it
+chooses all, so dense attention is the same, and the indexer need not run: a stand-in returns an index of no keys, which
+the layers that share it pass on. The attention module slices the mask that it gets, and there is none; it is given one
+of a single zero, which nobody reads.
+
+Source: transformers, models/deepseek_v32/modeling_deepseek_v32.py, models/glm_moe_dsa/modeling_glm_moe_dsa.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from attention.hf.patches import StandIn, borrowed
+from attention.spec import TemperatureTuning
+
+_TUNED = ("attn_temperature_tuning", "use_rope", "attn_scale", "floor_scale")
+
+
+def chunk_size_of(module: nn.Module) -> int | None:
+    """Positions per chunk of an attention module whose layer attends in chunks, or None."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types, chunk_size = (getattr(config, name, None) for name in ("layer_types", "attention_chunk_size"))
+    if types is None or layer is None or chunk_size is None or types[layer] != "chunked_attention":
+        return None
+    return int(chunk_size)
+
+
+def temperature_of(module: nn.Module) -> TemperatureTuning | None:
+    """How an attention module scales its queries by positions that it counts itself, or None."""
+    if not all(hasattr(module, name) for name in _TUNED) or not module.attn_temperature_tuning or module.use_rope:
+        return None
+    return TemperatureTuning(float(module.attn_scale), float(module.floor_scale))  # type: ignore[arg-type]
+
+
+@contextmanager
+def untuned(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let modules with temperature tuning leave their queries as they are, for the duration of one forward."""
+    with borrowed((module, "attn_temperature_tuning", False) for module in modules):
+        yield
+
+
+INDEX_ARGUMENT = "indices"
+"""What a module with an indexer passes to its attention beside the mask: what it chose."""
+
+
+def indexers(root: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
+    """The attention modules that have an indexer of their own, and that."""
+    found = ((module, getattr(module, "indexer", None)) for module in root.modules())
+    return tuple((m, indexer) for m, indexer in found if isinstance(indexer, nn.Module) and _top_k(indexer))
+
+
+def reads_indices(module: nn.Module) -> bool:
+    """Whether an attention module attends by an indexer's choice, its own or that of a layer before."""
+    return hasattr(module, "indexer")
+
+
+def dense_up_to(root: nn.Module) -> int | None:
+    """Tokens up to which all indexers of a model choose every key; None for a model without."""
+    return min((_top_k(indexer) for _, indexer in indexers(root)), default=None)
+
+
+def dense_stand_ins(root: nn.Module) -> tuple[StandIn, ...]:
+    """What stands in for the forwards of a model's indexers, and of the modules that have them; () without."""
+    return tuple(
+        pair for module, indexer in indexers(root) for pair in ((indexer, _no_keys), (module, _masked(module)))
+    )
+
+
+def _top_k(indexer: nn.Module) -> int:
+    return int(getattr(indexer, "index_topk", None) or 0)
+
+
+def _no_keys(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Stands in for an indexer: [1, T, 0] int32."""
+    return hidden_states.new_zeros((*hidden_states.shape[:2], 0), dtype=torch.int32)
+
+
+def _masked(module: nn.Module) -> Any:
+    """Stands in for the forward of an attention module: the same, with a mask that can be sliced."""
+    forward = type(module).forward
+
+    def masked(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        weight: torch.Tensor = next(module.parameters())
+        return forward(module, *args, attention_mask=weight.new_zeros(1, 1, 1, 1), **kwargs)
+
+    return masked

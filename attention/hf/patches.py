@@ -1,0 +1,89 @@
+"""Attributes and forwards of a user's model that are replaced for the duration of one forward of ours.
+
+They are put back when the forward ends. In a forked child it never ends if it ran on another thread than the one that
+forked: that thread is not there. So what is borrowed is listed here, and the child puts it back at its start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+from torch import nn
+
+Value = tuple[Any, str, Any]
+"""(an object, the name of its attribute, a value)."""
+
+_ABSENT = object()
+_borrowed: dict[int, dict[int, list[Value]]] = {}
+"""By thread, the values before of each `borrowed` that is open there, by their id."""
+
+
+@contextmanager
+def borrowed(values: Iterable[Value]) -> Iterator[None]:
+    """Give attributes these values inside; after it they are as they were, those of classes uncovered.
+
+    An interrupt that strikes on the way out, before the last lines here, leaves the values until its traceback is
+    dropped; `settle` puts them back before.
+    """
+    values = list(values)
+    before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in values]
+    own = _borrowed.setdefault(get_ident(), {})
+    try:
+        own[id(before)] = before  # first: a thread that forks between any two lines is to find all of them
+        for owner, name, value in values:
+            setattr(owner, name, value)
+        yield
+    finally:
+        if own.get(id(before)) is before:  # not settled
+            _put_back(before)
+            own.pop(id(before), None)
+        if not own:
+            _borrowed.pop(get_ident(), None)
+
+
+def settle(owners: Iterable[object]) -> None:
+    """Put back what a forward that an interrupt ended has left borrowed of these; no forward of theirs may be open."""
+    wanted = set(map(id, owners))
+    for own in list(_borrowed.values()):
+        for key, before in list(own.items()):
+            if any(id(owner) in wanted for owner, _, _ in before):
+                _put_back(before)
+                own.pop(key, None)
+
+
+def _put_back(before: list[Value]) -> None:
+    """Idempotent."""
+    for owner, name, old in before:
+        if old is not _ABSENT:
+            setattr(owner, name, old)
+        elif name in vars(owner):
+            delattr(owner, name)
+
+
+def put_back_after_fork() -> None:
+    """In a child process: undo what threads have borrowed that are not there."""
+    for thread in [thread for thread in _borrowed if thread != get_ident()]:
+        for before in reversed(list(_borrowed.pop(thread).values())):
+            _put_back(before)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=put_back_after_fork)
+
+
+StandIn = tuple[nn.Module, Callable[..., Any]]
+"""A module, and what is called instead of its forward; hooks of the module stay in place."""
+
+
+@contextmanager
+def standing_in(stand_ins: Sequence[StandIn]) -> Iterator[None]:
+    """Let these functions stand in for the duration of one forward, on the thread that holds the model's gate.
+
+    They are the same objects each time, so that compiled code, which looks at them, stays valid.
+    """
+    with borrowed((module, "forward", function) for module, function in stand_ins):
+        yield

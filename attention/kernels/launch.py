@@ -1,0 +1,102 @@
+"""How our Triton kernels are launched: dependent launches, and compiling several side by side. Imported on CUDA only.
+
+Programmatic dependent launch sets a kernel up while the one before it still runs; the kernel waits at its own start.
+Every kernel launched so waits before it stores anything and before it loads what the kernel before it stores, and only
+then lets the next one be launched. So when a kernel is launched, everything before its predecessor is complete, and may
+be loaded at once: weights, and what was there before a row of launches that always follow each other. All programs
+wait, also those that have nothing to do (tests/interpreter_memory.py looks at all of this).
+Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronization".
+
+Inside `compiled_together` a launch of a kernel that is not compiled yet does nothing but hand it to a pool of threads:
+its key, and so its code, is that of the launch. So what would wait for a dozen kernels in turn is run once before (a
+rehearsal) and waits for the slowest of them. What such a launch would have written is undefined then; a kernel whose
+result is an index into memory is launched inside `CompiledAtOnce`, which compiles it on the spot.
+
+Triton compiles in processes and in code without Python's lock for the most part, so threads are enough.
+
+Source: triton-lang/triton, python/triton/runtime/_async_compile.py (AsyncCompileMode): the same place to step in, but a
+launch there waits for its kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime._async_compile import active_mode
+
+
+@triton.jit
+def wait_for_predecessor(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """After this call all earlier kernels are complete, and the next kernel may be launched."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@cache
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """The options of a launch, for kernels that call `wait_for_predecessor`; Hopper and later have it.
+
+    On a ROCm build the instructions are left out of the kernels, and Triton knows no option `launch_pdl`.
+    """
+    if torch.version.hip is not None:
+        return {"DEPENDENT": False}
+    has = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"DEPENDENT": has, "launch_pdl": has}
+
+
+_MOST_THREADS = 16
+
+
+class _Together:
+    """What Triton asks instead of compiling by itself."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._begun: dict[str, Future[None]] = {}
+
+    def submit(self, key: str, compile_: Callable[[], Any], keep: Callable[[Any], None], *_: Any) -> None:
+        """Begin to compile a kernel, once; `keep` puts it where its launches find it. Without a result none is run.
+
+        What goes wrong is raised by the kernel's next launch, which compiles it by itself.
+        """
+        if key not in self._begun:
+            self._begun[key] = self._pool.submit(lambda: keep(compile_()))
+
+
+@contextmanager
+def compiled_together() -> Iterator[None]:
+    """Launches on this thread of kernels that are not compiled yet are skipped; at the end they are all compiled."""
+    pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "compile kernels")
+    token = active_mode.set(_Together(pool))
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    finally:
+        active_mode.reset(token)
+        pool.shutdown()
+
+
+class CompiledAtOnce:
+    """Kernels that are launched inside are compiled first, whatever the state outside. A class, which is entered in no
+    time: rounds launch such kernels, too.
+    """
+
+    def __enter__(self) -> None:
+        self._token = active_mode.set(None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        active_mode.reset(self._token)

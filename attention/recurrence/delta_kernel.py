@@ -1,0 +1,329 @@
+"""The gated delta rule on a GPU: which kernel serves which rows, and the kernel of short rows. Imported on CUDA only.
+
+    a gate of a head            2 to 16 tokens, the replayed ones counted: one chunk    (here, with delta_solve_kernel)
+    one token and no replay,    up to 16 tokens of its own: token by token              (delta_tokens_kernel)
+    more replayed, or a gate    more: in chunks of 64                                   (delta_chunks_kernel)
+    of every key dimension
+
+One chunk costs the same for any number of tokens, a token more 13 µs (32 rows of Qwen3.5-9B on an H200: 52 to 54 µs
+against 50, 79 and 143 of 1, 3 and 7 tokens).
+
+The device decides for each row, by its lengths; the host launches what the longest row may need, which is the same for
+every replay of a CUDA graph.
+
+The kernel of one chunk.
+Token by token every token passes over the whole state, and from 8 rows on these instructions take longer than the bytes
+of the state (13 µs a token of 32 rows on an H200, where reading and storing the states takes 32). Here what depends on
+tokens alone is solved for all of them first, by matmuls of 16 x 16, and the state takes part in three matmuls on tensor
+cores, however many tokens there are. With Γ the sums of the gates, K, Q, V the row's keys, queries and values as
+columns, and S the stored state:
+
+    u (I + A) = β (V - exp(Γ) S K)       A[i, j] = β_j exp(Γ_j - Γ_i) (k_i · k_j), i < j
+    o = scale (exp(Γ) S Q + u P)         P[i, j] = exp(Γ_j - Γ_i) (k_i · q_j), i <= j
+    S = exp(Γ_c) S + u exp(Γ_c - Γ) Kᵀ   of the first c tokens only, those that are committed
+
+It is the rule of `delta_chunks_kernel`, transposed, so that u lies as the state's rows do.
+
+Two launches. What depends on tokens alone takes some 2,000 instructions of a warp, and every warp that works on rows of
+the state would do it again: in one launch these took longer than the bytes. So `delta_solve_kernel` does
+it once a head. The second launch is there before the first one ends: it loads states, which the first does not write,
+multiplies them by keys and queries, and only then waits. The first waits for its own predecessor before it lets the
+second begin, so all that came before is complete.
+
+Rows whose states stay as they are (num_new = 0) skip the last step, half of the bytes: see
+`attention.recurrence.index.FoldRule`. A third of the rows or less store states in a round.
+
+Precision. All that goes into the state is as accurate as float32: the state comes back every round. Keys and queries in
+half precision are TF32 numbers as they are, before they are divided by their lengths. So the state times the keys is
+two products of TF32 (the state's upper and lower bits). The state times the queries is one, of the upper bits: it goes
+into the output only, which is rounded to half precision. Inputs in float32: three each.
+
+A program goes over its rows of the state in pieces of columns, twice: for what is read from the state, with all pieces
+on their way at once, and to change it, when they still lie in the L2 cache.
+
+Letters in the kernel: C tokens of a row (16), B rows of the state of a program, L columns of a piece.
+
+Source: Yang et al., "Gated Delta Networks", arXiv 2412.06464, section 3.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from attention.recurrence.delta_chunks_kernel import launch_delta_chunks
+from attention.recurrence.delta_solve_kernel import FACTS, launch_solve, own_or_kept, times_exactly, upper_bits
+from attention.recurrence.delta_tokens_kernel import launch_delta
+from attention.recurrence.index import MOST_INPUTS
+from attention.recurrence.kernel_rows import (
+    TOKENS_OF_SHORT_ROWS,
+    check_launch,
+    inner_rows,
+    precision_of,
+    row_state,
+    row_tokens,
+)
+from attention.recurrence.state_cache import DeltaRing
+from attention.recurrence.state_rows import StateRows
+
+
+@dataclass(frozen=True)
+class ShortTiling:
+    """Rows of the state a program works on, columns of a piece, pieces in flight (to read, to change it), warps."""
+
+    block_dv: int
+    piece: int
+    stages: tuple[int, int]
+    warps: int
+
+
+def short_tiling(dim_v: int) -> ShortTiling:
+    """The tiling for so many rows of a head's state.
+
+    µs of both launches on an H200 at 1, 8, 32 and 128 rows, K = 3, Qwen3.5-9B's heads, a third of the rows storing
+    their states. Registers (96 a thread) are for 10 programs a multiprocessor, which is what counts:
+
+    =============================== ==== ==== ===== =====
+    rows                            1    8    32    128
+    =============================== ==== ==== ===== =====
+    32 x 32, 3 and 3 pieces         7.6  15.4 39.6  138.7
+    32 x 32, 2 and 2                7.9  16.4 43.3  155.0
+    32 x 32, 4 and 2                7.8  18.9 41.3  140.7
+    32 x 32, 5 and 4                7.8  19.5 41.3  138.6
+    32 x 32, 4 and 4, 4 warps       7.9  19.9 55.4  206.1
+    64 x 32, 3 and 3, 4 warps       7.8  18.7 46.5  158.2
+    32 x 64, 2 and 2                7.8  17.2 44.2  152.8
+    16 x 32, 4 and 4, 1 warp        7.8  20.2 49.4  169.6
+    =============================== ==== ==== ===== =====
+
+    Where all store them, by the tiling that was best then: 8.2, 16.4, 53.8, 199.4; all pieces held in registers 8.3,
+    21.1, 78.0, 313.0; in one launch 20.3, 74.4, 258 at 8, 32 and 128.
+    """
+    return ShortTiling(min(32, max(16, triton.next_power_of_2(dim_v))), 32, (3, 3), 2)
+
+
+@triton.jit
+def _zeros_after_rows(out_ptr, end, total_tokens, head, dv, HEADS: tl.constexpr, DIM_V: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Outputs of tokens of no row; dv [B, 1]."""
+    at = out_ptr + (end.to(tl.int64) * HEADS + head) * DIM_V + dv
+    for _ in range(total_tokens - end):
+        tl.store(at, tl.zeros(dv.shape, out_ptr.dtype.element_ty), mask=dv < DIM_V)
+        at += HEADS * DIM_V
+
+
+@triton.jit(do_not_specialize=["total_tokens"])
+def _short_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,  # [T, Hq, Dk]
+    k_ptr,  # [T, Hq, Dk]
+    v_ptr,  # [T, H, Dv]
+    facts_ptr,  # [rows, H, FACTS] float32
+    out_ptr,  # [T, H, Dv] contiguous
+    state_ptr,  # [slots, H, Dv, Dk] float32
+    ring_k_ptr,  # [slots, R, Hk, Dk]
+    ring_v_ptr,  # [slots, R, H, Dv]
+    query_start_loc_ptr,
+    slots_ptr,
+    start_ptr,
+    replay_ptr,
+    num_new_ptr,
+    total_tokens,  # T
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    state_slot,
+    ring_k_slot,
+    ring_v_slot,
+    RING_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    RING_HEADS: tl.constexpr,
+    DIM_K: tl.constexpr,
+    DIM_V: tl.constexpr,
+    WIDTH_K: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PIECE: tl.constexpr,
+    READ_STAGES: tl.constexpr,
+    CHANGE_STAGES: tl.constexpr,
+    REPLAY: tl.constexpr,  # whether a row may replay
+    PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    CHUNK: tl.constexpr = 16
+    PIECES: tl.constexpr = WIDTH_K // PIECE
+    EXACT: tl.constexpr = PRECISION == "tf32"  # keys and queries are TF32 numbers
+    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    dv = block * BLOCK_DV + tl.arange(0, BLOCK_DV)[:, None]  # [B, 1]
+    if row == tl.num_programs(2) - 1:
+        wait_for_predecessor(DEPENDENT)
+        _zeros_after_rows(out_ptr, tl.load(query_start_loc_ptr + row), total_tokens, head, dv, HEADS, DIM_V)
+        return
+    first, tokens = row_tokens(query_start_loc_ptr, row)
+    slot, start, replay, num_new = row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row)
+    count, committed = replay + tokens, replay + num_new
+    if (tokens == 0) | (count > CHUNK):
+        wait_for_predecessor(DEPENDENT)
+        return
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
+    lane = tl.arange(0, PIECE)[None, :]  # [1, L]
+    in_v, known = dv < DIM_V, tl.where(start > replay, DIM_K, 0)
+    state_at = state_ptr + slot * state_slot + ((head * DIM_V + dv) * DIM_K + lane)  # [B, L]
+    key_head, ring_head = head // (HEADS // KEY_HEADS), head // (HEADS // RING_HEADS)
+    of_ring, own_i, own_j = i < replay, (i >= replay) & (i < count), (j >= replay) & (j < count)
+    place_i, place_j = (start - replay + i) % RING_SIZE, (start - replay + j) % RING_SIZE
+    q_at = q_ptr + (first * q_token + key_head * q_head) + ((i - replay) * q_token + lane)  # [C, L]
+    k_at = k_ptr + (first * k_token + key_head * k_head) + ((i - replay) * k_token + lane)  # [C, L]
+    ring_k_at = ring_k_ptr + slot * ring_k_slot + ((place_i * RING_HEADS + ring_head) * DIM_K + lane)  # [C, L]
+    v_at = v_ptr + (first * v_token + head * v_head) + ((j - replay) * v_token + dv)  # [B, C]
+    ring_v_at = ring_v_ptr + slot * ring_v_slot + ((place_j * HEADS + head) * DIM_V + dv)  # [B, C]
+    raw_v = own_or_kept(v_at, ring_v_at, j < replay, (j < count) & in_v, REPLAY)  # [B, C]
+    read, o = tl.zeros((BLOCK_DV, CHUNK), tl.float32), tl.zeros((BLOCK_DV, CHUNK), tl.float32)
+    for piece in tl.range(0, PIECES, num_stages=READ_STAGES):
+        begin = piece * PIECE
+        in_k = begin + lane < DIM_K
+        S = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
+        k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, (i < count) & in_k, REPLAY)  # [C, L]
+        read = times_exactly(S, tl.trans(k.to(tl.float32)), read, EXACT)
+        queries = tl.trans(tl.load(q_at + begin, mask=own_i & in_k, other=0.0).to(tl.float32))  # [L, C]
+        if EXACT:
+            o = tl.dot(upper_bits(S), queries, o, input_precision="tf32")
+        else:
+            o = times_exactly(S, queries, o, False)
+    wait_for_predecessor(DEPENDENT)
+    facts = facts_ptr + (row * HEADS + head).to(tl.int64) * FACTS
+    solved = tl.load(facts + (i * CHUNK + j))  # [C, C]
+    P = tl.load(facts + (256 + i * CHUNK + j))  # [C, C]
+    of_read, of_o = tl.load(facts + (512 + j)), tl.load(facts + (528 + j))  # [1, C]
+    of_u, kept = tl.load(facts + (544 + j)), tl.load(facts + 560)  # [1, C], scalar
+    u = times_exactly(
+        raw_v.to(tl.float32) - read * of_read, solved, tl.zeros((BLOCK_DV, CHUNK), tl.float32), False
+    )  # [B, C]
+    if EXACT:
+        o = tl.dot(u, P, o * of_o, input_precision="tf32")
+    else:
+        o = times_exactly(u, P, o * of_o, False)
+    u *= of_u
+    if (num_new > 0) & (num_new <= tokens):
+        for piece in tl.range(0, PIECES, num_stages=CHANGE_STAGES):
+            begin = piece * PIECE
+            in_k = begin + lane < DIM_K
+            before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
+            k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, (i < count) & in_k, REPLAY)  # [C, L]
+            # by fma: as the sum of a matmul, the state would lose its last bits downward, tensor cores do not round
+            update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)
+            after = tl.fma(before, tl.broadcast_to(kept, before.shape), update)
+            tl.store(state_at + begin, after, mask=in_v & in_k)
+    out_at = out_ptr + (first * HEADS + head) * DIM_V + ((j - replay) * (HEADS * DIM_V) + dv)  # [B, C]
+    tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=own_j & in_v)
+    tl.store(ring_v_at, raw_v, mask=(j >= committed) & (j < count) & in_v)
+
+
+def launch_delta_short(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    l2_normalize: bool,
+    state: torch.Tensor,
+    ring: DeltaRing,
+    rows: StateRows,
+    out: torch.Tensor,
+    tiling: ShortTiling | None = None,
+) -> None:
+    """Rows with up to MOST_INPUTS replayed and own tokens, into out [T, H, Dv], and zeros for tokens of no row;
+    other rows are left as they are. g: [T, H]. See `gated_delta`."""
+    _, heads, dim_v = v.shape
+    key_heads, dim_k = k.shape[1:]
+    tiles = short_tiling(dim_v) if tiling is None else tiling
+    parts = {"state": state, "ring.k": ring.k, "ring.v": ring.v, "ring.g": ring.g, "ring.beta": ring.beta}
+    check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
+    q, k, v = (inner_rows(x) for x in (q, k, v))
+    width_k = max(16, triton.next_power_of_2(dim_k))
+    facts = launch_solve(q, k, g, beta, scale, l2_normalize, ring, rows)
+    _short_kernel[(triton.cdiv(dim_v, tiles.block_dv), heads, len(rows.slots) + 1)](
+        q,
+        k,
+        v,
+        facts,
+        out,
+        state,
+        ring.k,
+        ring.v,
+        rows.query_start_loc,
+        rows.slots,
+        rows.start,
+        rows.replay,
+        rows.num_new,
+        len(v),
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        state.stride(0),
+        ring.k.stride(0),
+        ring.v.stride(0),
+        RING_SIZE=ring.k.shape[1],
+        HEADS=heads,
+        KEY_HEADS=key_heads,
+        RING_HEADS=ring.k.shape[2],
+        DIM_K=dim_k,
+        DIM_V=dim_v,
+        WIDTH_K=width_k,
+        BLOCK_DV=tiles.block_dv,
+        PIECE=min(tiles.piece, width_k),
+        READ_STAGES=tiles.stages[0],
+        CHANGE_STAGES=tiles.stages[1],
+        REPLAY=ring.k.shape[1] > 1,
+        PRECISION=precision_of(k.dtype),
+        num_warps=tiles.warps,
+        num_stages=1,
+        **dependent_launch(v.device),
+    )
+
+
+ONE_CHUNK = True
+"""False: short rows token by token, all of them, to compare the two."""
+
+
+def gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    l2_normalize: bool,
+    state: torch.Tensor,
+    ring: DeltaRing,
+    rows: StateRows,
+) -> torch.Tensor:
+    """The outputs of the gated delta rule, [T, H, Dv] in v's dtype; `state` and `ring` are written.
+
+    Per token: S *= exp(g); u = beta (v - S k); S += u kᵀ; o = S (q scale); q and k divided by their lengths before,
+    where `l2_normalize`.
+
+    Args:
+        q, k: [T, Hk, Dk], each head of them for H / Hk value heads in turn; v: [T, H, Dv].
+        g: float32, [T, H] or [T, H, Dk] (a gate of every key dimension), at most 0. beta: [T, H].
+        state: float32 [slots, H, Dv, Dk]; ring: of the same slots.
+        rows: no row reaches beyond T. Outputs of tokens of no row, after the last one, are zeros.
+    """
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    inputs = (q, k, v, g, beta, scale, l2_normalize, state, ring, rows, out)
+    most = rows.max_replay + min(rows.max_query_len, TOKENS_OF_SHORT_ROWS)
+    one_chunk = ONE_CHUNK and g.dim() == 2 and most > 1
+    if one_chunk:
+        launch_delta_short(*inputs)
+    if not one_chunk or most > MOST_INPUTS:
+        least = MOST_INPUTS + 1 if one_chunk else 0
+        launch_delta(*inputs, most_tokens=TOKENS_OF_SHORT_ROWS, least_inputs=least)
+    if rows.max_query_len > TOKENS_OF_SHORT_ROWS:
+        launch_delta_chunks(*inputs, least_tokens=TOKENS_OF_SHORT_ROWS + 1)
+    return out

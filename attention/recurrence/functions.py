@@ -1,0 +1,288 @@
+"""The four recurrences in torch (on a CPU, and the oracle of the kernels' tests), and which functions a device gets.
+
+All take the packed tokens of ragged rows. A launch does for every row what `StateRows` says: the stored state, or zeros
+for a fresh row; then the replayed inputs and the committed tokens, after which the state is stored, unless that is put
+off; then the drafts, whose inputs are kept in the ring. Rows are computed side by side, padded with inputs that change
+no state, and long ones in chunks. x and the other inputs may have tokens after query_start_loc[-1] (padding); their
+outputs are zeros.
+
+States and sums are float32. Outputs have the dtype that transformers' functions give: that of x (v), and of Mamba's
+scans float32.
+
+Source of the chunked forms: "Gated Delta Networks", arXiv 2412.06464, section 3.3; "Mamba-2", arXiv 2405.21060, section
+6; the functions themselves are transformers' (`torch_chunk_gated_delta_rule`, `mamba2_chunk_scan`, …).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from attention.recurrence.state_cache import DeltaRing, ScanRing, SsdRing
+from attention.recurrence.state_rows import Padded, StateRows
+
+_CHUNK, _VECTOR_CHUNK = 64, 16
+"""Tokens of a chunk. With a gate per channel the decays between two tokens are vectors, so fewer."""
+_NORM_EPS = 1e-6
+
+Scan = Callable[[Padded, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Of some inputs of each row, from states [B, …]: outputs [B, L, …], and the states after them."""
+
+
+def short_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, ring: torch.Tensor, rows: StateRows
+) -> torch.Tensor:
+    """Causal convolution by channel: y[t] = bias + sum_i weight[:, i] · x[t-k+1+i].
+
+    Args:
+        x: [T, C]; weight: [C, k]; bias: [C] or None; silu: whether silu(y) is returned.
+        ring: [slots, R, C], x by position mod R. Read from start-k+1 on, written for the last R tokens of each row.
+
+    Returns:
+        [T, C] in the dtype of x.
+    """
+    width, size = weight.shape[1], ring.shape[1]
+    lens = (rows.query_start_loc[1:] - rows.query_start_loc[:-1]).long()
+    starts, start, slots = rows.query_start_loc.long()[:-1], rows.start.long(), rows.slots.long()
+    num_tokens = int(rows.query_start_loc[-1])
+    owner = torch.repeat_interleave(torch.arange(len(lens), device=x.device), lens, output_size=num_tokens)
+    offset = torch.arange(num_tokens, device=x.device) - starts[owner]
+    back = torch.arange(width - 1, -1, -1, device=x.device)
+    within = offset[:, None] - back  # [T, k], before the launch where negative
+    position = start[owner][:, None] + within
+    own = x[(starts[owner][:, None] + within).clamp_min(0)]
+    kept = ring[slots[owner][:, None], position.clamp_min(0) % size]
+    taps = torch.where((within >= 0)[..., None], own, kept)
+    taps = taps.masked_fill((position < 0)[..., None], 0).float()
+    y = torch.einsum("tkc,ck->tc", taps, weight.float())
+    if bias is not None:
+        y = y + bias.float()
+    out = x.new_zeros(x.shape)
+    y = y.to(x.dtype)
+    out[:num_tokens] = F.silu(y) if silu else y
+    last = offset >= lens[owner] - size
+    ring[slots[owner][last], (start[owner] + offset)[last] % size] = x[:num_tokens][last].to(ring.dtype)
+    return out
+
+
+def gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    l2_normalize: bool,
+    state: torch.Tensor,
+    ring: DeltaRing,
+    rows: StateRows,
+) -> torch.Tensor:
+    """The gated delta rule, token by token: S *= exp(g); u = beta (v - S k); S += u kᵀ; o = S (scale q).
+
+    Args:
+        q, k: [T, Hk, Dk]; v: [T, Hv, Dv]: each head of keys serves Hv/Hk heads of values that follow each other.
+        g: [T, Hv] float32, or [T, Hv, Dk] with a gate per channel; beta: [T, Hv].
+        l2_normalize: whether q and k are divided by their norm first.
+        state: [slots, Hv, Dv, Dk] float32.
+
+    Returns:
+        [T, Hv, Dv] in the dtype of v.
+    """
+    repeat = v.shape[1] // k.shape[1]
+
+    def heads(x: torch.Tensor, normalize: bool) -> torch.Tensor:
+        x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _NORM_EPS) if normalize else x
+        return x.repeat_interleave(repeat, dim=2) if repeat > 1 else x
+
+    def scan(span: Padded, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        queries = heads(span.gathered(q), l2_normalize) * scale
+        keys = heads(span.gathered(k, ring.k), l2_normalize)
+        inputs = (queries, keys, span.gathered(v, ring.v), span.gathered(g, ring.g), span.gathered(beta, ring.beta))
+        return _delta_scan(*inputs, before)
+
+    out = _two_phases(scan, v, state, rows)
+    for x, kept in ((k, ring.k), (v, ring.v), (g, ring.g), (beta, ring.beta)):
+        rows.kept.keep(x, kept)
+    return out
+
+
+def ssd_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    state: torch.Tensor,
+    ring: SsdRing,
+    rows: StateRows,
+) -> torch.Tensor:
+    """Mamba2's scan, token by token: S = S exp(dt A) + dt x Bᵀ; y = S C + D x.
+
+    Args:
+        x: [T, H, P]; dt: [T, H] float32, ready to use; A: [H] float32, negative; B, C: [T, G, N]; D: [H] or None.
+        state: [slots, H, P, N] float32.
+
+    Returns:
+        [T, H, P] float32.
+    """
+    repeat = x.shape[1] // B.shape[1]
+
+    def scan(span: Padded, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        b, c = span.gathered(B, ring.B), span.gathered(C)
+        b, c = (each.repeat_interleave(repeat, dim=2) if repeat > 1 else each for each in (b, c))
+        inputs, steps = span.gathered(x, ring.x), span.gathered(dt, ring.dt)
+        y, after = _ssd_scan(inputs, steps, A.float(), b, c, before)
+        return y if D is None else y + D.float()[:, None] * inputs, after
+
+    out = _two_phases(scan, x.float(), state, rows)
+    for each, kept in ((x, ring.x), (B, ring.B), (dt, ring.dt)):
+        rows.kept.keep(each, kept)
+    return out
+
+
+def selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    state: torch.Tensor,
+    ring: ScanRing,
+    rows: StateRows,
+) -> torch.Tensor:
+    """Mamba1's scan, token by token: S = S exp(dt A) + dt x Bᵀ; y = S C + D x, each channel with states of its own.
+
+    Args:
+        x: [T, C]; dt: [T, C] float32, ready to use; A: [C, N] float32, negative; B, C: [T, N]; D: [C] or None.
+        state: [slots, C, N] float32.
+
+    Returns:
+        [T, C] float32.
+    """
+
+    def scan(span: Padded, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, steps = span.gathered(x, ring.x), span.gathered(dt, ring.dt)
+        b, c = span.gathered(B, ring.B), span.gathered(C)
+        outputs = []
+        for t in range(span.length):
+            step = steps[:, t, :, None]
+            before = before * torch.exp(step * A) + step * inputs[:, t, :, None] * b[:, t, None]
+            outputs.append(torch.einsum("bcn,bn->bc", before, c[:, t]))
+        y = torch.stack(outputs, dim=1)
+        return y if D is None else y + D.float() * inputs, before
+
+    out = _two_phases(scan, x.float(), state, rows)
+    for each, kept in ((x, ring.x), (B, ring.B), (dt, ring.dt)):
+        rows.kept.keep(each, kept)
+    return out
+
+
+def _two_phases(scan: Scan, like: torch.Tensor, state: torch.Tensor, rows: StateRows) -> torch.Tensor:
+    """Scan what is stored, store the state, scan the rest; outputs [T, …] as `like`."""
+    slots = rows.slots.long()
+    out = like.new_zeros(like.shape)
+    before = state[slots]
+    before[rows.fresh] = 0
+    for span in rows.committed:
+        y, before[span.members] = scan(span, before[span.members])
+        span.scatter(y, out)
+        state[slots[span.members]] = before[span.members]
+    if rows.kept.length:
+        y, _ = scan(rows.kept, before[rows.kept.members])
+        rows.kept.scatter(y, out)
+    return out
+
+
+def _delta_scan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q, k [B, L, H, Dk], v [B, L, H, Dv], g [B, L, H] or [B, L, H, Dk], beta [B, L, H], state [B, H, Dv, Dk], all
+    float32 -> [B, L, H, Dv] and the state after them."""
+    vector = g.dim() == 4
+    gates = g if vector else g[..., None]
+    q, k, v, gates, beta = (each.transpose(1, 2) for each in (q, k, v, gates, beta))
+    outputs = []
+    size = _VECTOR_CHUNK if vector else _CHUNK
+    for first in range(0, q.shape[2], size):
+        own = slice(first, first + size)
+        y, state = _delta_chunk(q[:, :, own], k[:, :, own], v[:, :, own], gates[:, :, own], beta[:, :, own], state)
+        outputs.append(y)
+    return torch.cat(outputs, dim=2).transpose(1, 2), state
+
+
+def _delta_chunk(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One chunk [B, H, c, …]: u solves (1 + tril(beta K Kᵀ decay, -1)) u = beta (v - K exp(sum g) Sᵀ)."""
+    total = g.cumsum(2)  # [B, H, c, 1 or Dk]
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    decay = total[:, :, :, None] - total[:, :, None]  # [B, H, c, c, 1 or Dk]
+    decay = decay.masked_fill(later[..., None], float("-inf")).exp()
+    if g.shape[-1] == 1:
+        keys, reads = ((x @ k.transpose(-1, -2)) * decay[..., 0] for x in (k, q))
+    else:
+        keys, reads = (torch.einsum("bhid,bhjd,bhijd->bhij", x, k, decay) for x in (k, q))
+    grown = total.exp()
+    known = (k * grown) @ state.transpose(-1, -2)
+    weight = beta[..., None]
+    u = torch.linalg.solve_triangular(keys * weight, (v - known) * weight, upper=False, unitriangular=True)
+    y = (q * grown) @ state.transpose(-1, -2) + reads @ u
+    left = (total[:, :, -1:] - total).exp()
+    return y, state * grown[:, :, -1, None] + u.transpose(-1, -2) @ (k * left)
+
+
+def _ssd_scan(
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [B, L, H, P], dt [B, L, H], A [H], B, C [B, L, H, N], state [B, H, P, N] -> [B, L, H, P], the state after."""
+    x, dt, B, C = (each.transpose(1, 2) for each in (x, dt, B, C))
+    outputs = []
+    for first in range(0, x.shape[2], _CHUNK):
+        inputs, step, b, c = (each[:, :, first : first + _CHUNK] for each in (x, dt, B, C))
+        total = (step * A[:, None]).cumsum(2)
+        later = torch.ones(step.shape[2], step.shape[2], dtype=torch.bool, device=x.device).triu(1)
+        decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
+        scaled = inputs * step[..., None]
+        grown = total.exp()[..., None]
+        outputs.append(((c @ b.transpose(-1, -2)) * decay) @ scaled + (c @ state.transpose(-1, -2)) * grown)
+        left = (total[..., -1:] - total).exp()[..., None]
+        state = state * grown[:, :, -1, None] + (scaled * left).transpose(-1, -2) @ b
+    return torch.cat(outputs, dim=2).transpose(1, 2), state
+
+
+@dataclass(frozen=True)
+class Recurrences:
+    """One implementation of the four recurrences, with the signatures of the functions above.
+
+    Attributes:
+        name: for `inspect`.
+        short_conv, gated_delta, ssd_scan, selective_scan: the functions.
+        capturable: whether a CUDA graph can hold their launches: nothing is read on the host.
+    """
+
+    name: str
+    short_conv: Callable[..., torch.Tensor]
+    gated_delta: Callable[..., torch.Tensor]
+    ssd_scan: Callable[..., torch.Tensor]
+    selective_scan: Callable[..., torch.Tensor]
+    capturable: bool = False
+
+
+REFERENCE = Recurrences("torch", short_conv, gated_delta, ssd_scan, selective_scan)
+
+
+def recurrences_of(device: torch.device) -> Recurrences:
+    """Our Triton kernels on an NVIDIA GPU, torch elsewhere: on ROCm the kernels are not tested."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return REFERENCE
+    from attention.recurrence.conv_kernel import short_conv
+    from attention.recurrence.delta_kernel import gated_delta
+    from attention.recurrence.scan_kernel import selective_scan
+    from attention.recurrence.ssd_kernel import ssd_scan
+
+    return Recurrences("Triton", short_conv, gated_delta, ssd_scan, selective_scan, capturable=True)

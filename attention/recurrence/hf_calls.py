@@ -1,0 +1,248 @@
+"""The functions by which transformers' recurrent layers mix tokens, what replaces them, and that as operators.
+
+Every mixer of transformers mixes tokens by functions of its own modeling file, looked up by name; without a cache it
+calls those below with one row of tokens, [1, T, …]. A stand-in turns the call's arguments into those of a `Mixing` and
+its result into what the function would have returned. It does what depends on a token alone (softplus, clamp, the gate
+z) in the order of transformers' operations.
+
+Source: huggingface/transformers, models/{mamba,mamba2,qwen3_next,kimi_linear,lfm2,…}/modeling_*.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from transformers.activations import ACT2FN
+
+from attention.errors import UnsupportedAttentionError
+from attention.hf.custom_op import Channel
+from attention.recurrence.runner import Recur, empty_output
+
+_STATE_ARGUMENTS = ("initial_state", "initial_states", "seq_idx", "cu_seqlens", "cu_seq_lens_q")
+"""Arguments by which a layer passes states or rows itself; without a cache of transformers' they are None."""
+
+
+class Mixing(Protocol):
+    """What serves one recurrent call: the methods of `attention.recurrence.runner.Recur` without the call's number."""
+
+    def short_conv(self, *inputs: Any) -> torch.Tensor: ...
+
+    def gated_delta(self, *inputs: Any) -> torch.Tensor: ...
+
+    def ssd_scan(self, *inputs: Any) -> torch.Tensor: ...
+
+    def selective_scan(self, *inputs: Any) -> torch.Tensor: ...
+
+
+def _conv(
+    mixing: Mixing,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """hidden_states [1, C, T], weight [C, k] -> [1, C, T]."""
+    _refuse_states(kwargs)
+    silu = activation in ("silu", "swish")
+    y = mixing.short_conv(hidden_states[0].transpose(0, 1), weight, bias, silu)
+    if activation is not None and not silu:
+        y = ACT2FN[activation](y)
+    return y.transpose(0, 1)[None]
+
+
+def _delta(
+    mixing: Mixing,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int = 64,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query, key [1, T, Hk, Dk], value [1, T, Hv, Dv], g [1, T, Hv] or [1, T, Hv, Dk] -> [1, T, Hv, Dv], None."""
+    _refuse_states(kwargs | {"initial_state": initial_state, "output_final_state": output_final_state or None})
+    scale = query.shape[-1] ** -0.5
+    inputs = (query[0], key[0], value[0], g[0].float(), beta[0].float())
+    return mixing.gated_delta(*inputs, scale, use_qk_l2norm_in_kernel)[None], None
+
+
+def _ssd(
+    mixing: Mixing,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    z: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """hidden_states [1, T, H, P], dt [1, T, H], A [H], B, C [1, T, G, N], D [H] -> [1, T, H, P]."""
+    _refuse_states(kwargs | {"initial_states": initial_states, "return_final_states": return_final_states or None})
+    _refuse_states({"z": z})
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])
+    return mixing.ssd_scan(hidden_states[0], dt[0].float(), A.float(), B[0], C[0], D)[None]
+
+
+def _selective(
+    mixing: Mixing,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """hidden_states, dt, z [1, C, T], A [C, N], B, C [1, N, T], D [C] -> [1, C, T]."""
+    _refuse_states(kwargs | {"return_last_state": return_last_state or None})
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[..., None]
+    if delta_softplus:
+        dt = F.softplus(dt)
+    by_token = (x[0].transpose(0, 1) for x in (hidden_states, dt.float(), B, C))
+    x, step, b, c = by_token
+    y = mixing.selective_scan(x, step, A.float(), b, c, D).transpose(0, 1)[None]
+    return y if z is None else y * F.silu(z)
+
+
+def _refuse_states(given: dict[str, Any]) -> None:
+    odd = sorted(
+        name
+        for name, value in given.items()
+        if value is not None
+        and name in (*_STATE_ARGUMENTS, "output_final_state", "return_final_states", "return_last_state", "z")
+    )
+    if odd:
+        raise UnsupportedAttentionError(f"a recurrent layer passes {', '.join(odd)} to its recurrence")
+
+
+STAND_INS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _conv,
+    "torch_chunk_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
+    "mamba2_chunk_scan": _ssd,
+    "mamba_selective_scan": _selective,
+}
+"""What stands in the place of a function of this name in a modeling file."""
+
+
+class RecurrenceChannel(Channel[Recur]):
+    """A channel of recurrences."""
+
+    def opaque(self, call: int) -> OpaqueMixing:
+        """The operators that replace call number `call` of a forward in compiled code."""
+        return OpaqueMixing(self.number, call)
+
+
+class OpaqueMixing:
+    """One recurrent call as opaque operators, so that torch.compile sees no graph breaks: a `Mixing`."""
+
+    def __init__(self, channel: int, call: int) -> None:
+        self._place = channel, call
+
+    def short_conv(self, *inputs: Any) -> torch.Tensor:
+        return opaque_short_conv(*inputs, *self._place)
+
+    def gated_delta(self, *inputs: Any) -> torch.Tensor:
+        return opaque_gated_delta(*inputs, *self._place)
+
+    def ssd_scan(self, *inputs: Any) -> torch.Tensor:
+        return opaque_ssd_scan(*inputs, *self._place)
+
+    def selective_scan(self, *inputs: Any) -> torch.Tensor:
+        return opaque_selective_scan(*inputs, *self._place)
+
+
+@torch.library.custom_op("specdec::short_conv", mutates_args=())
+def opaque_short_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, channel: int, call: int
+) -> torch.Tensor:
+    """x [T, C] -> [T, C], see `Recur.short_conv`. Raises UnsupportedAttentionError outside its engine, as all do."""
+    return _served(channel).short_conv(call, x, weight, bias, silu)
+
+
+@torch.library.custom_op("specdec::gated_delta", mutates_args=())
+def opaque_gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    l2_normalize: bool,
+    channel: int,
+    call: int,
+) -> torch.Tensor:
+    """v [T, Hv, Dv] -> [T, Hv, Dv], see `Recur.gated_delta`."""
+    return _served(channel).gated_delta(call, q, k, v, g, beta, scale, l2_normalize)
+
+
+@torch.library.custom_op("specdec::ssd_scan", mutates_args=())
+def opaque_ssd_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    channel: int,
+    call: int,
+) -> torch.Tensor:
+    """x [T, H, P] -> [T, H, P] float32, see `Recur.ssd_scan`."""
+    return _served(channel).ssd_scan(call, x, dt, A, B, C, D)
+
+
+@torch.library.custom_op("specdec::selective_scan", mutates_args=())
+def opaque_selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    channel: int,
+    call: int,
+) -> torch.Tensor:
+    """x [T, C] -> [T, C] float32, see `Recur.selective_scan`."""
+    return _served(channel).selective_scan(call, x, dt, A, B, C, D)
+
+
+def _served(channel: int) -> Recur:
+    recur: Recur | None = Channel.serving(channel)
+    if recur is None:
+        raise UnsupportedAttentionError("a compiled recurrence was called outside SpeculativeModel")
+    return recur
+
+
+def _empty(name: str, *inputs: Any) -> torch.Tensor:
+    return empty_output(name, inputs)
+
+
+opaque_short_conv.register_fake(partial(_empty, "short_conv"))
+opaque_gated_delta.register_fake(partial(_empty, "gated_delta"))
+opaque_ssd_scan.register_fake(partial(_empty, "ssd_scan"))
+opaque_selective_scan.register_fake(partial(_empty, "selective_scan"))

@@ -1,0 +1,318 @@
+"""RecurrentPort: connects a model's recurrent layers to states of ours while a forward of ours runs.
+
+The functions of the modeling files (`attention.recurrence.hf_calls`) are replaced while any forward of ours runs, by
+stand-ins that are made once: a new function would have compiled code compiled again. A stand-in serves a thread in a
+forward of ours and calls the original on any other. Which layer called is what its module's pre-hook noted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from threading import RLock, get_ident
+from types import ModuleType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from attention.errors import UnsupportedAttentionError
+from attention.recurrence.hf_calls import STAND_INS, Mixing, RecurrenceChannel
+from attention.recurrence.layer_spec import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
+from attention.recurrence.runner import Blank, Recur
+
+_BOUND = "_specdec_recurrence"
+
+
+@dataclass(frozen=True)
+class RecurrentCall:
+    """What one call of a recurrence needs of a state. module: the layer that makes it."""
+
+    module: nn.Module
+    spec: RecurrenceSpec
+
+
+class _Entered:
+    """The layer with recurrent calls whose forward began last: channel, number of its first call, how many it has; and
+    how many it has made. Not the layer itself: what the compiler follows outlives models."""
+
+    def __init__(self) -> None:
+        self.place: tuple[RecurrenceChannel, int, int] | None = None
+        self.calls = 0
+
+    def next(self) -> tuple[RecurrenceChannel, int]:
+        """The channel, and the number of the call that is being made.
+
+        Raises:
+            UnsupportedAttentionError: it is none of the layer's: it would be served by another call's states.
+        """
+        if self.place is None or self.calls == self.place[2]:
+            raise UnsupportedAttentionError(
+                "a recurrence was called by a layer that the probe did not see; does a hook on the model run another "
+                "model of the same modeling file?"
+            )
+        channel, first, _ = self.place
+        self.calls += 1
+        return channel, first + self.calls - 1
+
+
+_traced = _Entered()
+"""What the compiler follows: it traces one forward at a time."""
+_entered: dict[int, _Entered] = {}
+"""By thread, in forwards of ours."""
+_serving: dict[int, Callable[[], Mixing]] = {}
+"""By thread, what makes the `Mixing` of the next call."""
+
+
+class RecurrentPort:
+    """Connects a model's recurrent layers, if it has any, to states of ours while a forward of ours runs."""
+
+    def __init__(self, calls: Sequence[RecurrentCall]) -> None:
+        self._channel = RecurrenceChannel()
+        self._modules = list(dict.fromkeys(call.module for call in calls))
+        owners = [call.module for call in calls]
+        self._bound = {m: (self._channel, owners.index(m), owners.count(m)) for m in self._modules}
+        self._hooks: list[RemovableHandle] = [m.register_forward_pre_hook(_enter) for m in self._modules]
+        self._places = modeling_files(self._modules)
+
+    @contextmanager
+    def using(self, recur: Recur | None) -> Iterator[None]:
+        """Serve the layers' recurrences by `recur` for the duration of one forward, on this thread."""
+        if recur is None:
+            yield
+            return
+        thread = get_ident()
+        with self._channel.carrying(recur), replaced(self._places):
+            for module, bound in self._bound.items():
+                if getattr(module, _BOUND, (None,))[0] is not self._channel:
+                    setattr(module, _BOUND, bound)
+            try:
+                _entered[thread], _serving[thread] = _Entered(), partial(self._next, recur, thread)
+                yield
+            finally:
+                _serving.pop(thread, None)
+                _entered.pop(thread, None)
+
+    def release(self) -> None:
+        """Undo what was done to the model. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for module in self._modules:
+            if getattr(module, _BOUND, (None,))[0] is self._channel:
+                delattr(module, _BOUND)
+        restore_unused(self._places)  # an interrupt may have struck while they were put back
+
+    @staticmethod
+    def _next(recur: Recur, thread: int) -> Mixing:
+        return _Numbered(recur, _entered[thread].next()[1])
+
+
+def modeling_files(modules: Sequence[nn.Module]) -> tuple[ModuleType, ...]:
+    """The modeling files that these modules' code is in, of those with functions that have a stand-in."""
+    names = dict.fromkeys(kind.__module__ for module in modules for kind in type(module).__mro__)
+    files = (sys.modules[name] for name in names if name in sys.modules)
+    return tuple(file for file in files if any(name in vars(file) for name in STAND_INS))
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    """The pre-hook of a module with recurrent calls."""
+    entered = _traced if torch.compiler.is_compiling() else _entered.get(get_ident())
+    if entered is not None:
+        entered.place, entered.calls = getattr(module, _BOUND, None), 0
+
+
+class _Numbered:
+    """One call of a `Recur`: a `Mixing`."""
+
+    def __init__(self, recur: Recur, call: int) -> None:
+        self._recur = recur
+        self._call = call
+
+    def short_conv(self, *inputs: Any) -> torch.Tensor:
+        return self._recur.short_conv(self._call, *inputs)
+
+    def gated_delta(self, *inputs: Any) -> torch.Tensor:
+        return self._recur.gated_delta(self._call, *inputs)
+
+    def ssd_scan(self, *inputs: Any) -> torch.Tensor:
+        return self._recur.ssd_scan(self._call, *inputs)
+
+    def selective_scan(self, *inputs: Any) -> torch.Tensor:
+        return self._recur.selective_scan(self._call, *inputs)
+
+
+_lock = RLock()
+"""Reentrant: an engine may become garbage, and release its port, in any line."""
+
+
+class _Use:
+    """A forward of ours in which functions of modeling files are replaced. It ends with its frame at the latest:
+    an interrupt may strike while it is taken back."""
+
+    def __init__(self) -> None:
+        self.thread = get_ident()
+
+
+_uses: dict[str, WeakSet[_Use]] = {}
+"""By the name of a modeling file, forwards of ours in which its functions are replaced now."""
+_stand_ins: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+"""By file and function: the original and its stand-in. The same for as long as the original is."""
+
+
+@contextmanager
+def replaced(files: Sequence[ModuleType]) -> Iterator[None]:
+    """Replace the functions of modeling files; several threads may do so at a time."""
+    use = _Use()
+    try:
+        with _lock:
+            for file in files:
+                _uses.setdefault(file.__name__, WeakSet()).add(use)
+                _replace(file)  # whatever others do: an interrupt may have struck in theirs
+        yield
+    finally:
+        with _lock:
+            for file in files:
+                _uses[file.__name__].discard(use)
+        restore_unused(files)
+
+
+def restore_unused(files: Sequence[ModuleType]) -> None:
+    """Put the functions of modeling files back that no forward of ours runs through. Idempotent."""
+    with _lock:
+        for file in files:
+            if not _uses.get(file.__name__):
+                _restore(file)
+
+
+def _renew_after_fork() -> None:
+    """In a child process: end the forwards of threads that are not there."""
+    global _lock
+    _lock, me = RLock(), get_ident()
+    for by_thread in (_serving, _entered):
+        for thread in [thread for thread in by_thread if thread != me]:
+            del by_thread[thread]
+    for uses in _uses.values():
+        for use in [use for use in uses if use.thread != me]:
+            uses.discard(use)
+    restore_unused([sys.modules[name] for name in _uses if name in sys.modules])
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_after_fork)
+
+
+def _replace(file: ModuleType) -> None:
+    """Put the stand-ins in place. Idempotent."""
+    for name in STAND_INS:
+        now, key = vars(file).get(name), (file.__name__, name)
+        made = _stand_ins.get(key)
+        if now is None or (made is not None and now is made[1]):
+            continue
+        if made is None or made[0] is not now:
+            made = _stand_ins[key] = (now, _stand_in(name, now))
+        setattr(file, name, made[1])
+
+
+def _restore(file: ModuleType) -> None:
+    for name in STAND_INS:
+        made = _stand_ins.get((file.__name__, name))
+        if made is not None and vars(file).get(name) is made[1]:
+            setattr(file, name, made[0])
+
+
+def _stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    served = STAND_INS[name]
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            channel, call = _traced.next()
+            return served(channel.opaque(call), *args, **kwargs)
+        serve = _serving.get(get_ident())
+        return original(*args, **kwargs) if serve is None else served(serve(), *args, **kwargs)
+
+    return stand_in
+
+
+@contextmanager
+def recorded_recurrences(root: nn.Module) -> Iterator[list[RecurrentCall]]:
+    """Record the recurrent calls under `root` while it runs on this thread; they get zeros back.
+
+    Raises (from inside the run):
+        UnsupportedAttentionError: a layer passes states of its own; layers with recurrent calls lie in each other.
+    """
+    calls: list[RecurrentCall] = []
+    candidates = [m for m in root.modules() if modeling_files([m])]
+    running: list[nn.Module] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        running.append(module)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    def serve() -> Mixing:
+        return _Recorder(calls, running[-1])
+
+    hooks = [m.register_forward_pre_hook(enter) for m in candidates]
+    hooks += [m.register_forward_hook(leave) for m in candidates]
+    thread = get_ident()
+    try:
+        with replaced(modeling_files(candidates)):
+            _serving[thread] = serve
+            yield calls
+    finally:
+        _serving.pop(thread, None)
+        for hook in hooks:
+            hook.remove()
+    _refuse_nested(calls)
+
+
+def _refuse_nested(calls: Sequence[RecurrentCall]) -> None:
+    modules = dict.fromkeys(call.module for call in calls)
+    for module in modules:
+        inner = next((m for m in module.modules() if m is not module and m in modules), None)
+        if inner is not None:
+            raise UnsupportedAttentionError(
+                f"{type(inner).__name__} and {type(module).__name__} around it both have recurrent calls"
+            )
+    order = [module for i, module in enumerate(c.module for c in calls) if i == 0 or calls[i - 1].module is not module]
+    if len(order) != len(modules):
+        raise UnsupportedAttentionError(f"{type(order[0]).__name__} runs twice in one forward")
+
+
+class _Recorder:
+    """Notes what one call needs: a `Mixing` that gives zeros."""
+
+    def __init__(self, calls: list[RecurrentCall], module: nn.Module) -> None:
+        self._calls = calls
+        self._module = module
+
+    def _note(self, spec: RecurrenceSpec) -> None:
+        self._calls.append(RecurrentCall(self._module, spec))
+
+    def short_conv(self, *inputs: Any) -> torch.Tensor:
+        x, weight = inputs[:2]
+        self._note(ConvSpec(x.shape[1], weight.shape[1]))
+        return Blank().short_conv(0, *inputs)
+
+    def gated_delta(self, *inputs: Any) -> torch.Tensor:
+        _, k, v, g = inputs[:4]
+        self._note(DeltaSpec(k.shape[1], v.shape[1], k.shape[2], v.shape[2], g.dim() == 3))
+        return Blank().gated_delta(0, *inputs)
+
+    def ssd_scan(self, *inputs: Any) -> torch.Tensor:
+        x, _, _, b = inputs[:4]
+        self._note(SsdSpec(x.shape[1], x.shape[2], b.shape[1], b.shape[2]))
+        return Blank().ssd_scan(0, *inputs)
+
+    def selective_scan(self, *inputs: Any) -> torch.Tensor:
+        x, _, _, b = inputs[:4]
+        self._note(ScanSpec(x.shape[1], b.shape[1]))
+        return Blank().selective_scan(0, *inputs)

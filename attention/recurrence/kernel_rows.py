@@ -1,0 +1,201 @@
+"""What the kernels of recurrences share: rows, chunks of rows, and small triangular systems. Imported on CUDA only.
+
+A launch is a set of rows with one state each. Per row: the state of its slot (zeros where start == replay), the tokens
+that are not in it yet ("replay", from the ring of inputs), then the row's tokens one after the other; the state after
+the first num_new of them is stored (none where that is 0), and the inputs of the rest go into the ring. Position p of a
+row lies at p mod R of its ring.
+
+Programs of one row read the ring while others write it, so what is written must not lie where another still reads:
+replayed positions and drafts are within R of each other (`ring_places`).
+
+Tiles of a state with B rows and W columns are [J, B, L], W = J · L, rather than [B, W]: Triton spreads the last
+dimension over the lanes of a warp first. So L / 4 lanes share a row, and a sum over a row's columns takes log2(L / 4)
+shuffles for 128 / L rows at once; with all of 128 columns in the last dimension, five for each row, which is more than
+the memory leaves time for.
+
+A row's committed tokens are cut into chunks of CHUNK, then its drafts, so that the state is stored between two chunks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.checking import checking, require
+from attention.recurrence.state_rows import StateRows
+
+TOKENS_OF_SHORT_ROWS = 16
+"""Rows with more tokens are read in chunks, where there is a kernel for chunks."""
+
+
+def ring_places(start: int, replay: int, num_new: int, drafts: int, size: int) -> tuple[set[int], set[int]]:
+    """The places of a row's ring that a launch reads and those it writes.
+
+    They never meet where the tokens replayed and those of the launch are at most `size` (`FoldRule.ring_size`), or
+    replay is 0:
+
+    >>> ring_places(start=20, replay=2, num_new=1, drafts=3, size=7)
+    ({4, 5}, {0, 1, 2})
+    """
+    first_draft = start + num_new
+    reads = {p % size for p in range(start - replay, start)}
+    return reads, {p % size for p in range(first_draft, first_draft + drafts)}
+
+
+def inner_rows(x: torch.Tensor, inner: int = 1) -> torch.Tensor:
+    """`x` itself where its last `inner` dimensions are contiguous, as it is for slices of a wider matmul result, or a
+    copy."""
+    size = 1
+    for width, stride in zip(reversed(x.shape[-inner:]), reversed(x.stride()[-inner:]), strict=True):
+        if width > 1 and stride != size:
+            return x.contiguous()
+        size *= width
+    return x
+
+
+def check_launch(
+    rows: StateRows,
+    slots: int,
+    contiguous: dict[str, torch.Tensor],
+    kept: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> None:
+    """In check mode: index tensors are int32, a slot's part of each state and ring is without gaps, and inputs have the
+    dtype of the ring that keeps them: a replayed token would else not be the one that was verified.
+
+    Raises:
+        InvariantError: one is not.
+    """
+    if not checking():
+        return
+    for name in ("query_start_loc", "slots", "start", "replay", "num_new"):
+        require(getattr(rows, name).dtype == torch.int32, f"{name} is {getattr(rows, name).dtype}, not int32")
+    require(len(rows.query_start_loc) == len(rows.slots) + 1, "query_start_loc is not one longer than slots")
+    for name, x in contiguous.items():
+        require(len(x) == slots, f"{name} has {len(x)} slots, the state {slots}")
+        require(x[:1].is_contiguous(), f"{name} has gaps within a slot")
+    for name, (given, ring) in (kept or {}).items():
+        require(given.dtype == ring.dtype, f"{name} is {given.dtype}, the ring that keeps it {ring.dtype}")
+
+
+@triton.jit
+def row_tokens(query_start_loc_ptr, row):  # type: ignore[no-untyped-def]
+    """query_start_loc [rows + 1] -> a row's first token (int64) and its number of tokens."""
+    first = tl.load(query_start_loc_ptr + row)
+    return first.to(tl.int64), tl.load(query_start_loc_ptr + row + 1) - first
+
+
+@triton.jit
+def row_of_block(query_start_loc_ptr, rows, program, BLOCK: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """query_start_loc [rows + 1] -> the row of a program, and which of the row's blocks of BLOCK tokens is the
+    program's; `rows` for a program too many. There are at most tokens // BLOCK + rows blocks.
+    """
+    index = tl.arange(0, ROWS)  # [ROWS]
+    first = tl.load(query_start_loc_ptr + index, mask=index < rows, other=0)  # [ROWS]
+    tokens = tl.load(query_start_loc_ptr + index + 1, mask=index < rows, other=0) - first  # [ROWS]
+    blocks = tl.where(index < rows, tl.cdiv(tokens, BLOCK), 0)  # [ROWS]
+    row = tl.sum((tl.cumsum(blocks, 0) <= program).to(tl.int32), 0)
+    block = program - tl.sum(tl.where(index < row, blocks, 0), 0)
+    return tl.minimum(row, rows), block
+
+
+@triton.jit
+def row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row):  # type: ignore[no-untyped-def]
+    """-> a row's slot (int64), start, replay and num_new."""
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    return slot, tl.load(start_ptr + row), tl.load(replay_ptr + row), tl.load(num_new_ptr + row)
+
+
+@triton.jit
+def times(S, x):  # type: ignore[no-untyped-def]
+    """S [J, B, L] times x [J, 1, L], summed over J and L -> [1, B, 1]; first what a thread has by itself."""
+    return tl.sum(tl.sum(S * x, 0, keep_dims=True), 2, keep_dims=True)
+
+
+CHUNK = 64
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """How matmuls of float32 states are computed: as float32 on tensor cores (three products of TF32 each) where the
+    inputs have as many bits, else in TF32, which has more bits than half precision."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+@cache
+def stages(device: torch.device, width: int) -> int:
+    """How many chunks are in flight in a loop over them: the next one's loads run ahead where there is shared memory
+    for both. Two of 128 numbers a token take up to 221,440 bytes (Triton 3.6); Hopper has 232,448."""
+    if device.type != "cuda":
+        return 1
+    bytes_ = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # not on ROCm
+    return 2 if bytes_ >= 225_000 and width <= 128 else 1
+
+
+def most_chunks(tokens: int, rows: int) -> int:
+    """At least as many as the chunks of all rows."""
+    return tokens // CHUNK + 2 * rows
+
+
+@triton.jit
+def chunk_of_row(tokens, num_new, chunk, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """-> where a row's chunk begins and ends, among the row's tokens; an empty one after the last."""
+    new = tl.minimum(num_new, tokens)
+    committed = tl.cdiv(new, CHUNK)
+    begin = tl.where(chunk < committed, chunk * CHUNK, new + (chunk - committed) * CHUNK)
+    return begin, tl.minimum(begin + CHUNK, tl.where(chunk < committed, new, tokens))
+
+
+@triton.jit
+def chunks_of_row(tokens, num_new, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """-> the number of chunks of committed tokens, and of all."""
+    new = tl.minimum(num_new, tokens)
+    committed = tl.cdiv(new, CHUNK)
+    return committed, committed + tl.cdiv(tokens - new, CHUNK)
+
+
+@triton.jit
+def row_of_chunk(  # type: ignore[no-untyped-def]
+    query_start_loc_ptr, num_new_ptr, rows, program, least_tokens, CHUNK: tl.constexpr, ROWS: tl.constexpr
+):
+    """-> the row of a program, and which of the row's chunks is the program's; `rows` for a program too many. Rows of
+    fewer than `least_tokens` tokens have no chunks.
+    """
+    index = tl.arange(0, ROWS)  # [ROWS]
+    first = tl.load(query_start_loc_ptr + index, mask=index < rows, other=0)  # [ROWS]
+    tokens = tl.load(query_start_loc_ptr + index + 1, mask=index < rows, other=0) - first  # [ROWS]
+    _, chunks = chunks_of_row(tokens, tl.load(num_new_ptr + index, mask=index < rows, other=0), CHUNK)  # [ROWS]
+    chunks = tl.where(tokens >= least_tokens, chunks, 0)
+    row = tl.sum((tl.cumsum(chunks, 0) <= program).to(tl.int32), 0)
+    return tl.minimum(row, rows), program - tl.sum(tl.where(index < row, chunks, 0), 0)
+
+
+@triton.jit
+def unit_lower_inverse(L, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(I + L)⁻¹ of a strictly lower triangular L [SIZE, SIZE] float32, SIZE at most 64.
+
+    The blocks of 16 on the diagonal by forward substitution, all of them at once; then, with D their inverses and M = D
+    times the rest, (I + M)⁻¹ D, in which M⁴ = 0. Powers of L itself would grow beyond float32 before they vanish.
+    """
+    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]  # [SIZE, 1], [1, SIZE]
+    in_block = i // 16 == j // 16  # [SIZE, SIZE]
+    inverse = tl.where(in_block, -L, 0.0)  # [SIZE, SIZE] without the diagonal
+    for r in range(1, 16):
+        here = i % 16 == r  # [SIZE, 1]
+        row = tl.sum(tl.where(here, inverse, 0.0), 0)  # [SIZE] row r of every block, side by side
+        row += tl.sum(row[:, None] * inverse, 0)
+        inverse = tl.where(here & in_block, row[None, :], inverse)
+    one = (i == j).to(tl.float32)  # [SIZE, SIZE]
+    inverse += one
+    M = tl.dot(inverse, tl.where(in_block, 0.0, L), input_precision="tf32x3")
+    twice = tl.dot(M, M, input_precision="tf32x3")
+    return tl.dot(one - M, tl.dot(one + twice, inverse, input_precision="tf32x3"), input_precision="tf32x3")
+
+
+@triton.jit
+def running_sums(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x [1, SIZE] -> the sums of x[0] to x[i], [SIZE, 1]. By a mask: Triton 3.6 cannot scan so narrow a tile where a
+    matmul's layout holds it."""
+    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]  # [SIZE, 1], [1, SIZE]
+    return tl.sum(tl.where(j <= i, x, 0.0), 1)[:, None]

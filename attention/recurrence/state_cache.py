@@ -1,0 +1,141 @@
+"""The states of recurrent layers: one slot for each row of the row table, and the null slot.
+
+Not pages: a state has one size however long the row is. A row's slot is its own while it runs; who takes the row next
+begins with zeros (`StateIndex.replay`), so nothing is cleared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attention.recurrence.index import FoldRule
+from attention.recurrence.layer_spec import (
+    ConvSpec,
+    DeltaSpec,
+    RecurrenceSpec,
+    ScanSpec,
+    SsdSpec,
+    bytes_per_row,
+    fold_rule,
+)
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """All recurrent calls of a model and how many rows keep states.
+
+    Attributes:
+        specs: of each call, in the order of a forward.
+        num_slots: rows, the null slot included.
+        num_drafts: K, the most drafts of a row: the rings hold those of a round, and what it replays.
+    """
+
+    specs: tuple[RecurrenceSpec, ...]
+    num_slots: int
+    num_drafts: int
+
+    @property
+    def rule(self) -> FoldRule:
+        """When states are stored."""
+        return fold_rule(self.specs, self.num_drafts)
+
+    def bytes_per_row(self, dtype: torch.dtype) -> int:
+        """Bytes of one slot over all layers, for a model of this dtype."""
+        return bytes_per_row(self.specs, self.num_drafts, dtype)
+
+
+@dataclass(frozen=True)
+class ConvState:
+    """ring [slots, R, C] in the model's dtype: inputs by position."""
+
+    ring: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DeltaRing:
+    """k [slots, R, Hk, Dk], v [slots, R, Hv, Dv] in the model's dtype; g [slots, R, Hv] or [slots, R, Hv, Dk] and
+    beta [slots, R, Hv] float32."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DeltaState:
+    """state [slots, Hv, Dv, Dk] float32 and its ring."""
+
+    state: torch.Tensor
+    ring: DeltaRing
+
+
+@dataclass(frozen=True)
+class SsdRing:
+    """x [slots, R, H, P], B [slots, R, G, N] in the model's dtype, dt [slots, R, H] float32."""
+
+    x: torch.Tensor
+    B: torch.Tensor
+    dt: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SsdState:
+    """state [slots, H, P, N] float32 and its ring."""
+
+    state: torch.Tensor
+    ring: SsdRing
+
+
+@dataclass(frozen=True)
+class ScanRing:
+    """x [slots, R, C], B [slots, R, N] in the model's dtype, dt [slots, R, C] float32."""
+
+    x: torch.Tensor
+    B: torch.Tensor
+    dt: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ScanState:
+    """state [slots, C, N] float32 and its ring."""
+
+    state: torch.Tensor
+    ring: ScanRing
+
+
+CallState = ConvState | DeltaState | SsdState | ScanState
+
+
+def tensors_of(state: CallState) -> list[torch.Tensor]:
+    """Every tensor of a call's state, those of its ring included."""
+    found = []
+    for value in vars(state).values():
+        found += [value] if isinstance(value, torch.Tensor) else list(vars(value).values())
+    return found
+
+
+def allocate_states(group: StateGroup, dtype: torch.dtype, device: torch.device) -> tuple[CallState, ...]:
+    """Zeros for every call of a group; float32 states whatever the model's dtype.
+
+    In half precision a state would be rounded once a round, and rounds with drafts are other rounds.
+    """
+    return tuple(_allocated(group, spec, dtype, device) for spec in group.specs)
+
+
+def _allocated(group: StateGroup, spec: RecurrenceSpec, dtype: torch.dtype, device: torch.device) -> CallState:
+    made = {
+        name: torch.zeros((group.num_slots, *dims), dtype=kind, device=device)
+        for name, (dims, kind) in spec.shapes(group.rule, dtype).items()
+    }
+    match spec:
+        case ConvSpec():
+            return ConvState(**made)
+        case DeltaSpec():
+            return DeltaState(made.pop("state"), DeltaRing(**made))
+        case SsdSpec():
+            return SsdState(made.pop("state"), SsdRing(**made))
+        case ScanSpec():
+            return ScanState(made.pop("state"), ScanRing(**made))

@@ -1,0 +1,85 @@
+"""The chain: a draft prefill over the target's true hidden states, then one token a row and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.runner import GroupRunner
+from drafters.base import Head
+from drafters.loops.base import Choose, Compile, Draft, DraftInput, Greedy, LoopSize, paged_attend
+from drafters.loops.chain_arrays import ChainArrays, chain_arrays
+from drafters.loops.chain_passes import HeadPasses, StaticChain
+from drafters.loops.chain_staged import ChainInputs, ChainSection, DraftPrefill
+
+
+class ChainLoop:
+    """The loop of a head that drafts one token after the other; a `drafters.loops.base.GraphLoop`."""
+
+    name = "chains of drafts"
+    num_modules = 1
+    num_following = 1
+
+    def __init__(self, head: Head, passes: Callable[[], HeadPasses] | None = None) -> None:
+        """passes: makes the head's passes as functions of tensors; default those of any head."""
+        self.section = ChainSection()
+        self._head = head
+        self._passes = passes or (lambda: HeadPasses(head))
+
+    def arrays(self, draft: DraftInput) -> ChainArrays:
+        """See `DraftLoop.arrays`."""
+        return chain_arrays(draft)
+
+    def run(self, inputs: ChainInputs, runner: GroupRunner, aux: torch.Tensor, choose: Choose) -> Draft:
+        """See `DraftLoop.run`."""
+        return draft_chain(self._head, runner, aux, inputs.prefill, inputs.steps, choose)
+
+    def static_form(
+        self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
+    ) -> StaticChain:
+        """See `GraphLoop.static_form`."""
+        return StaticChain(self._passes(), runner, aux, limits, greedy, compiler)
+
+
+def draft_chain(
+    head: Head,
+    runner: GroupRunner,
+    aux: torch.Tensor,
+    prefill: DraftPrefill,
+    steps: Sequence[CommonAttentionMetadata],
+    choose: Choose,
+) -> Draft:
+    """Draft a chain: step 1 from the draft prefill, steps 2 … n by feeding the head its own output.
+
+    The draft prefill rewrites the head's KV of all accepted positions from the target's true hidden states; what the
+    later steps write is scratch.
+
+    Args:
+        aux: [T, A·Ht] aux hidden states of the target's last forward.
+        steps: attention of steps 2 … n, one token a row, the same R rows.
+        choose: picks the draft token from logits.
+
+    Source: EAGLE-3, arXiv 2503.01840, section 3; SafeAILab/EAGLE eagle/model/cnets.py (topK_genrate, stable_kv).
+    """
+    x = draft_prefill(head, runner, aux, prefill)
+    if x is None:
+        return Draft(prefill.token_ids.new_empty(0, 0), None)
+    ids, probs = choose(0, head.logits(x))
+    chosen, token_ids = [probs], [head.to_target_ids(ids)]
+    for step, metadata in enumerate(steps, 1):
+        attend = paged_attend(runner, runner.plan(metadata))
+        x = head.forward(token_ids[-1], head.feedback(x), metadata.positions, attend)
+        ids, probs = choose(step, head.logits(x))
+        chosen.append(probs)
+        token_ids.append(head.to_target_ids(ids))
+    return Draft.of(token_ids, chosen)
+
+
+def draft_prefill(head: Head, runner: GroupRunner, aux: torch.Tensor, prefill: DraftPrefill) -> torch.Tensor | None:
+    """The head's pass over the accepted rows: output rows [R, H] that give draft 1, or None when no row drafts."""
+    hidden = head.fuse(aux.index_select(0, prefill.token_indices))  # [T', H]
+    attend = paged_attend(runner, runner.plan(prefill.metadata))
+    x = head.forward(prefill.token_ids, hidden, prefill.metadata.positions, attend)
+    return x.index_select(0, prefill.last_row) if len(prefill.last_row) else None

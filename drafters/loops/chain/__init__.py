@@ -1,1 +1,0 @@
-"""The chain: a head that is fed its own output, one token per row and step."""

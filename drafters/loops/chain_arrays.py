@@ -1,0 +1,221 @@
+"""Host arrays of a chain: the draft prefill over accepted rows, then one token a row and step. numpy only.
+
+Running example: K=3, page size 16, q=[4,4,4], seq=[20,33,48], accepted=[1,3,0], block tables [[7,9],[3,4,8],[1,2,5,6]].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from attention.batch.host import HostBatch, rows_batch, slots_of
+from attention.cached import cached_property
+from drafters.loops.base import DraftingRows, DraftInput, LoopSize
+from drafters.loops.lengths import tokens_accepted
+
+
+@dataclass(frozen=True)
+class AcceptedRows:
+    """The rows of a verified batch that the draft prefill reads again with the target's true hidden states.
+
+    Attributes:
+        query_start_loc: [B'+1] int32.
+        token_indices: [T'] int64, rows of the verified batch.
+        last_row: [B'] int64, rows of the draft prefill whose output gives draft 1.
+    """
+
+    query_start_loc: np.ndarray
+    token_indices: np.ndarray
+    last_row: np.ndarray
+
+
+@dataclass(frozen=True)
+class DraftSteps:
+    """Everything of draft steps 2 … K, computed together; axis 0 is the step.
+
+    Rows that do not take a step are padding there: position 0, seq_len 1, slot 0 (the null page).
+
+    Attributes:
+        active: [K-1, B] bool, rows with n_i >= j.
+        positions: [K-1, B] int64; seq_lens: [K-1, B] int32; slots: [K-1, B] int64.
+    """
+
+    active: np.ndarray
+    positions: np.ndarray
+    seq_lens: np.ndarray
+    slots: np.ndarray
+
+    @property
+    def num_steps(self) -> int:
+        """K-1."""
+        return len(self.positions)
+
+
+def accepted_rows(
+    query_start_loc: np.ndarray, num_drafts: np.ndarray, num_accepted: np.ndarray, rows: np.ndarray | None = None
+) -> AcceptedRows:
+    """Drop the rejected rows of a verified batch: q - n committed tokens and the accepted drafts of each row stay.
+
+    Args:
+        query_start_loc: [B+1] of the verified batch.
+        num_drafts, num_accepted: [B]; both 0 for a prompt row.
+        rows: the batch rows that go on, in the order wanted (default: all).
+
+    Source: vllm-project/vllm PR #20466 (prepare_inputs of the EAGLE proposer), in numpy.
+
+    >>> accepted = accepted_rows(np.array([0, 4, 8, 12]), np.array([3, 3, 3]), np.array([1, 3, 0]))
+    >>> accepted.query_start_loc.tolist(), accepted.token_indices.tolist(), accepted.last_row.tolist()
+    ([0, 2, 6, 7], [0, 1, 4, 5, 6, 7, 8], [1, 5, 6])
+    """
+    lens = tokens_accepted(np.diff(query_start_loc) - num_drafts, num_accepted)
+    starts = query_start_loc[:-1]
+    if rows is not None:
+        lens, starts = lens[rows], starts[rows]
+    new_start_loc = np.concatenate([[0], np.cumsum(lens)])
+    offsets = np.repeat(starts - new_start_loc[:-1], lens)
+    return AcceptedRows(
+        query_start_loc=new_start_loc.astype(np.int32),
+        token_indices=np.arange(new_start_loc[-1], dtype=np.int64) + offsets,
+        last_row=new_start_loc[1:] - 1,
+    )
+
+
+def shifted_token_ids(token_table: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Pair the hidden state at position p with the token at p+1: inside a row ids'[:-1] = ids[1:].
+
+    The row's last id is the token just sampled (for an unfinished prompt its own next prompt token); both stand in the
+    token table.
+
+    Args:
+        token_table: [rows, L] committed tokens by position; rows, positions: [T'] of the hidden states.
+
+    >>> table = np.array([[10, 11, 12, 100], [20, 21, 200, 0]])
+    >>> shifted_token_ids(table, np.array([0, 0, 0, 1, 1]), np.array([0, 1, 2, 0, 1])).tolist()
+    [11, 12, 100, 21, 200]
+    """
+    return token_table[rows, positions + 1].astype(np.int64)
+
+
+def draft_steps(
+    committed_lens: np.ndarray,
+    num_drafts: np.ndarray,
+    block_table: np.ndarray,
+    page_size: int,
+    num_steps: int | None = None,
+) -> DraftSteps:
+    """All draft steps at once: step j (2 … K) feeds draft j-1 at position seq' + j - 2.
+
+    Args:
+        committed_lens: [B] seq' after the draft prefill; num_drafts: [B] n_i; block_table: [B, P] of the head's group.
+        num_steps: how many steps; default as many as the longest row takes (max n_i - 1).
+
+    >>> table = np.array([[7, 9, 0, 0], [3, 4, 8, 0], [1, 2, 5, 6]])
+    >>> s = draft_steps(np.array([18, 33, 45]), np.array([3, 3, 3]), table, 16)
+    >>> s.positions.tolist(), s.seq_lens.tolist()
+    ([[18, 33, 45], [19, 34, 46]], [[19, 34, 46], [20, 35, 47]])
+    >>> s.slots.tolist()
+    [[146, 129, 93], [147, 130, 94]]
+    """
+    count = int(num_drafts.max(initial=1)) - 1 if num_steps is None else num_steps
+    steps = np.arange(2, count + 2)[:, None]
+    active = num_drafts >= steps  # [K-1, B]
+    positions = np.where(active, committed_lens + steps - 2, 0)
+    slots = np.where(active, slots_of(block_table, np.arange(len(committed_lens)), positions, page_size), 0)
+    return DraftSteps(active, positions.astype(np.int64, copy=False), (positions + 1).astype(np.int32), slots)
+
+
+def step_batch(steps: DraftSteps, step: int, block_table: np.ndarray, page_size: int) -> HostBatch:
+    """The attention of draft step `step` (0 is design step 2) as a HostBatch of one token a row.
+
+    block_table: [B, P]; padding rows see the null page only.
+    """
+    active, rows = steps.active[step], steps.positions.shape[1]
+    table = block_table if active.all() else np.where(active[:, None], block_table, 0)
+    return HostBatch(
+        query_start_loc=np.arange(rows + 1, dtype=np.int32),
+        seq_lens=steps.seq_lens[step],
+        num_computed_tokens=steps.seq_lens[step] - 1,
+        block_table=table,
+        slot_mapping=steps.slots[step],
+        positions=steps.positions[step],
+        page_size=page_size,
+    )
+
+
+@dataclass(frozen=True)
+class PrefillArrays:
+    """Host arrays of a draft prefill.
+
+    Attributes:
+        accepted: the verification's token rows that it reads. token_ids: [T'] int64, the token at p+1 of each.
+        batch: its attention on the head's pages, B' rows.
+    """
+
+    accepted: AcceptedRows
+    token_ids: np.ndarray
+    batch: HostBatch
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """Host arrays of the steps after the draft prefill."""
+
+    rows: DraftingRows
+
+    @cached_property
+    def steps(self) -> DraftSteps:
+        """Positions, lengths and slots of every step."""
+        rows = self.rows
+        return draft_steps(rows.committed_lens, rows.num_drafts, rows.block_table, rows.page_size, rows.num_steps)
+
+    @cached_property
+    def batches(self) -> tuple[HostBatch, ...]:
+        """The attention of every step."""
+        rows = self.rows
+        return tuple(step_batch(self.steps, j, rows.block_table, rows.page_size) for j in range(rows.num_steps))
+
+
+@dataclass(frozen=True)
+class ChainArrays:
+    """Host arrays of one chain. steps: of the R drafting rows, which are the first rows of the prefill."""
+
+    prefill: PrefillArrays
+    steps: StepArrays
+
+    @property
+    def num_drafting(self) -> int:
+        """R."""
+        return len(self.steps.rows.num_drafts)
+
+    @property
+    def size(self) -> LoopSize:
+        """See `LoopArrays`."""
+        batch = self.prefill.batch
+        return LoopSize(batch.num_reqs, batch.num_tokens, batch.block_table.shape[1], self.steps.rows.num_steps + 1)
+
+
+def prefill_arrays(draft: DraftInput) -> PrefillArrays:
+    """The draft prefill of a round.
+
+    A prompt row of which 3 tokens were read, and a verification of 3 drafts of which 1 was accepted:
+
+    >>> tokens = np.array([[10, 11, 12, 13, 0, 0], [20, 21, 22, 23, 24, 0]])
+    >>> table, n = np.array([[5, 0], [7, 9]], np.int32), np.array([2])
+    >>> draft = DraftInput(np.array([0, 3, 7]), np.array([0, 3]), np.array([0, 1]), np.array([1, 0]),
+    ...                    np.array([1, 0]), np.array([4, 3]), tokens, n, table[[1, 0]], 16)
+    >>> arrays = prefill_arrays(draft)
+    >>> arrays.accepted.token_indices.tolist(), arrays.batch.positions.tolist(), arrays.token_ids.tolist()
+    ([3, 4, 0, 1, 2], [2, 3, 0, 1, 2], [23, 24, 11, 12, 13])
+    """
+    accepted = accepted_rows(draft.query_start_loc, draft.num_drafts, draft.num_accepted, draft.order)
+    lens = np.diff(accepted.query_start_loc)
+    batch = rows_batch(accepted.query_start_loc, draft.committed_lens - lens, draft.block_table, draft.page_size)
+    return PrefillArrays(
+        accepted, shifted_token_ids(draft.tokens, np.repeat(draft.request_rows, lens), batch.positions), batch
+    )
+
+
+def chain_arrays(draft: DraftInput) -> ChainArrays:
+    """All arrays of a chain."""
+    return ChainArrays(prefill_arrays(draft), StepArrays(draft.drafting))

@@ -1,0 +1,286 @@
+"""Passes of a head as functions of tensors that a compiler can hold, and their fixed shape for CUDA graphs.
+
+The draft prefill is launched right after the verification, before the host knows what was accepted: it reads every
+token row of the verification with the verification's own tokens, on the device, and takes its output at the last
+accepted one. What it writes for rejected rows lies past the row's end and is overwritten. The steps' arrays are
+written in place into the pinned buffers that they are sent from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from attention.batch.host import HostBatch, slots_at
+from attention.batch.live import LiveBatch
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.batch.staging import Staged, StagingArena, bucket_of
+from attention.batch.static import covering, write_pages
+from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
+from attention.runner import GroupRunner, PlannedBatch
+from drafters.attend import Attend
+from drafters.base import Head
+from drafters.loops.base import (
+    Chosen,
+    Compile,
+    DraftingRows,
+    Greedy,
+    LoopSize,
+    StaticPrefill,
+    StaticShape,
+    paged_attend,
+)
+from drafters.loops.chain_staged import StepSection
+
+Passed = tuple[torch.Tensor, torch.Tensor]
+"""Block outputs [R, H], draft logits [R, Vd]."""
+
+
+class HeadPasses:
+    """The passes of any head; attention goes through `channel`."""
+
+    can_compile = False
+    """Whether the head's code is known to be one graph for the compiler."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self.channel = Channel[LayerAttend]()
+
+    def carrying(self, attend: Attend) -> AbstractContextManager[None]:
+        """Serve the passes' attention with `attend`, for a while."""
+        return self.channel.carrying(lambda layer, query, key, value, sinks: attend(layer, query, key, value))
+
+    def prefill(
+        self, aux: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
+    ) -> Passed:
+        """aux [T', A·Ht], token_ids, positions [T'], last_row [R] -> what follows for the last rows."""
+        x = self._forward(token_ids, self.head.fuse(aux), positions)
+        return self._with_logits(x.index_select(0, last_row))
+
+    def step(self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> Passed:
+        """x [R, H] of the step before, token_ids, positions [R] -> what follows."""
+        return self._with_logits(self._forward(token_ids, self.head.feedback(x), positions))
+
+    def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.head.forward(token_ids, hidden, positions, self._attend)
+
+    def _with_logits(self, x: torch.Tensor) -> Passed:
+        return x, self.head.logits(x)
+
+    def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return opaque_attend(query, key, value, None, self.channel.number, layer)
+
+
+class RowSelecting(Head, Protocol):
+    """A head that can leave out what nobody reads."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `Head.forward`; rows: [R] int64, those whose output is wanted -> [R, H]."""
+
+
+class EaglePasses(HeadPasses):
+    """The same for a head that can leave out what nobody reads."""
+
+    can_compile = True
+
+    def __init__(self, head: RowSelecting) -> None:
+        super().__init__(head)
+        self._eagle = head
+
+    def prefill(
+        self, aux: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
+    ) -> Passed:
+        """See `HeadPasses.prefill`. Only the keys and values of the other rows are needed."""
+        return self._with_logits(
+            self._eagle.forward(token_ids, self._eagle.fuse(aux), positions, self._attend, rows=last_row)
+        )
+
+
+class BlockHead(Head, Protocol):
+    """A head whose block is a transformers layer, with the attention port that such layers call."""
+
+    def attending(self, attend: Attend) -> AbstractContextManager[None]:
+        """Serve the block's attention with `attend`, for a while."""
+
+    def run_block(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`forward` without its attention, which must be served (`attending`) meanwhile; can be compiled."""
+
+
+class MtpPasses(HeadPasses):
+    """The same for a module whose block brings its own attention port."""
+
+    can_compile = True
+
+    def __init__(self, head: BlockHead) -> None:
+        super().__init__(head)
+        self._module = head
+
+    def carrying(self, attend: Attend) -> AbstractContextManager[None]:
+        """See `HeadPasses.carrying`."""
+        return self._module.attending(attend)
+
+    def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._module.run_block(token_ids, hidden, positions)
+
+
+def target_ids_of(head: Head, device: torch.device) -> torch.Tensor | None:
+    """The target ids of all of a head's draft ids [Vd] int64; None where they are the same."""
+    ids = torch.arange(head.draft_vocab_size, device=device)
+    target_ids = head.to_target_ids(ids)
+    return None if torch.equal(ids, target_ids) else target_ids.contiguous()
+
+
+class StaticChain:
+    """The static form of `ChainLoop`; a `drafters.loops.base.StaticLoop`.
+
+    hidden: [R, H] outputs of the draft prefill, by row of the last verification.
+    """
+
+    def __init__(
+        self,
+        passes: HeadPasses,
+        runner: GroupRunner,
+        aux: torch.Tensor,
+        limits: LoopSize,
+        greedy: Greedy,
+        compiler: Compile,
+    ) -> None:
+        """See `GraphLoop.static_form`."""
+        self._plain = passes
+        self._prefill: Callable[..., Any] = compiler(passes.prefill) if passes.can_compile else passes.prefill
+        self._step: Callable[..., Any] = compiler(passes.step) if passes.can_compile else passes.step
+        self._runner = runner
+        self._aux = aux
+        self._greedy = greedy
+        self._target_ids = target_ids_of(passes.head, aux.device)
+        hidden = passes.head.fuse(aux[:2])
+        rows = max(limits.rows, 2) + 1  # of no bucket: compiled code keeps it apart that all rows are asked for
+        self.hidden = hidden.new_zeros(rows, hidden.shape[1])
+        self.drafts = torch.zeros(rows, limits.drafts, dtype=torch.int64, device=aux.device)
+
+    def steps(self, shape: StaticShape) -> FixedSteps:
+        """See `StaticLoop.steps`."""
+        return FixedSteps(shape, self._aux.device)
+
+    def step_width(self, index: int) -> int:
+        """One token."""
+        return 1
+
+    def prefill(
+        self, inputs: StaticPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
+    ) -> Chosen:
+        """See `StaticLoop.prefill`: of one pass."""
+        run, last_row, (own,) = self._prefill if compiled else self._plain.prefill, inputs.last_row, positions
+        if len(last_row) == 1:
+            last_row = last_row.repeat(2)  # a single row would be compiled once more
+        with self._plain.carrying(attend):
+            x, logits = run(self._aux[: len(inputs.token_ids)], inputs.token_ids, own, last_row)
+        self.hidden[: len(x)].copy_(x)
+        return self._choose(logits, 0)
+
+    def step(
+        self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Chosen]:
+        """See `StaticLoop.step`: x [rows, H].
+
+        A view of a larger buffer would be compiled once more than a tensor of its own: step 0 copies it.
+        """
+        x = self.hidden[:rows].clone() if before is None else before
+        with self._plain.carrying(paged_attend(self._runner, planned)):
+            x, logits = self._step(x, self.drafts[:rows, index], planned.metadata.positions)
+        return x, self._choose(logits, index + 1)
+
+    def _choose(self, logits: torch.Tensor, draft: int) -> Chosen:
+        """Not in compiled code, which would write the whole buffer of drafts for one of its columns."""
+        return Chosen(self._greedy(logits, self._target_ids, self.drafts[: len(logits), draft]), logits)
+
+
+_STEPS = StepSection(table=False)
+
+
+class _StepsPlace:
+    """One host buffer of the steps, and the batches over it."""
+
+    def __init__(self, host: Mapping[str, np.ndarray], shape: StaticShape) -> None:
+        self.arrays = _STEPS.buffers(host)
+        self.arrays.query_start_loc[:] = np.arange(shape.rows + 1)
+        self.batches = tuple(
+            LiveBatch(
+                query_start_loc=self.arrays.query_start_loc,
+                seq_lens=self.arrays.seq_lens[step],
+                num_computed_tokens=self.arrays.positions[step],
+                slot_mapping=self.arrays.slot_mapping[step],
+                positions=self.arrays.positions[step],
+                block_table=np.zeros((0, 0), np.int32),
+                page_size=shape.page_size,
+                page_indptr=self.arrays.page_indptr[step],
+            )
+            for step in range(shape.num_steps)
+        )
+
+
+class FixedSteps:
+    """The steps of a fixed number of rows. A row that takes no step, or is added, stands on the null page."""
+
+    def __init__(self, shape: StaticShape, device: torch.device) -> None:
+        self._shape = shape
+        self._numbers = np.arange(2, shape.query_len)[:, None]  # step j of K
+        self._offsets = self._numbers - 2
+        self._rows = np.arange(shape.rows)
+        self._lens = np.zeros(shape.rows, np.int64)
+        self._num_drafts = np.zeros(shape.rows, np.int64)
+        self._bucket = bucket_of(**_STEPS.sizes(shape.rows, 0, shape.num_steps, shape.page_entries))
+        self._arena = StagingArena(_STEPS.fields, self._bucket, device)
+        self._places = [_StepsPlace(host, shape) for host in self._arena.hosts(self._bucket)]
+
+    def views(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
+        """See `StaticSteps.views`."""
+        return _STEPS.of(batches, staged)
+
+    def send(self, rows: DraftingRows) -> tuple[tuple[HostBatch, ...], Staged]:
+        """See `StaticSteps.send`; the batches are the arena's memory, good until the round after the next.
+
+        `drafters.loops.chain_arrays.draft_steps` in place: K=3, a row at 18 with 3 drafts, pages [7, 9] of 16 tokens:
+        positions 18, 19, seq_lens 19, 20, slots 146, 147.
+        """
+        place = self._places[self._arena.begin()]
+        arrays, page_size, count = place.arrays, self._shape.page_size, len(rows.num_drafts)
+        if count < len(self._lens):
+            self._lens[count:] = self._num_drafts[count:] = 0
+        self._lens[:count], self._num_drafts[:count] = rows.committed_lens, rows.num_drafts
+        active = self._num_drafts >= self._numbers  # [K-1, rows]
+        positions, slots = arrays.positions, arrays.slot_mapping
+        np.add(self._lens, self._offsets, out=positions)  # seq' + j - 2
+        positions *= active
+        np.add(positions, 1, out=arrays.seq_lens, casting="unsafe")
+        counts, within = np.divmod(positions, page_size)
+        table = covering(rows.block_table, len(self._rows), 1)
+        slots_at(table, self._rows, counts, within, page_size, out=slots)
+        slots *= active
+        np.add(within, 1, out=arrays.last_page_len, casting="unsafe")
+        counts += 1
+        np.cumsum(counts, axis=1, out=arrays.page_indptr[:, 1:], dtype=np.int32)
+        _write_step_pages(arrays.page_indices, table, counts)
+        staged = self._arena.end(self._bucket)
+        return tuple([batch.over(table) for batch in place.batches]), staged
+
+
+def _write_step_pages(page_indices: np.ndarray, table: np.ndarray, counts: np.ndarray) -> None:
+    """page_indices [K-1, …]: every step's pages; counts [K-1, rows]. Most steps of few rows enter no page."""
+    used, same = 0, (counts[1:] == counts[:-1]).all(1).tolist()
+    for step, own in enumerate(counts):
+        if step and same[step - 1]:
+            page_indices[step, :used] = page_indices[step - 1, :used]
+        else:
+            used = write_pages(page_indices[step], table, own)

@@ -1,0 +1,255 @@
+"""Host arrays of several multi-token-prediction modules (M > 1): who runs which rows with which tokens. numpy only.
+
+Module m's row i pairs the token at i+1+m with module m-1's output at row i (m = 0: with the target's state), so it is
+true once the token at i+1+m is committed. For a new range [a, seq') of target states that makes the rows [a-m, seq'-m)
+of module m, each in a cache layer of its own; rows below 0 do not exist, nor rows below the position at which a request
+begins whose first pages are another's. Row a-m needs module m-1's output at a row of the round before: one carried
+vector a request and module.
+
+Draft s+1 comes from module m = s mod M. While s < M it runs the rows seq'-s … seq'-1 with the tokens d_1 … d_s. Then
+the modules go round again (lap l = s // M): all run the M rows that end at seq'+l·M-1 with the tokens d_{s-M+1} … d_s;
+in the place of the target's state at row i stands the last module's output at row i-M, made in the lap before.
+For M = 1 this is the chain of `drafters.loops.chain_arrays.draft_steps`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic
+
+import numpy as np
+
+from attention.batch.host import HostBatch, rows_batch
+from attention.declared import A, array
+from drafters.loops.base import DraftInput, LoopSize
+from drafters.loops.chain_arrays import prefill_arrays
+
+
+@dataclass(frozen=True)
+class ModuleRows:
+    """Rows of module m >= 1 in a draft prefill over B' requests whose module 0 reads T' rows.
+
+    Attributes:
+        lens, first_positions: [B'] rows of each request, 0 where it has none yet, and where they begin.
+        tokens: [T_m] int64, rows of module 0 that read the same token.
+        sources: [T_m] int64, rows of [B' carried vectors, T_{m-1} outputs of module m-1].
+        last_row: [B'] int64, each request's last row; 0 where it has none.
+    """
+
+    lens: np.ndarray
+    first_positions: np.ndarray
+    tokens: np.ndarray
+    sources: np.ndarray
+    last_row: np.ndarray
+
+
+def module_rows(
+    first_positions: np.ndarray, lens: np.ndarray, num_modules: int, begins: np.ndarray | None = None
+) -> tuple[ModuleRows, ...]:
+    """The rows of modules 1 … M-1 for new ranges [a, a + len) of module 0.
+
+    Args:
+        first_positions: [B'] a; lens: [B'] rows of module 0, at least 1 each.
+        begins: [B'] the position before which a request has no rows; None for 0.
+
+    Two requests, a = 5 with three new rows and a = 0 with two (a prompt's start):
+
+    >>> (m,) = module_rows(np.array([5, 0]), np.array([3, 2]), 2)
+    >>> m.first_positions.tolist(), m.lens.tolist(), m.tokens.tolist()
+    ([4, 0], [3, 1], [0, 1, 2, 4])
+    >>> m.sources.tolist(), m.last_row.tolist()  # 0, 1 are the carried vectors, 2 … 6 module 0's outputs
+    ([0, 2, 3, 5], [2, 3])
+
+    The first of them once more, when it begins at 5:
+
+    >>> (m,) = module_rows(np.array([5]), np.array([3]), 2, np.array([5]))
+    >>> m.first_positions.tolist(), m.lens.tolist(), m.tokens.tolist(), m.sources.tolist()
+    ([5], [2], [1, 2], [1, 2])
+    """
+    least = np.zeros_like(lens) if begins is None else begins
+    stop = first_positions + lens
+    starts = np.concatenate([[0], np.cumsum(lens)])
+    ends = starts[1:]
+    before, rows = (first_positions, starts), []
+    for m in range(1, num_modules):
+        first = np.maximum(first_positions - m, least)
+        count = np.maximum(stop - m, least) - first
+        starts = np.concatenate([[0], np.cumsum(count)])
+        owner = np.repeat(np.arange(len(count)), count)
+        within = np.arange(starts[-1]) - starts[owner]
+        place = first[owner] + within - before[0][owner]  # -1: the row before module m-1's first
+        rows.append(
+            ModuleRows(
+                lens=count,
+                first_positions=first,
+                tokens=(ends - count)[owner] + within,
+                sources=np.where(place < 0, owner, len(lens) + before[1][owner] + place),
+                last_row=np.maximum(starts[1:] - 1, 0),
+            )
+        )
+        before = first, starts
+    return tuple(rows)
+
+
+def module_batch(rows: ModuleRows, block_table: np.ndarray, page_size: int) -> HostBatch:
+    """A module's attention in the draft prefill, without requests that have no rows. block_table: [B', P]."""
+    some = rows.lens > 0
+    query_start_loc = np.concatenate([[0], np.cumsum(rows.lens[some])])
+    return rows_batch(query_start_loc, rows.first_positions[some], block_table[some], page_size)
+
+
+def shifted_batch(
+    module: int,
+    query_start_loc: np.ndarray,
+    first_positions: np.ndarray,
+    block_table: np.ndarray,
+    page_size: int,
+    begins: np.ndarray | None = None,
+) -> HostBatch:
+    """Module m's attention over all token rows of a verification, in their places: they stand m positions further back.
+
+    Of a request that starts fewer than m positions after its beginning the first rows do not exist: they are a row of
+    their own on the null page.
+
+    Args:
+        query_start_loc: [B+1]; first_positions: [B] of the verification; block_table: [B, P] of the head's pages.
+        begins: [B] where the requests begin, see `module_rows`.
+
+    Three requests, at 5 with three tokens, at 0 with two, and at 0 with one:
+
+    >>> batch = shifted_batch(1, np.array([0, 3, 5, 6]), np.array([5, 0, 0]), np.array([[7], [8], [9]]), 16)
+    >>> batch.query_start_loc.tolist(), batch.positions.tolist(), batch.block_table[:, 0].tolist()
+    ([0, 3, 4, 5, 6], [4, 5, 6, 0, 0, 0], [7, 0, 8, 0])
+
+    The first of them once more, when it begins at 5:
+
+    >>> batch = shifted_batch(1, np.array([0, 3]), np.array([5]), np.array([[7]]), 16, np.array([5]))
+    >>> batch.query_start_loc.tolist(), batch.positions.tolist(), batch.block_table[:, 0].tolist()
+    ([0, 1, 3], [0, 5, 6], [0, 7])
+    """
+    lens = np.diff(query_start_loc)
+    least = np.zeros_like(lens) if begins is None else begins
+    missing = np.clip(module - (first_positions - least), 0, lens)
+    first = np.maximum(first_positions - module, least)
+    if not missing.any():
+        return rows_batch(query_start_loc, first, block_table, page_size)
+    split = np.stack([missing, lens - missing], 1).reshape(-1)
+    exists = np.tile([False, True], len(lens))
+    some = split > 0
+    return rows_batch(
+        np.concatenate([[0], np.cumsum(split[some])]),
+        np.where(exists, np.repeat(first, 2), 0)[some],
+        np.where(exists[:, None], np.repeat(block_table, 2, axis=0), 0)[some],
+        page_size,
+    )
+
+
+def rows_before(query_start_loc: np.ndarray, num_carried: int) -> np.ndarray:
+    """[T] int64, where the row before each token row stands in [carried vectors, T rows]: a request's first one has its
+    carried vector there.
+
+    Args:
+        query_start_loc: [B+1], no request without tokens; num_carried: of the vectors, at least B.
+
+    >>> rows_before(np.array([0, 3, 5]), 4).tolist()
+    [0, 4, 5, 1, 7]
+    """
+    sources = np.arange(num_carried - 1, num_carried - 1 + query_start_loc[-1])
+    sources[query_start_loc[:-1]] = np.arange(len(query_start_loc) - 1)
+    return sources
+
+
+def step_width(step: int, num_modules: int) -> int:
+    """Rows a request runs for draft step+1 (step 1, 2, …): min(step, M)."""
+    return min(step, num_modules)
+
+
+def module_step(
+    step: int,
+    committed_lens: np.ndarray,
+    num_drafts: np.ndarray,
+    block_table: np.ndarray,
+    page_size: int,
+    num_modules: int,
+) -> HostBatch:
+    """The attention of draft step+1, by module step mod M.
+
+    Requests that do not take the step, or are too short for it, stand on the null page.
+
+    Args:
+        committed_lens: [R] seq'; num_drafts: [R] n_i; block_table: [R, P].
+
+    M = 2, two requests; draft 2 by module 1, draft 3 by module 0 again, draft 4 by module 1:
+
+    >>> table, n = np.array([[7, 9], [3, 4]]), np.array([4, 3])
+    >>> [module_step(s, np.array([18, 7]), n, table, 16, 2).positions.tolist() for s in (1, 2, 3)]
+    [[17, 6], [18, 19, 7, 8], [18, 19, 0, 1]]
+    """
+    width = step_width(step, num_modules)
+    active = (num_drafts > step) & (committed_lens >= width)
+    first = np.where(active, committed_lens + step // num_modules * num_modules - width, 0)
+    query_start_loc = np.arange(len(first) + 1) * width
+    return rows_batch(query_start_loc, first, np.where(active[:, None], block_table, 0), page_size)
+
+
+@dataclass(frozen=True)
+class PassRows(Generic[A]):
+    """One module's part of a draft prefill over B' requests.
+
+    Attributes:
+        token_ids: [T_m] int64.
+        sources: [T_m] int64; for module 0 rows of the target's aux hidden states, for others see `ModuleRows.sources`.
+        last_row: [B'] int64, each request's last row.
+    """
+
+    token_ids: A = array(np.int64, "tokens")
+    sources: A = array(np.int64, "tokens")
+    last_row: A = array(np.int64, "requests")
+
+
+@dataclass(frozen=True)
+class ModulePassArrays(PassRows[np.ndarray]):
+    """The same on the host. batch: its attention; requests without rows are not in it."""
+
+    batch: HostBatch = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class ModuleArrays:
+    """Host arrays of one draft loop by M modules.
+
+    Attributes:
+        request_rows: [B'] int64 of the draft prefill, see `DraftInput`; the R drafting ones come first.
+        num_drafting: R.
+        passes: of each module. steps: attention of drafts 2 … n.
+    """
+
+    request_rows: np.ndarray
+    num_drafting: int
+    passes: tuple[ModulePassArrays, ...]
+    steps: tuple[HostBatch, ...]
+
+    @property
+    def size(self) -> LoopSize:
+        """See `LoopArrays`."""
+        first = self.passes[0]
+        pages = first.batch.block_table.shape[1]
+        return LoopSize(len(self.request_rows), len(first.token_ids), pages, len(self.steps) + 1)
+
+
+def module_arrays(draft: DraftInput, num_modules: int) -> ModuleArrays:
+    """All arrays of M modules."""
+    prefill = prefill_arrays(draft)
+    first, page_size = prefill.batch, draft.page_size
+    passes = [
+        ModulePassArrays(prefill.token_ids, prefill.accepted.token_indices, prefill.accepted.last_row, batch=first)
+    ]
+    for rows in module_rows(first.num_computed_tokens, first.query_lens, num_modules, draft.begins):
+        batch = module_batch(rows, first.block_table, page_size)
+        passes.append(ModulePassArrays(prefill.token_ids[rows.tokens], rows.sources, rows.last_row, batch=batch))
+    own = draft.drafting
+    steps = (
+        module_step(s, own.committed_lens, own.num_drafts, own.block_table, page_size, num_modules)
+        for s in range(1, own.num_steps + 1)
+    )
+    return ModuleArrays(draft.request_rows, len(own.num_drafts), tuple(passes), tuple(steps))

@@ -1,0 +1,278 @@
+"""Training data of a head: questions from a JSONL file, and the target's answers, kept on disk as they come."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from attention.errors import InvalidInputError
+from drafters.errors import RunFolderError
+from drafters.training.files import sync, write_file
+
+Message = dict[str, str]
+
+
+def read_questions(path: str | Path) -> list[list[Message]]:
+    """Read conversations that end with the user's turn; the answers are left to the target.
+
+    A line holds `messages` (a chat; assistant turns at its end are dropped), or `prompt` or `question` (one user turn).
+
+    Returns:
+        One list of {"role", "content"} per line.
+
+    Raises:
+        InvalidInputError: the file is missing, empty or no UTF-8 text, or a line (named by its number) is none of
+            these.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise InvalidInputError(f"there is no file of questions {path}")
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: a string may hold U+2028
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"the questions in {path} cannot be read as UTF-8 text: {error}") from error
+    questions = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not questions:
+        raise InvalidInputError(f"{path} has no questions")
+    return questions
+
+
+def _parse(line: str, place: str) -> list[Message]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise InvalidInputError(f"{place}: no JSON: {error}") from error
+    keys = [key for key in ("messages", "prompt", "question") if isinstance(row, dict) and key in row]
+    if not keys:
+        raise InvalidInputError(f"{place}: expected an object with messages, prompt or question")
+    return _messages(row[keys[0]], place)
+
+
+def _messages(content: Any, place: str) -> list[Message]:
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        raise InvalidInputError(f"{place}: messages must be texts with role and content")
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
+        raise InvalidInputError(f"{place}: there is no user's turn to answer")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+Regenerate = Callable[[list[list[int]]], list[list[int]]]
+"""Prompts as token ids -> the target's answers as token ids (with the end token when it was reached)."""
+
+
+@dataclass(frozen=True)
+class AnswerSet:
+    """N sequences, each a prompt followed by its answer.
+
+    Attributes:
+        tokens: [sum of lengths] int64, all sequences one after the other.
+        starts: [N+1] int64, where each begins.
+        answer_starts: [N] int64, offset of the answer inside its sequence.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    answer_starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.answer_starts)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sequence [N]."""
+        return np.diff(self.starts)
+
+    def sequence(self, index: int) -> np.ndarray:
+        """Token ids of one sequence [its length]."""
+        return self.tokens[self.starts[index] : self.starts[index + 1]]
+
+    def answer_mask(self) -> np.ndarray:
+        """[sum of lengths] bool: which of `tokens` belong to answers."""
+        offsets = np.arange(len(self.tokens)) - np.repeat(self.starts[:-1], self.lengths)
+        return offsets >= np.repeat(self.answer_starts, self.lengths)
+
+    def token_counts(self, vocab_size: int) -> torch.Tensor:
+        """How often each token occurs in the answers: [V] int64, for `drafters.vocab.most_frequent`."""
+        return torch.from_numpy(np.bincount(self.tokens[self.answer_mask()], minlength=vocab_size))
+
+    def subset(self, indices: np.ndarray) -> AnswerSet:
+        """The sequences at `indices` [n], in that order."""
+        return _flatten([self.sequence(int(i)) for i in indices], self.answer_starts[indices])
+
+    def split(self, held_out: int, seed: int) -> tuple[AnswerSet, AnswerSet]:
+        """Split off `held_out` sequences at random: (rest, held out).
+
+        Raises:
+            InvalidInputError: nothing would remain on one side.
+        """
+        if not 0 < held_out < len(self):
+            raise InvalidInputError(f"of {len(self)} sequences 1 to {len(self) - 1} can be held out, not {held_out}")
+        order = np.random.default_rng(seed).permutation(len(self))
+        return self.subset(np.sort(order[held_out:])), self.subset(np.sort(order[:held_out]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[AnswerSet]) -> AnswerSet:
+        """All sequences of several sets, in order."""
+        sequences = [part.sequence(i) for part in parts for i in range(len(part))]
+        return _flatten(sequences, np.concatenate([part.answer_starts for part in parts]))
+
+    def digest(self) -> str:
+        """SHA-256 of all of it, in hex."""
+        arrays = (self.tokens, self.starts, self.answer_starts)
+        return hashlib.sha256(b"".join(np.ascontiguousarray(array, "<i8").tobytes() for array in arrays)).hexdigest()
+
+
+def answer(prompts: Sequence[Sequence[int]], regenerate: Regenerate, max_length: int) -> AnswerSet:
+    """Let the target answer the prompts.
+
+    Args:
+        prompts: token ids of each prompt.
+        regenerate: generates the answers.
+        max_length: longer sequences are cut; one whose answer keeps fewer than two tokens is left out (a draft
+            needs a bonus token and a token after it).
+
+    Raises:
+        InvalidInputError: the number of answers differs from that of the prompts, or no sequence is left.
+    """
+    answers = regenerate([list(prompt) for prompt in prompts])
+    if len(answers) != len(prompts):
+        raise InvalidInputError(f"{len(prompts)} prompts got {len(answers)} answers")
+    sequences = [np.array([*p, *a], dtype=np.int64)[:max_length] for p, a in zip(prompts, answers, strict=True)]
+    kept = [i for i, sequence in enumerate(sequences) if len(sequence) >= len(prompts[i]) + 2]
+    if not kept:
+        raise InvalidInputError(f"no answer has two tokens within {max_length} tokens of prompt and answer")
+    return _flatten([sequences[i] for i in kept], np.array([len(prompts[i]) for i in kept], dtype=np.int64))
+
+
+def _flatten(sequences: list[np.ndarray], answer_starts: np.ndarray) -> AnswerSet:
+    lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+    return AnswerSet(np.concatenate(sequences), starts, answer_starts)
+
+
+_SYNC_SECONDS = 1.0
+"""A killed process loses no answer; a power failure at most those of the last second."""
+
+
+class AnswerStore:
+    """Answers by the index of their question. Reads what an earlier process kept; a context manager.
+
+    A line is a JSON object with `index`, `token_ids` and `check`, a hash of both and of the store's key: a line that
+    was cut off, altered, or comes from another store is not taken for an answer.
+
+    Attributes:
+        path: the file.
+        answers: token ids by index.
+        damaged: whole lines that were left out when the file was read.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        """Read `path`, when there is one.
+
+        Args:
+            key: identifies prompts, target and limits.
+
+        Raises:
+            RunFolderError: the file cannot be read or repaired.
+        """
+        self.path = path
+        self._key = key
+        self.answers: dict[int, list[int]] = {}
+        self.damaged = 0
+        self._read()
+        try:
+            self._file = path.open("ab")
+        except OSError as error:
+            raise RunFolderError(f"cannot write {path}: {error}") from error
+        self._synced = time.monotonic()
+
+    def __enter__(self) -> AnswerStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def add(self, index: int, token_ids: list[int]) -> None:
+        """Keep an answer; it outlives the process when this returns.
+
+        Raises:
+            RunFolderError: the file cannot be written; what was kept before stays.
+        """
+        try:
+            self._file.write(self._line(index, token_ids))
+            self._file.flush()
+            if time.monotonic() > self._synced + _SYNC_SECONDS:
+                self.sync()
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write {self.path}: {error}; {len(self.answers)} answers are kept, the same command goes on "
+                "from there"
+            ) from error
+        self.answers[index] = token_ids
+
+    def sync(self) -> None:
+        """Wait until all answers are on the disk.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        sync(self._file.fileno())
+        self._synced = time.monotonic()
+
+    def _line(self, index: int, token_ids: list[int]) -> bytes:
+        line = {"index": index, "token_ids": token_ids, "check": self._check(index, token_ids)}
+        return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+
+    def _check(self, index: int, token_ids: list[int]) -> str:
+        return hashlib.sha256(repr((self._key, index, token_ids)).encode()).hexdigest()[:16]
+
+    def _read(self) -> None:
+        try:
+            content = self.path.read_bytes()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise RunFolderError(f"cannot read {self.path}: {error}") from error
+        lines = content.split(b"\n")
+        for line in lines[:-1]:
+            kept = self._parse(line)
+            if kept is None:
+                self.damaged += 1
+            else:
+                self.answers[kept[0]] = kept[1]
+        if self.damaged or lines[-1]:  # a last line without its end was being written when the process was killed
+            write_file(self.path, b"".join(self._line(i, ids) for i, ids in self.answers.items()))
+
+    def _parse(self, line: bytes) -> tuple[int, list[int]] | None:
+        try:
+            row = json.loads(line)
+            index, token_ids, check = row["index"], row["token_ids"], row["check"]
+        except (ValueError, KeyError, TypeError):
+            return None
+        if check != self._check(index, token_ids):
+            return None
+        return index, token_ids
+
+
+def kept_answers(folder: Path) -> int:
+    """Lines in all stores of a folder, to tell a person what is there."""
+    return sum(path.read_bytes().count(b"\n") for path in folder.glob("answers-*.jsonl") if os.access(path, os.R_OK))

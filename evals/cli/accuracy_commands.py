@@ -1,0 +1,354 @@
+"""`specdec eval gsm8k | humaneval | lm-eval`: accuracy through lm-eval, of one configuration or of a grid."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attention.backends.kinds import KINDS
+from evals.cli import eval_options as shared
+from evals.errors import require
+from evals.runs.verdict import Verdict
+from specdec.cli.options import examples
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from evals.acceptance.summary import Json
+    from evals.accuracy.accuracy import AccuracyPlan
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from evals.acceptance.summary import Json
+    from evals.accuracy.accuracy import AccuracyPlan, Measured, Prepared
+
+
+def _shared_options(command: Any) -> Any:
+    decorators = (
+        shared.model_options,
+        shared.draft_option,
+        click.option("--data", type=shared.PATH, default=None, help="Local data: see below; default $SPECDEC_DATA."),
+        click.option("--k", type=click.IntRange(1), default=5, show_default=True, help="Drafts a round."),
+        click.option("--limit", type=click.IntRange(1), default=None, help="First N questions of each task."),
+        click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True),
+        click.option(
+            "--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Questions at a time."
+        ),
+        click.option("--seed", type=int, default=0, show_default=True),
+        click.option("--output", type=shared.PATH, default=None, help="Write the JSON document here."),
+        shared.run_dir_option,
+    )
+    for decorator in reversed(decorators):
+        command = decorator(command)
+    return command
+
+
+@click.command(
+    short_help="GSM8K accuracy with and without speculation (lm-eval).",
+    epilog=examples(
+        "specdec eval gsm8k --tasks specdec_arithmetic --limit 50",
+        "specdec eval gsm8k --data DIR --tasks gsm8k,gsm8k_cot --limit 200 --output gsm8k.json",
+        "specdec eval gsm8k --tasks specdec_arithmetic --backends flashinfer,batch_invariant,flex,torch",
+    ),
+)
+@click.option(
+    "--tasks", default="gsm8k", show_default=True, help="gsm8k, gsm8k_cot, specdec_arithmetic, or any of lm-eval's."
+)
+@click.option("--num-fewshot", type=click.IntRange(0), default=None, help="Examples in the prompt; default the task's.")
+@click.option("--chat-template/--no-chat-template", default=None, help="Default: with it where the tokenizer has one.")
+@click.option(
+    "--backends",
+    default=None,
+    help="Attention backends in one paired table, e.g. torch,flex; without --model over both built-in models.",
+)
+@_shared_options
+def gsm8k(
+    tasks: str, num_fewshot: int | None, chat_template: bool | None, backends: str | None, **options: Any
+) -> None:
+    """Accuracy with and without speculation on the same prompts, through lm-eval's own tasks.
+
+    --data is a folder with train.jsonl and test.jsonl, or test.jsonl itself (train.jsonl must lie beside it), or a
+    data folder as $SPECDEC_DATA. Without any of them lm-eval loads its data from the hub.
+    """
+    plan = replace(_plan(options, tuple(tasks.split(","))), num_fewshot=num_fewshot)
+    if backends is None:
+        _run(plan, chat_template, options)
+    else:
+        run_grid(plan, chat_template, backends_of(backends, options), options)
+
+
+@click.command(
+    short_help="HumanEval pass@1; runs code the model wrote.",
+    epilog=examples("specdec eval humaneval --confirm-run-unsafe-code --data DIR --limit 20"),
+)
+@click.option(
+    "--confirm-run-unsafe-code", is_flag=True, help="Needed: code that the model wrote is run on this machine."
+)
+@_shared_options
+def humaneval(confirm_run_unsafe_code: bool, **options: Any) -> None:
+    """HumanEval pass@1 with and without speculation; --data is a data folder as $SPECDEC_DATA.
+
+    The code that the model wrote runs in a child process with limits, which is no security boundary: do this in a
+    container without network and secrets.
+    """
+    if not confirm_run_unsafe_code:
+        raise click.UsageError("HumanEval runs code that the model wrote; pass --confirm-run-unsafe-code to allow it")
+    plan = _plan(options, ("specdec_humaneval",))
+    _run(replace(plan, unsafe_code=True), False, options)
+
+
+_LM_EVAL_EXAMPLES = examples(
+    "specdec eval lm-eval --model specdec --model_args pretrained=gsm-llama,draft=auto --tasks specdec_arithmetic "
+    "--limit 20 --apply_chat_template"
+)
+
+
+@click.command(
+    "lm-eval",
+    short_help="lm-eval's own command line with the specdec model.",
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def lm_eval(arguments: tuple[str, ...]) -> None:
+    """lm-eval's own command line, with --model specdec and the offline tasks known to it."""
+    require("lm_eval", "eval")
+    if arguments in ((), ("--help",), ("-h",)):
+        click.echo(_LM_EVAL_EXAMPLES.removeprefix("\b\n") + "\n")
+    from lm_eval.__main__ import cli_evaluate
+
+    from evals.accuracy.lm_eval_model import register
+
+    register()
+    sys.argv = ["lm_eval", *_with_tasks(arguments)]
+    cli_evaluate()
+
+
+def _with_tasks(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """Add our folder of tasks where a command takes one and none was given."""
+    from evals.accuracy.accuracy import TASKS
+
+    given = any(argument.split("=")[0] == "--include_path" for argument in arguments)
+    asks = any(argument.split("=")[0] in ("--tasks", "-t") for argument in arguments)
+    return arguments if given or not asks else (*arguments, "--include_path", str(TASKS))
+
+
+def _plan(options: dict[str, Any], tasks: tuple[str, ...]) -> AccuracyPlan:
+    for package in ("lm_eval", "datasets", "scipy"):
+        require(package, "eval")
+    from evals.accuracy.accuracy import AccuracyPlan
+
+    return AccuracyPlan(
+        tasks=tasks,
+        k=options["k"],
+        data_dir=_data_dir(options["data"]),
+        limit=options["limit"],
+        max_gen_toks=options["max_new_tokens"],
+        seed=options["seed"],
+    )
+
+
+def _data_dir(data: Path | None) -> Path | None:
+    """The folder of local data; a file stands for the folder it lies in.
+
+    Raises:
+        DataError: it does not exist, or the file is not named test.jsonl.
+    """
+    from evals.data.datasets import data_folder
+    from evals.errors import DataError
+
+    if data is not None and data.suffix == ".jsonl":
+        if data.name != "test.jsonl" or not data.is_file():
+            raise DataError(f"--data {data}: give an existing test.jsonl, or the folder it lies in")
+        return data.parent
+    return data_folder(data)
+
+
+def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from evals.accuracy import accuracy
+    from evals.cli.commands import check_outputs, write_document
+    from evals.data.datasets import digest
+    from evals.report.terminal import RunProgress, make_console
+    from evals.runs.conversations import Worker
+    from evals.runs.store import RunStore
+
+    check_outputs(options)
+    prepared = accuracy.prepare(plan)
+    worker = Worker({"main": shared.make_spec(options, options["draft"], options["k"])})
+    facts = worker.facts()["main"]
+    has_template = facts["chat_template_sha256"] is not None
+    templated = has_template if chat_template is None else chat_template
+    prepared = replace(prepared, plan=replace(plan, chat_template=templated))
+    fixed = accuracy.settings(prepared.plan, facts)
+    with (
+        RunStore(shared.run_folder(options["run_dir"], digest(fixed)), fixed) as store,
+        RunProgress(Console(stderr=True), prepared.questions, 2) as progress,
+    ):
+        document = accuracy.run(worker.models["main"], facts, prepared, store, progress)
+    console = make_console()
+    _print(console, document)
+    if options["output"] is not None:
+        write_document(options["output"], document)
+    console.print(f"run: {store.folder}")
+    if _untested(document):
+        sys.exit(Verdict.NOT_TESTED.exit_code)
+
+
+def _print(console: Console, document: Json) -> None:
+    from rich.table import Table
+
+    from evals.report.terminal import show
+
+    alone, fast = (arm["name"] for arm in document["arms"])
+    table = Table("task", "metric", alone, fast, "difference", f"only {alone}", f"only {fast}", "McNemar p")
+    for row in document["scores"]:
+        shown = f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
+        counts = (f"{row[name] / row['total']:.4f} ({row[name]}/{row['total']})" for name in ("right_a", "right_b"))
+        names = (row["task"], f"{row['metric']}, {row['filter']}")
+        p_value = "none differs" if row["p_value"] is None else f"{row['p_value']:.3g}"
+        table.add_row(*names, *counts, shown, str(row["only_a"]), str(row["only_b"]), p_value)
+    console.print(table)
+    same, arm = document["identical"], document["arms"][1]
+    console.print(f"identical answers: {same['identical']} of {same['questions']}")
+    speedup = {"low": None, **arm["timing"]["speedup"]}
+    console.print(f"τ {show(arm['metrics']['tau'])}, speed-up {show(speedup, 2)} (ratio of totals)", highlight=False)
+    for name, cached in document["timing"]["prefix_cache"].items():
+        if cached["hit_tokens"]:
+            tokens = f"{cached['hit_tokens']:,} of {cached['prompt_tokens']:,} prompt tokens"
+            console.print(f"prefix cache, {name}: {tokens} ({cached['hit_rate']:.1%})", highlight=False)
+    for line in _warnings(document):
+        console.print(line, style="bold yellow", highlight=False)
+    for key in ("tau", "speedup", "mcnemar", "accuracy_interval", "interval"):
+        console.print(f"[bold]{key}[/bold]: {document['definitions'][key]}", style="dim", highlight=False)
+
+
+def _warnings(document: Json) -> list[str]:
+    """Where a comparison shows nothing."""
+    found = [
+        f"{row['task']}, {row['filter']}: no question is right in either arm, so equal scores show little"
+        for row in document["scores"]
+        if not row["right_a"] + row["right_b"]
+    ]
+    if _untested(document):
+        found.append("NOT TESTED: no draft was verified; raise --max-new-tokens")
+    return found
+
+
+def _untested(document: Json) -> bool:
+    """Whether no draft was verified: then the acceptance rate is none."""
+    return document["arms"][1]["metrics"]["acceptance_rate"]["estimate"] is None
+
+
+BUILT_IN = (("gsm-llama", "auto"), ("gsm-deepseek", "mtp"))
+"""The built-in models with their heads."""
+
+
+def backends_of(text: str, options: dict[str, Any]) -> tuple[str, ...]:
+    """The names in --backends.
+
+    Raises:
+        click.UsageError: an unknown name, or --backend besides.
+    """
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    allowed = [name for name in KINDS if name != "auto"]
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        raise click.UsageError(f"--backends {text}: {unknown[0]!r} is none of {', '.join(allowed)}")
+    if options["backend"] != "auto":
+        raise click.UsageError(f"--backends and --backend {options['backend']} exclude each other")
+    return names
+
+
+def run_grid(
+    plan: AccuracyPlan, chat_template: bool | None, backends: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    """Every backend over every pair, K=0 and K, as one table."""
+    from evals.accuracy import accuracy
+    from evals.cli.commands import check_outputs, write_document
+    from evals.report.terminal import make_console
+
+    check_outputs(options)
+    prepared = accuracy.prepare(plan)
+    pairs = BUILT_IN if options["model"] is None else ((options["model"], options["draft"]),)
+    measured = []
+    for model, draft in pairs:
+        for backend in backends:
+            given = {**options, "model": model, "draft": draft, "backend": backend}
+            measured.append(_measured(prepared, chat_template, given))
+    document = accuracy.grid_document(measured)
+    _print_grid(make_console(), document)
+    if options["output"] is not None:
+        write_document(options["output"], document)
+    if all(m.refused for m in measured) or any(not row.get("tested", True) for row in document["rows"]):
+        sys.exit(Verdict.NOT_TESTED.exit_code)
+
+
+def _measured(prepared: Prepared, chat_template: bool | None, options: dict[str, Any]) -> Measured:
+    """One model on one backend; what the backend refuses is kept as that."""
+    from rich.console import Console
+
+    from evals.accuracy import accuracy
+    from evals.accuracy.accuracy import Measured
+    from evals.data.datasets import digest
+    from evals.report.terminal import RunProgress
+    from evals.runs.conversations import Worker
+    from evals.runs.store import RunStore
+    from specdec.errors import InvalidInputError, UnsupportedAttentionError
+    from specdec.requests.stats import pool
+
+    model, backend = options["model"], options["backend"]
+    try:
+        worker = Worker({"main": shared.make_spec(options, options["draft"], options["k"])})
+    except (InvalidInputError, UnsupportedAttentionError) as refusal:
+        return Measured(model, backend, refused=str(refusal))
+    with worker.models["main"] as loaded:
+        facts = worker.facts()["main"]
+        has_template = facts["chat_template_sha256"] is not None
+        plan = replace(prepared.plan, chat_template=has_template if chat_template is None else chat_template)
+        fixed = accuracy.settings(plan, facts)
+        folder = None if options["run_dir"] is None else options["run_dir"] / f"{Path(model).name}-{backend}"
+        with (
+            RunStore(shared.run_folder(folder, digest(fixed)), fixed) as store,
+            RunProgress(Console(stderr=True), prepared.questions, 2) as progress,
+        ):
+            results = accuracy.evaluate(loaded, replace(prepared, plan=plan), store, progress)
+            drafted = {arm.name: [a for (_, name), a in store.answers.items() if name == arm.name] for arm in plan.arms}
+    tested = {arm.name: not arm.k or any(pool(a.rounds).drafted for a in drafted[arm.name]) for arm in plan.arms}
+    found = tuple((arm.name, result, tested[arm.name]) for arm, result in zip(plan.arms, results, strict=True))
+    return Measured(model, backend, fixed, found)
+
+
+def _print_grid(console: Console, document: Json) -> None:
+    from rich.table import Table
+
+    table = Table(
+        "model", "backend", "K", "task", "metric", "right", "difference", "only first", "only here", "McNemar p"
+    )
+    for row in document["rows"]:
+        if "refused" in row:
+            continue
+        names = (row["model"], row["backend"], row["arm"], row["task"], f"{row['metric']}, {row['filter']}")
+        right = f"{row['right_b'] / row['total']:.4f} ({row['right_b']}/{row['total']})"
+        if row["reference"]:
+            table.add_row(*names, right, "the first of its model")
+            continue
+        shown = f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
+        p_value = "none differs" if row["p_value"] is None else f"{row['p_value']:.3g}"
+        tested = "" if row["tested"] else " NOT TESTED: no draft was verified"
+        table.add_row(*names, right, shown, str(row["only_a"]), str(row["only_b"]), p_value + tested)
+    console.print(table)
+    for row in document["rows"]:
+        if "refused" in row:
+            console.print(
+                f"{row['model']} on {row['backend']}: refused: {row['refused']}", highlight=False, markup=False
+            )
+    for key in ("mcnemar", "accuracy_interval"):
+        console.print(f"[bold]{key}[/bold]: {document['definitions'][key]}", style="dim", highlight=False)

@@ -1,0 +1,204 @@
+"""The lossless evaluation: greedy identity and the distribution test, one document, one verdict."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from rich.console import Console
+from rich.table import Table
+
+from evals.acceptance.acceptance import BASELINE, Plan, settings, sweep
+from evals.acceptance.summary import Json, by_arm
+from evals.data.datasets import DataSet
+from evals.lossless import distribution, verdicts
+from evals.lossless.distribution import DistributionTest
+from evals.lossless.evidence import Sampling
+from evals.lossless.greedy import compare_greedy
+from evals.runs.conversations import Asking
+from evals.runs.executor import Executor, Report, collect
+from evals.runs.store import RunStore
+from evals.runs.verdict import Verdict, together
+from specdec.interrupts import interrupts_as_they_are
+
+SCHEMA_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is checked. `mode`: "greedy", "sampled" or "both"."""
+
+    data: DataSet
+    ks: tuple[int, ...]
+    asking: Asking
+    batch_size: int = 8
+    mode: str = "both"
+    samples: int = Sampling.samples
+
+    @cached_property
+    def greedy(self) -> Plan:
+        """The greedy part as a plan."""
+        return Plan(self.data, sweep(self.ks), self.asking, self.batch_size, warmup=0)
+
+
+@interrupts_as_they_are()
+def check(executor: Executor, plan: Check, store: RunStore, report: Report, sample_prompts: int = 2) -> Json:
+    """Run the check and return its document; `verdict` is one of `Verdict`, `passed` whether it is PASS."""
+    document: Json = {
+        "schema": "specdec.lossless",
+        "schema_version": SCHEMA_VERSION,
+        "provenance": {
+            "settings": settings(plan.greedy, executor.facts()),
+            "settings_sha256": store.key,
+            "seed": plan.asking.seed,
+        },
+    }
+    if plan.mode != "sampled":
+        document["greedy"] = _greedy(executor, plan, store, report)
+    if plan.mode != "greedy":
+        document["sampled"] = _sampled(executor, plan, sample_prompts)
+    parts = [document[part] for part in ("greedy", "sampled") if part in document]
+    document["verdict"] = together(Verdict(part["verdict"]) for part in parts)
+    document["passed"] = document["verdict"] is Verdict.PASS
+    return document
+
+
+def _greedy(executor: Executor, plan: Check, store: RunStore, report: Report) -> Json:
+    arms = plan.greedy.arms
+    answers = collect(executor, plan.data, arms, plan.asking, store, batch_size=plan.batch_size, report=report)
+    failures = [{"question_id": a.question_id, "arm": a.arm, "error": a.error} for a in answers if a.error is not None]
+    found = compare_greedy(executor, plan.data, arms, by_arm(answers, arms), plan.asking)
+    verdict = together([Verdict(found["verdict"]), *([Verdict.NOT_TESTED] if failures else [])])
+    return {**found, "failures": failures, "verdict": verdict}
+
+
+def _sampled(executor: Executor, plan: Check, places: int) -> Json:
+    test = DistributionTest(plan.data.questions, plan.greedy.arms, plan.asking, plan.samples, places)
+    tested = executor.on_one(test)
+    found = tested.search
+    return {
+        "definition": distribution.DEFINITION,
+        "alpha": verdicts.ALPHA,
+        "searched": str(found),
+        "questions": found.questions,
+        "positions": found.positions,
+        "places": [{"name": str(spot), **asdict(spot)} for spot in tested.spots],
+        "arms": [asdict(fit) for fit in tested.fits],
+        "verdict": together(fit.verdict for fit in tested.fits),
+    }
+
+
+def print_check(console: Console, document: Json) -> None:
+    """Print the document and the verdict."""
+    if "greedy" in document:
+        _print_greedy(console, document["greedy"])
+    if "sampled" in document:
+        _print_sampled(console, document["sampled"])
+    verdict = Verdict(document["verdict"])
+    meaning = _MEANING[verdict]
+    if verdict is Verdict.PASS:
+        meaning = "; ".join([meaning, *_reach(document)])
+    console.print(f"{verdict.value}: {meaning}", style=_STYLE[verdict], highlight=False, soft_wrap=True)
+
+
+def _reach(document: Json) -> list[str]:
+    """What a PASS is worth: the defects that would have been found, where, and those that it is blind for."""
+    if "sampled" not in document:
+        return ["greedy only: nothing is said of sampling"]
+    return [text for fit in document["sampled"]["arms"] if fit["k"] for text in _reach_of(fit)]
+
+
+def _reach_of(fit: Json) -> list[str]:
+    seen = [power for power in fit["powers"] if power["everywhere"] >= verdicts.POWER]
+    missed = [power for power in fit["powers"] if power["everywhere"] < verdicts.POWER]
+    texts = []
+    if seen:
+        texts.append(f"sampled, {fit['arm']}, would have been found: {', '.join(_chance(power) for power in seen)}")
+    if missed:
+        texts.append(f"{fit['arm']} is BLIND for: {', '.join(_chance(power) for power in missed)}")
+    return texts
+
+
+def _chance(power: Json) -> str:
+    """One defect with its probability, and in how many places it alone would be enough."""
+    alone = sum(one >= verdicts.POWER for one in power["places"])
+    places = len(power["places"])
+    where = f"at {alone} of {places} places also there alone" if alone else f"at no one of {places} places alone"
+    return f"{power['defect']} ({power['everywhere']:.2f}; {where})"
+
+
+_MEANING = {
+    Verdict.PASS: "output unchanged by speculation",
+    Verdict.FAIL: "speculation changes the output",
+    Verdict.NOT_TESTED: "not everything that was asked for could be tested; see the lines above",
+}
+_STYLE = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.NOT_TESTED: "bold yellow"}
+
+
+def _print_greedy(console: Console, greedy: Json) -> None:
+    for arm in greedy["arms"]:
+        console.print(
+            f"greedy, {arm['name']}: {arm['verdict']}, {arm['identical']:,} of {arm['questions']:,} identical, "
+            f"{arm['near_ties']} near ties, {arm['defects']} defects; {arm['tokens']:,} tokens compared, "
+            f"{arm['drafts']:,} drafts verified, {arm['accepted']:,} accepted",
+            highlight=False,
+        )
+        if arm["divergences"]:
+            console.print(_divergence_table(arm["divergences"]))
+    for failure in greedy["failures"]:
+        console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
+    console.print(greedy["definition"], style="dim", highlight=False)
+
+
+def _divergence_table(divergences: list[Json]) -> Table:
+    table = Table("question", "turn", "token", "alone", "speculative", "top-2 gap", "behind", "verdict")
+    for found in divergences[:20]:
+        behind = "ended" if found["behind"] is None else f"{found['behind']:.3g}"
+        verdict = "near tie" if found["allowed"] else "DEFECT"
+        numbers = (found["turn"], found["position"], found["alone"], found["speculative"])
+        table.add_row(found["question_id"], *(str(n) for n in numbers), f"{found['gap']:.3g}", behind, verdict)
+    if len(divergences) > 20:
+        table.caption = f"and {len(divergences) - 20} more in the JSON document"
+    return table
+
+
+def _print_sampled(console: Console, sampled: Json) -> None:
+    console.print(f"sampled: {sampled['searched']}", highlight=False)
+    if not sampled["arms"]:
+        console.print(
+            "sampled: NOT TESTED, no place where a drafted token is open; give other --data, more --samples, or a "
+            "larger --max-new-tokens",
+            style="yellow",
+            highlight=False,
+        )
+    for fit in sampled["arms"]:
+        name = fit["arm"] if fit["arm"] != BASELINE else f"{BASELINE} (control)"
+        console.print(f"sampled, {name}: {fit['verdict']}, {_numbers(fit)}", highlight=False)
+        if fit["powers"]:
+            console.print(_power_table(fit, [place["name"] for place in sampled["places"]]))
+    console.print(sampled["definition"], style="dim", highlight=False)
+
+
+def _numbers(fit: Json) -> str:
+    drawn = f"{fit['samples']:,} samples at {fit['places']} place(s), {fit['drafts']:,} drafts verified"
+    if fit["p_value"] is None:
+        return f"0 degrees of freedom, {fit['impossible']} impossible; {drawn}"
+    return (
+        f"p = {fit['p_value']:.3g} (chi-square {fit['statistic']:.1f}, {fit['degrees']} degrees of freedom), "
+        f"p <= {fit['p_named']:.3g} for the named defects, {fit['impossible']} impossible; {drawn}, "
+        f"{fit['accepted']:,} accepted"
+    )
+
+
+def _power_table(fit: Json, places: list[str]) -> Table:
+    """The probability with which each named defect would have been found, everywhere and at each place alone."""
+    table = Table(
+        "would have been found",
+        "everywhere",
+        *places,
+        caption="probability if the defect is everywhere; if it is at that place alone",
+        caption_justify="left",
+    )
+    for power in fit["powers"]:
+        table.add_row(power["defect"], *(f"{chance:.2f}" for chance in (power["everywhere"], *power["places"])))
+    return table

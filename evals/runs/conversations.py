@@ -1,0 +1,253 @@
+"""One chunk of questions under every configuration, and the worker that holds the loaded models.
+
+A pure function of its arguments, the times aside. It is the unit of work of every executor, so that one process and
+many machines give the same answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from evals.data.datasets import Question, opening, render
+from evals.runs.answers import Answer, Turn, segments
+from specdec.errors import SpecdecError
+from specdec.options import LoadOptions
+from specdec.requests.sampling import SamplingParams
+
+
+class Model(Protocol):
+    """What the evaluations need of `specdec.SpeculativeModel`."""
+
+    tokenizer: Any
+
+    def generate(self, prompts: Any, params: Any) -> Sequence[Any]:
+        """One completion a prompt, in order."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way of generating that is measured.
+
+    Attributes:
+        name: shown in every output; k: drafts a round, 0 for the target alone; model: key of the loaded model.
+    """
+
+    name: str
+    k: int
+    model: str = "main"
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How every question is asked, the same for all configurations.
+
+    Attributes:
+        params: sampling; its seed is replaced by one drawn from `seed`, the question and the turn.
+        templated: apply the chat template; system: a system prompt, or None.
+        return_drafts: keep the drafted tokens as coloured segments of the text.
+    """
+
+    params: SamplingParams
+    templated: bool
+    system: str | None = None
+    seed: int = 0
+    return_drafts: bool = False
+
+
+def run_chunk(
+    models: Mapping[str, Model],
+    arms: Sequence[Configuration],
+    chunk: Sequence[Question],
+    asking: Asking,
+    rotation: int = 0,
+) -> list[Answer]:
+    """Answer a chunk under every configuration; the configurations start at `rotation`, so that none is always first.
+
+    A chunk that raises is asked again question by question; what still raises becomes an answer with `error`.
+    """
+    shift = rotation % len(arms)
+    answers: list[Answer] = []
+    for arm in [*arms[shift:], *arms[:shift]]:
+        answers += _guarded(models[arm.model], arm, chunk, asking)
+    rank = {arm.name: i for i, arm in enumerate(arms)}
+    return sorted(answers, key=lambda answer: rank[answer.arm])
+
+
+def _guarded(model: Model, arm: Configuration, chunk: Sequence[Question], asking: Asking) -> list[Answer]:
+    try:
+        return _converse(model, arm, chunk, asking)
+    except (SpecdecError, RuntimeError) as error:  # RuntimeError: what torch raises, out of memory included
+        if len(chunk) > 1:
+            return [answer for question in chunk for answer in _guarded(model, arm, [question], asking)]
+        question = chunk[0]
+        text = f"{type(error).__name__}: {error}"
+        return [Answer(question.id, arm.name, question.category, question.task, error=text)]
+
+
+def _converse(model: Model, arm: Configuration, chunk: Sequence[Question], asking: Asking) -> list[Answer]:
+    messages = [opening(question, asking.system) for question in chunk]
+    turns: list[list[Turn]] = [[] for _ in chunk]
+    for number in range(max(len(question.turns) for question in chunk)):
+        active = [i for i, question in enumerate(chunk) if number < len(question.turns)]
+        for i in active:
+            messages[i].append({"role": "user", "content": chunk[i].turns[number]})
+        asked = [(chunk[i], messages[i]) for i in active]
+        for i, turn in zip(active, _ask(model, arm, asked, number, asking), strict=True):
+            turns[i].append(turn)
+            messages[i].append({"role": "assistant", "content": turn.text})
+    return [
+        Answer(question.id, arm.name, question.category, question.task, tuple(own))
+        for question, own in zip(chunk, turns, strict=True)
+    ]
+
+
+def _ask(
+    model: Model,
+    arm: Configuration,
+    asked: Sequence[tuple[Question, list[dict[str, str]]]],
+    number: int,
+    asking: Asking,
+) -> list[Turn]:
+    prompts = [render(model.tokenizer, messages, asking.templated) for _, messages in asked]
+    params = [
+        replace(
+            asking.params,
+            seed=question_seed(asking.seed, question.id, number),
+            num_speculative_tokens=arm.k,
+            return_drafts=asking.return_drafts,
+        )
+        for question, _ in asked
+    ]
+    start = time.perf_counter()
+    completions = model.generate(prompts, params)
+    wall_s = (time.perf_counter() - start) / len(prompts)
+    return [to_turn(model.tokenizer, completion, wall_s) for completion in completions]
+
+
+def to_turn(tokenizer: Any, completion: Any, wall_s: float) -> Turn:
+    """The record of one completion. `wall_s`: its share of the generate call's wall time."""
+    stats = completion.stats
+    return Turn(
+        text=completion.text,
+        token_ids=tuple(completion.token_ids),
+        finish_reason=completion.finish_reason,
+        prompt_tokens=stats.prompt_tokens,
+        text_tokens=len(tokenizer(completion.text)["input_ids"]),
+        rounds=stats.rounds,
+        segments=segments(tokenizer, completion),
+        wall_s=wall_s,
+        prefill_s=stats.prefill_s,
+        decode_s=stats.decode_s,
+    )
+
+
+def question_seed(seed: int, question_id: str, turn: int) -> int:
+    """The seed of one turn: a function of the run's seed, the question and the turn, never of order or worker."""
+    text = f"{seed}/{question_id}/{turn}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:4], "big")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What one model is loaded from, and how. It is sent to the workers: names only, no loaded objects."""
+
+    target: str
+    draft: str | None = None
+    options: LoadOptions = field(default_factory=LoadOptions)
+
+    def load(self) -> Any:
+        """The model. Raises what `from_pretrained` raises."""
+        import specdec
+
+        return specdec.SpeculativeModel.from_pretrained(self.target, self.draft, **self.options.as_arguments())
+
+
+@dataclass(frozen=True)
+class Work:
+    """One chunk of questions to answer under some configurations. `index` is its place in the data set."""
+
+    index: int
+    chunk: tuple[Question, ...]
+    arms: tuple[Configuration, ...]
+    asking: Asking
+
+
+class Worker:
+    """Models by key, loaded once."""
+
+    def __init__(self, specs: Mapping[str, ModelSpec], load: Callable[[ModelSpec], Any] = ModelSpec.load) -> None:
+        self.models = {key: load(spec) for key, spec in specs.items()}
+
+    def run(self, work: Work) -> list[Answer]:
+        """Answer one chunk."""
+        return run_chunk(self.models, work.arms, work.chunk, work.asking, rotation=work.index)
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Per model: what it is, the hashes of its weights, and whether it has a chat template."""
+        return {key: _facts(model) for key, model in self.models.items()}
+
+    def step_times(
+        self, batch_sizes: Sequence[int], arms: Sequence[Configuration], prompt: Question, asking: Asking
+    ) -> dict[int, dict[int, float]]:
+        """{batch size: {K: mean seconds of a round}} measured on copies of one question."""
+        return {size: {arm.k: self._round_seconds(size, arm, prompt, asking) for arm in arms} for size in batch_sizes}
+
+    def _round_seconds(self, size: int, arm: Configuration, prompt: Question, asking: Asking) -> float:
+        copies = [Question(f"{prompt.id}/{i}", prompt.turns[:1], prompt.history) for i in range(size)]
+        long = Asking(_endless(asking.params), asking.templated, asking.system, asking.seed)
+        answers = run_chunk(self.models, (arm,), copies, long)
+        seconds = sum(turn.decode_s for answer in answers for turn in answer.turns)
+        rounds = sum(len(answer.rounds) for answer in answers)
+        return seconds / rounds if rounds else float("nan")
+
+
+def _endless(params: SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=min(params.max_new_tokens, 64),
+        temperature=params.temperature,
+        ignore_eos=True,
+        cache_prefix=params.cache_prefix,
+    )
+
+
+_OF_ONE_START = ("start", "kernels")
+"""Facts that differ from start to start of the same model; so do the sizes and seconds of its graphs."""
+
+
+def _facts(model: Any) -> dict[str, Any]:
+    described = {name: value for name, value in model.describe().items() if name not in _OF_ONE_START}
+    return {
+        **described,
+        "graphs": described["graphs"]["state"],
+        "target_sha256": _whose(model) + weights_sha256(model.hf_model),
+        "head_sha256": None if model.head is None else weights_sha256(model.head),
+        "chat_template_sha256": _text_sha256(getattr(model.tokenizer, "chat_template", None)),
+    }
+
+
+def _whose(model: Any) -> str:
+    """Which part of the weights this process holds, in words; "" for all of them."""
+    ranks = getattr(model, "ranks", None)
+    return "" if ranks is None else f"rank {ranks.rank} of {ranks.size}: "
+
+
+def _text_sha256(text: Any) -> str | None:
+    return hashlib.sha256(str(text).encode()).hexdigest() if text else None
+
+
+def weights_sha256(module: Any) -> str:
+    """sha256 over the names, dtypes, shapes and bytes of a module's state, in the order of the names."""
+    import torch
+
+    from attention.hf.weights import memory_of
+
+    found = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        for part in memory_of(tensor.detach()):  # a quantised tensor may be made of several
+            found.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,253 @@
+"""torch.compile of target and head: the compiler's settings, and a backend that compiles equal layers once.
+
+The backend cuts a graph at its attentions and compiles what lies between two of them the first time only. Nothing is
+lost by the cuts: the compiler cannot look into an attention. A region reaches from one attention to the
+next, over the border between two layers, so that a norm keeps the residual sum before it. Parameters are inputs of a
+region, which is why one compiled region serves all layers that are alike.
+
+Source: vllm-project/vllm cuts at attentions too (vllm/compilation/backends.py, "piecewise" compilation); several graphs
+of one trace go through the compiler one by one as in torch/_dynamo/backends/distributed.py (DDPOptimizer).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._inductor.compile_fx import compile_fx
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental import _config as size_config
+
+import attention.hf.custom_op  # noqa: F401 (registers the operator)
+from specdec.compiler.passes import Rewriting
+from specdec.errors import SpecdecError
+from specdec.wrapped.alterations import Alterations
+
+_LEAST_ATTENTIONS = 3
+"""The fewest attentions of which one region is between two others, and may come again."""
+_ATTENTIONS = tuple(
+    operator
+    for name in ("attend", "short_conv", "gated_delta", "ssd_scan", "selective_scan")
+    for operator in (getattr(torch.ops.specdec, name), getattr(torch.ops.specdec, name).default)
+)
+"""The operators at which a graph is cut: attention, and the recurrences of hybrid models."""
+_SIZES = (int, torch.SymInt)
+_GIVEN = ("placeholder", "get_attr")
+"""Nodes that compute nothing: a graph's inputs and its constants."""
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Nodes in order; inputs: nodes outside that they read, by first use; outputs: those of them that others read."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+
+def compile_regions(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend of torch.compile: inference graphs, region by region, each form compiled once.
+
+    A graph of few attentions is compiled as it is, and so is one whose regions pass on anything but tensors and sizes.
+
+    Returns:
+        What computes the graph, called as `module` is.
+    """
+    regions = cut(module.graph)
+    if regions is None:
+        return _compiled(module, example_inputs)
+    compiled: dict[str, Callable[..., Any]] = {}
+    graph, made = Graph(), dict[Node, Node]()
+    for node in module.graph.nodes:
+        if node.op in _GIVEN:
+            made[node] = graph.node_copy(node)
+    starts = {region.nodes[0]: region for region in regions}
+    inside = {node for region in regions for node in region.nodes}.union(made)
+    for node in module.graph.nodes:
+        if region := starts.get(node):
+            form = form_of(region)
+            if form not in compiled:
+                own = _compiled(_module_of(module, region), [value_of(i) for i in region.inputs])
+                compiled[form] = _named(own, f"region_{len(compiled)}")
+            called = graph.call_function(compiled[form], tuple(made[i] for i in region.inputs))
+            for place, output in enumerate(region.outputs):
+                made[output] = graph.call_function(operator.getitem, (called, place))
+        elif node not in inside:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    return GraphModule(module, graph)
+
+
+def cut(graph: Graph) -> tuple[_Region, ...] | None:
+    """The regions of a graph in order; None where it is to be compiled as it is."""
+    parts: list[list[Node]] = [[]]
+    for node in graph.nodes:
+        if node.target in _ATTENTIONS:
+            parts.append([])
+        elif node.op not in (*_GIVEN, "output"):
+            parts[-1].append(node)
+    if len(parts) <= _LEAST_ATTENTIONS:
+        return None
+    regions = tuple(_region(nodes) for nodes in parts if nodes)
+    values = [value_of(node) for region in regions for node in (*region.inputs, *region.outputs)]
+    return regions if all(isinstance(value, (torch.Tensor, *_SIZES)) for value in values) else None
+
+
+def _region(nodes: list[Node]) -> _Region:
+    own = set(nodes)
+    inputs = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in own)
+    outputs = tuple(node for node in nodes if any(user not in own for user in node.users))
+    return _Region(tuple(nodes), tuple(inputs), outputs)
+
+
+def form_of(region: _Region) -> str:
+    """What two regions must have in common for the code of one to serve the other: operators, and inputs' layouts."""
+    names: dict[Node, str] = {node: f"i{place}" for place, node in enumerate(region.inputs)}
+    lines = [f"{names[node]}: {_layout(value_of(node))}" for node in region.inputs]
+    for place, node in enumerate(region.nodes):
+        names[node] = f"n{place}"
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
+        lines.append(f"{names[node]} = {node.op} {_name_of(node.target)} {arguments!r}")
+    return "\n".join([*lines, f"-> {[names[node] for node in region.outputs]}"])
+
+
+def _name_of(target: Any) -> str:
+    return target if isinstance(target, str) else f"{target!r} {id(target)}"
+
+
+def _layout(value: Any) -> str:
+    """What compiled code takes for granted of an input. Equal sizes have equal symbols, in all regions of a graph."""
+    if not isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {value}"
+    layout = (value.dtype, value.device, tuple(value.shape), value.stride(), value.storage_offset())
+    return f"{type(value).__name__} {layout} {value.requires_grad}"
+
+
+def value_of(node: Node) -> Any:
+    """A node's fake value, as Dynamo left it; None where it left none."""
+    return node.meta.get("example_value")
+
+
+def _compiled(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A graph as the compiler's default backend makes it."""
+    return cast(Callable[..., Any], compile_fx(module, list(inputs)))
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function under a name of its own, by which a graph's code finds it."""
+
+    def call(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _module_of(module: GraphModule, region: _Region) -> GraphModule:
+    """The region as a graph of its own: its inputs -> tuple of its outputs."""
+    graph, made = Graph(), dict[Node, Node]()
+    for place, node in enumerate(region.inputs):
+        made[node] = graph.placeholder(f"input_{place}")
+        made[node].meta = node.meta.copy()
+    for node in region.nodes:
+        made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output(tuple(made[node] for node in region.outputs))
+    return GraphModule(module, graph)
+
+
+@torch.library.custom_op("specdec::stored", mutates_args=())
+def stored(x: torch.Tensor) -> torch.Tensor:
+    """A copy that the compiler cannot compute again where it is read."""
+    return x.clone()
+
+
+@stored.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def store_cos_sin(model: nn.Module, alterations: Alterations) -> int:
+    """Keep rotary cos and sin as tensors in compiled code; left alone, every layer's kernel computes them again.
+
+    Rotary modules are those with `inv_freq`, transformers' name of the frequencies in every model.
+
+    Returns:
+        The number of rotary modules.
+    """
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() and isinstance(output, tuple):
+            return tuple(stored(x) for x in output)
+        return None
+
+    found = [module for module in model.modules() if hasattr(module, "inv_freq")]
+    for module in found:
+        alterations.hook_after(module, hook)
+    return len(found)
+
+
+@contextmanager
+def compiler_settings(batch_invariant: bool = False) -> Iterator[None]:
+    """The compiler's settings while our code is compiled (compilation happens at the first call).
+
+    Floats such as an epsilon are constants: taken as inputs, they make the compiler start over once it has found out
+    that they are not, which doubles the time of tracing. And one process may hold many models: they share the code of
+    `HeadPasses`, and each compiles it a few times, more than the eight times in all that are allowed by default.
+
+    One code for all sizes: two sizes that happen to be equal at the first call (tokens and logits indices) stay two.
+
+    batch_invariant: it rounds where eager code rounds, whatever it fuses, and its kernels are not chosen by timing.
+    """
+    options: dict[str, Any] = {"post_grad_custom_pre_pass": Rewriting(batch_invariant)}
+    if batch_invariant:
+        options |= {"emulate_precision_casts": True, "deterministic": True}
+    sizes = size_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    dynamo = torch._dynamo.config.patch(specialize_float=True, recompile_limit=256)
+    with torch._inductor.config.patch(options), sizes, dynamo:
+        yield
+
+
+@contextmanager
+def unwrapped(kind: type[SpecdecError]) -> Iterator[None]:
+    """Raise an error of ours that the compiler met on its way as what it was.
+
+    Raises:
+        SpecdecError: of that kind, when there is one among the causes of what was raised inside; else that itself.
+    """
+    try:
+        yield
+    except Exception as error:
+        found: BaseException | None = error
+        while found is not None and not isinstance(found, kind):
+            found = getattr(found, "inner_exception", None) or found.__cause__ or found.__context__
+        if found is None or found is error:
+            raise
+        raise found from None
+
+
+def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A batch-invariant compiled model for calls of the self-test's: it runs the code of the graphs, compiled once.
+
+    The self-test calls in inference mode, whose tensors the compiler would tell apart from those of the capture.
+    """
+
+    def run(**inputs: Any) -> Any:
+        # Clones made here are normal tensors, like those of the capture; inference tensors would be compiled for again.
+        with torch.inference_mode(False), torch.no_grad(), compiler_settings(batch_invariant=True):
+            return model(**{name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()})
+
+    return run
+
+
+def compiled_model(model: nn.Module) -> Callable[..., Any]:
+    """The model as one compiled graph for any number of tokens >= 2. Call it first inside `compiler_settings`."""
+    return compiled(model)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors as one compiled graph for any number of rows. Call it first inside `compiler_settings`."""
+    return torch.compile(function, backend=compile_regions, fullgraph=True, dynamic=True)

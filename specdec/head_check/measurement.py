@@ -1,0 +1,236 @@
+"""How well a head predicts texts that its target wrote: accepted drafts, and whether its vocabulary map is right.
+
+The training-time test runs all chains of drafts at once on the text's own tokens. A chain's step k is what the head
+would really have drafted as long as its steps before k hit the text; what comes after the first miss does not count.
+
+A wrong map leaves a head's own choices intact: the same draft id still comes where the target says the same token, only
+another token than d2t says. So what each draft id stands for is learnt from one half of the answers and tried on the
+other, and compared with the map.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from drafters.base import Head
+from drafters.unroll import unroll
+from specdec.acceptance.accept import accept_greedy
+from specdec.requests.request import Completion
+from specdec.requests.stats import AcceptanceStats, RoundRecord, pool
+from specdec.wrapped.alterations import Alterations
+from specdec.wrapped.probing import TargetProbe
+from specdec.wrapped.target import AuxStateRecorder
+
+PROMPTS = (
+    "Tom has 3 boxes of 12 eggs and sells 7 eggs. How many eggs are left?",
+    "Anna buys 4 pens for 2 dollars each and a book for 9 dollars. How much does she pay?",
+    "A train drives 60 miles in an hour. How far does it go in 3 hours?",
+    "A farmer has 15 cows and buys twice as many sheep. How many animals are there?",
+    "Why is the sky blue?",
+    "Write a short letter to a friend about a day at the sea.",
+    "Name three things that plants need to grow, and say why.",
+    "What does a program do that sorts a list of numbers?",
+)
+"""Questions that any target trained on English answers; a target's own are better: `specdec inspect --file`."""
+MAX_NEW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A prompt with the target's own greedy answer.
+
+    Attributes:
+        token_ids: [T] int64. start: where the answer begins.
+    """
+
+    token_ids: torch.Tensor
+    start: int
+
+    @classmethod
+    def of(cls, completion: Completion, device: torch.device) -> Passage:
+        """The text of a greedy completion."""
+        prompt = list(completion.prompt_token_ids)
+        return cls(torch.tensor([*prompt, *completion.token_ids], device=device), len(prompt))
+
+
+@torch.no_grad()
+def boundary_states(
+    probed: TargetProbe, passages: Sequence[Passage], layers: Sequence[int]
+) -> list[Mapping[int, torch.Tensor]]:
+    """The target's states on each passage, by its own forward: [T, Ht] after each of these layers.
+
+    Args:
+        layers: boundaries 0 … N, or `drafters.base.FINAL_NORM`.
+    """
+    places = tuple(dict.fromkeys(layers))
+    alterations = Alterations(probed)
+    try:
+        longest = max(len(passage.token_ids) for passage in passages)
+        recorder = AuxStateRecorder(probed, places, longest, alterations)
+        found: list[Mapping[int, torch.Tensor]] = []
+        for passage in passages:
+            length = len(passage.token_ids)
+            with recorder.recording(length):
+                probed.model(input_ids=passage.token_ids[None], use_cache=False)
+            parts = recorder.buffer[:length].clone().chunk(len(places), dim=-1)
+            found.append(dict(zip(places, parts, strict=True)))
+        return found
+    finally:
+        alterations.undo()
+
+
+@dataclass(frozen=True)
+class Chains:
+    """One chain of drafts from each position of some texts.
+
+    Attributes:
+        drafted, accepted: [C] int64, drafts of each chain and how many of them the target says itself.
+    """
+
+    drafted: torch.Tensor
+    accepted: torch.Tensor
+
+    @property
+    def stats(self) -> AcceptanceStats:
+        """As if each chain had been a round."""
+        pairs = zip(self.drafted.tolist(), self.accepted.tolist(), strict=True)
+        return pool(RoundRecord(drafted, accepted, accepted + 1) for drafted, accepted in pairs)
+
+    def gain_over(self, other: Chains) -> tuple[float, float]:
+        """Mean of the further drafts accepted per chain, and its standard error."""
+        more = (self.accepted - other.accepted).double()
+        return float(more.mean()), float(more.std(correction=1)) / max(len(more), 1) ** 0.5
+
+
+def runs_in_chains(head: Head) -> bool:
+    """Whether the training-time test can run a head's attention."""
+    return not any(k.window is not None or k.softcap is not None or k.has_sinks for k in head.attention_specs)
+
+
+@torch.no_grad()
+def chains(
+    head: Head, passages: Sequence[Passage], states: Iterable[Mapping[int, torch.Tensor]], num_drafts: int
+) -> Chains:
+    """Draft from every position of every answer.
+
+    Args:
+        states: the target's, of each passage by layer; the head's aux layers are among them.
+        num_drafts: K, at least 1; fewer where the answer ends.
+    """
+    found = [
+        _chains_of(head, passage, torch.cat([of[layer] for layer in head.aux_layers], dim=-1), num_drafts)
+        for passage, of in zip(passages, states, strict=True)
+    ]
+    return Chains(torch.cat([c.drafted for c in found]), torch.cat([c.accepted for c in found]))
+
+
+def _chains_of(head: Head, passage: Passage, aux_hidden_states: torch.Tensor, num_drafts: int) -> Chains:
+    """Row p has the target's state at p and the token at p + 1, the bonus token of a round; it drafts from p + 2 on."""
+    ids, device = passage.token_ids, passage.token_ids.device
+    rows = torch.arange(passage.start - 1, max(len(ids) - 2, passage.start - 1), device=device)  # [C]
+    drafted = (len(ids) - 2 - rows).clamp(max=num_drafts)
+    outputs = unroll(head, ids[None], aux_hidden_states[None], num_drafts)
+    drafts = torch.stack([head.to_target_ids(head.logits(x[rows]).argmax(-1)) for x in outputs], dim=1)  # [C, K]
+    places = rows[:, None] + torch.arange(2, num_drafts + 3, device=device)  # [C, K + 1]
+    wanted = ids[places.clamp(max=len(ids) - 1)]  # past the end nothing is drafted
+    return Chains(drafted, accept_greedy(drafts, drafted, wanted).num_accepted)
+
+
+_RIGHT, _MARGIN, _SIGMAS, _LEAST_IDS = 0.25, 0.1, 4.0, 8
+"""A learnt map must hit this share of first drafts, so much more than d2t does, by so many standard errors, and for a
+head that says this many different draft ids (one that says a single id hits that of the commonest token)."""
+
+
+@dataclass(frozen=True)
+class MapCheck:
+    """The map of the file against one learnt from the answers, on first drafts that it was not learnt from.
+
+    Attributes:
+        mapped, learnt: share of first drafts that are the target's own token.
+        error: standard error of their difference.
+        num_ids: different draft ids that the head says.
+        examples: (draft id, token by d2t, token that it comes with, how often, of how many), the commonest first.
+    """
+
+    mapped: float
+    learnt: float
+    error: float
+    num_ids: int
+    examples: tuple[tuple[int, int, int, int, int], ...]
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the map is wrong beyond doubt."""
+        gain = self.learnt - self.mapped
+        return self.num_ids >= _LEAST_IDS and self.learnt >= _RIGHT and gain >= max(_MARGIN, _SIGMAS * self.error)
+
+    @property
+    def cause(self) -> str:
+        """What is said of a wrong map."""
+        shown = "; ".join(
+            f"draft id {draft} is token {mapped} by d2t, and comes with token {token} in {hits} of {count} places"
+            for draft, mapped, token, hits, count in self.examples
+        )
+        return (
+            f"the vocabulary map (d2t) does not belong to the head's lm_head: {self.mapped:.0%} of first drafts are "
+            f"the target's token by d2t, {self.learnt:.0%} by a map learnt from other answers ({shown}). Take d2t and "
+            "t2d from the same export as the weights"
+        )
+
+
+@torch.no_grad()
+def check_map(head: Head, passages: Sequence[Passage], states: Iterable[Mapping[int, torch.Tensor]]) -> MapCheck:
+    """Compare a head's vocabulary map with one learnt from answers.
+
+    Args:
+        states: the target's, of each passage by layer; the head's aux layers are among them.
+    """
+    said = [_first_drafts(head, passage, of) for passage, of in zip(passages, states, strict=True)]
+    halves = [[pair for pairs in said[half::2] for pair in pairs] for half in (0, 1)]
+    ids = sorted({draft for half in halves for draft, _ in half})
+    tokens = dict(
+        zip(ids, head.to_target_ids(torch.tensor(ids, device=passages[0].token_ids.device)).tolist(), strict=True)
+    )
+    hits = [
+        (float(tokens[draft] == token), float(learnt.get(draft) == token))
+        for learnt, tried in ((_learnt(halves[0]), halves[1]), (_learnt(halves[1]), halves[0]))
+        for draft, token in tried
+    ]
+    table = torch.tensor(hits, dtype=torch.float64).reshape(-1, 2)
+    gain = table[:, 1] - table[:, 0]
+    error = float(gain.std(correction=1)) / max(len(gain), 1) ** 0.5 if len(gain) > 1 else float("inf")
+    mapped, learnt = (float(share) for share in table.mean(0)) if len(table) else (0.0, 0.0)
+    return MapCheck(mapped, learnt, error, len(ids), _examples([*halves[0], *halves[1]], tokens))
+
+
+def _first_drafts(head: Head, passage: Passage, states: Mapping[int, torch.Tensor]) -> list[tuple[int, int]]:
+    """(draft id of the first draft, the target's own token) at each position of an answer."""
+    ids, aux_hidden_states = passage.token_ids, torch.cat([states[layer] for layer in head.aux_layers], dim=-1)
+    rows = torch.arange(passage.start - 1, max(len(ids) - 2, passage.start - 1), device=ids.device)
+    (outputs,) = unroll(head, ids[None], aux_hidden_states[None], 1)
+    return list(zip(head.logits(outputs[rows]).argmax(-1).tolist(), ids[rows + 2].tolist(), strict=True))
+
+
+def _counted(pairs: Iterable[tuple[int, int]]) -> dict[int, Counter[int]]:
+    counts: dict[int, Counter[int]] = defaultdict(Counter)
+    for draft, token in pairs:
+        counts[draft][token] += 1
+    return counts
+
+
+def _learnt(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """The token that each draft id comes with most."""
+    return {draft: seen.most_common(1)[0][0] for draft, seen in _counted(pairs).items()}
+
+
+def _examples(
+    pairs: Iterable[tuple[int, int]], tokens: Mapping[int, int]
+) -> tuple[tuple[int, int, int, int, int], ...]:
+    """The commonest draft ids that come with another token than the map says."""
+    counts = sorted(_counted(pairs).items(), key=lambda item: -item[1].total())
+    found = [(draft, tokens[draft], *seen.most_common(1)[0], seen.total()) for draft, seen in counts]
+    return tuple(row for row in found if row[1] != row[2])[:3]

@@ -1,0 +1,117 @@
+"""Which cuBLASLt algorithm a matmul of one shape runs by: shapes, timings and the choices of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+_ALIGNED = 16
+"""Bytes: rows and addresses that the chosen algorithms may read and write at once."""
+
+
+class ProductShape(NamedTuple):
+    """x [tokens, width] · weightᵀ [width, rows] in one dtype, all of them without gaps.
+
+    >>> str(ProductShape(torch.bfloat16, 6144, 4096, 96))
+    'bfloat16 6144x4096 96'
+    """
+
+    dtype: torch.dtype
+    rows: int
+    width: int
+    tokens: int
+
+    def __str__(self) -> str:
+        """The name of the shape in a file of choices."""
+        return f"{str(self.dtype).removeprefix('torch.')} {self.rows}x{self.width} {self.tokens}"
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every row of weight, input and output begins at a multiple of 16 bytes."""
+        size = self.dtype.itemsize
+        return self.rows * size % _ALIGNED == 0 == self.width * size % _ALIGNED
+
+
+def aligned(*tensors: torch.Tensor) -> bool:
+    """Whether each lies in memory without gaps, from a multiple of 16 bytes on."""
+    return all(x.is_contiguous() and x.data_ptr() % _ALIGNED == 0 for x in tensors)
+
+
+Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""x [T, I], weight [O, I] -> x · weightᵀ [T, O], queued on the current stream."""
+
+FINALISTS = 4
+NEAR = 1.08
+"""What a first look finds slower than the best by more is no finalist. More finalists, or slower ones, changed none of
+192 choices on an H200 (docs/log.md)."""
+_SPAN_US, _MOST_CALLS = 400, 4
+"""At length is so many microseconds of calls, and not more calls: of long matmuls one tells as much as four."""
+LEAST_GAIN = 0.02
+"""A choice that gains less than this share of the time is noise: the library's own stays."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One of cuBLASLt's algorithms: a description, valid for one version of the library, and its workspace in bytes."""
+
+    data: bytes
+    workspace: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What timing one shape gave: the algorithm, None where none beats the usual call, and µs of both."""
+
+    algorithm: Algorithm | None
+    us: float
+    usual_us: float
+
+
+class Timer(Protocol):
+    """Times launches of one shape against each other."""
+
+    def __call__(self, launches: Sequence[Launch], calls: int, rounds: int) -> list[float]:
+        """µs of one call of each launch: the least of `rounds` means over `calls`; inf for one that fails."""
+        ...
+
+
+def fastest(
+    algorithms: Sequence[Algorithm], launcher: Callable[[Algorithm], Launch], usual: Launch, timer: Timer
+) -> Choice:
+    """All algorithms are timed briefly, the best of them at length and in turn with the usual call."""
+    launches = [launcher(each) for each in algorithms]
+    brief = timer(launches, 2, 2)
+    least = min(brief, default=float("inf"))
+    best = sorted((us, i) for i, us in enumerate(brief) if us <= NEAR * least and us < float("inf"))[:FINALISTS]
+    calls = min(max(round(_SPAN_US / max(least, 1)), 1), _MOST_CALLS)
+    usual_us, *final = timer([usual, *(launches[i] for _, i in best)], calls, 6)
+    us, winner = min(((us, i) for us, (_, i) in zip(final, best, strict=True)), default=(float("inf"), -1))
+    if usual_us == float("inf") or us > (1 - LEAST_GAIN) * usual_us:
+        return Choice(None, usual_us, usual_us)
+    return Choice(algorithms[winner], us, usual_us)
+
+
+_launches: dict[tuple[torch.device, ProductShape], Launch] = {}
+
+
+def use(device: torch.device, shape: ProductShape, launch: Launch) -> None:
+    """From now on, matmuls of this shape on this device run by `launch`."""
+    _launches[device, shape] = launch
+
+
+def forget() -> None:
+    """Back to the usual calls, but for graphs that were captured."""
+    _launches.clear()
+
+
+def chosen_launch(x: torch.Tensor, weight: torch.Tensor) -> Launch | None:
+    """What was chosen for x [T, I] · weightᵀ [I, O]; None where nothing was."""
+    if not _launches:
+        return None
+    rows, width = weight.shape
+    shape = ProductShape(x.dtype, rows, width, len(x))
+    launch = _launches.get((x.device, shape))
+    return launch if launch is not None and aligned(x, weight) else None

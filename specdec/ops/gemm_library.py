@@ -1,0 +1,165 @@
+"""cuBLASLt through nvmath-python: which algorithms it has for a matmul, and running one of them.
+
+Accumulated and, where a sum is split, added up in float32. Nothing here keeps memory of the device between calls.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.ops.gemm_choice import Algorithm, Launch, ProductShape
+
+_WORKSPACES = (0, 4 << 20, 32 << 20)
+"""Limits in bytes at which the library is asked: it lists other algorithms at each."""
+_ASKED = 64
+_ALGORITHM_BYTES = 64
+_TRANSPOSED = 1
+_KINDS = {torch.float16: 2, torch.bfloat16: 14}
+"""cudaDataType_t."""
+_FLOAT32 = 0
+
+
+class Library:
+    """cuBLASLt on one device.
+
+    Attributes:
+        device: the CUDA device; version: the library's, as one number; lt: the binding; handle: of the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """
+        Raises:
+            Exception: nvmath-python or its library is missing, or does not work here.
+        """
+        from nvmath.bindings import cublas, cublasLt
+
+        self.device = device
+        self.lt: Any = cublasLt
+        self.compute_type = int(cublas.ComputeType.COMPUTE_32F)
+        with torch.cuda.device(device):
+            self.handle = int(cublasLt.create())
+        self.version = int(cublasLt.get_version())
+
+    def matmul(self, shape: ProductShape) -> Matmul:
+        """What the library offers for one shape."""
+        return Matmul(self, shape)
+
+
+class Matmul:
+    """x [T, I] · weightᵀ [I, O] of one shape. The library counts by columns: Dᵀ [O, T] = weight [O, I] · xᵀ [I, T].
+
+    Its descriptors, some hundred bytes of the host, are kept as long as the process lives.
+    """
+
+    def __init__(self, library: Library, shape: ProductShape) -> None:
+        self.shape = shape
+        self._library, self._lt = library, library.lt
+        lt, kind = self._lt, _KINDS[shape.dtype]
+        self._operation = lt.matmul_desc_create(library.compute_type, _FLOAT32)
+        transposed = lt.MatmulDescAttribute.TRANSA
+        value = np.array([_TRANSPOSED], lt.get_matmul_desc_attribute_dtype(transposed))
+        lt.matmul_desc_set_attribute(self._operation, transposed, value.ctypes.data, value.nbytes)
+        rows, width, tokens = shape[1:]
+        self._weight = lt.matrix_layout_create(kind, width, rows, width)
+        self._x = lt.matrix_layout_create(kind, width, tokens, width)
+        self._out = lt.matrix_layout_create(kind, rows, tokens, rows)
+
+    def algorithms(self) -> list[Algorithm]:
+        """All that the library lists for this shape, its first choice first."""
+        found: dict[bytes, Algorithm] = {}
+        for limit in reversed(_WORKSPACES):
+            for algorithm in self._listed(limit):
+                found.setdefault(algorithm.data, algorithm)
+        return list(found.values())
+
+    def supports(self, algorithm: Algorithm) -> bool:
+        """Whether the library runs this algorithm on this shape in the workspace that is named."""
+        if len(algorithm.data) != _ALGORITHM_BYTES or algorithm.workspace > max(_WORKSPACES):
+            return False
+        data, result = np.frombuffer(algorithm.data, np.uint8).copy(), self._results(1)
+        layouts = (self._weight, self._x, self._out, self._out)
+        try:
+            self._lt.matmul_algo_check(
+                self._library.handle, self._operation, *layouts, data.ctypes.data, result.ctypes.data
+            )
+        except self._lt.cuBLASLtError:
+            return False
+        return int(result["state"][0]) == 0 and int(result["workspace_size"][0]) <= algorithm.workspace
+
+    def launcher(self, algorithm: Algorithm) -> Launch:
+        """Runs one algorithm, which the library supports."""
+        fixed = (self._library.handle, self._operation, self._weight, self._x, self._out)
+        return _Launcher(self._lt.matmul, fixed, (self.shape.tokens, self.shape.rows), algorithm)
+
+    def _listed(self, workspace: int) -> list[Algorithm]:
+        """The library's list at one limit of the workspace; empty when it has none."""
+        lt, results, count = self._lt, self._results(_ASKED), np.zeros(1, np.int32)
+        preference = lt.matmul_preference_create()
+        try:
+            self._prefer(preference, "MAX_WORKSPACE_BYTES", workspace)
+            self._prefer(preference, "REDUCTION_SCHEME_MASK", int(lt.ReductionScheme.COMPUTE_TYPE))
+            for operand in "ABCD":
+                self._prefer(preference, f"MIN_ALIGNMENT_{operand}_BYTES", 16)
+            layouts = (self._weight, self._x, self._out, self._out)
+            places = (results.ctypes.data, count.ctypes.data)
+            lt.matmul_algo_get_heuristic(self._library.handle, self._operation, *layouts, preference, _ASKED, *places)
+        except lt.cuBLASLtError:
+            return []
+        finally:
+            lt.matmul_preference_destroy(preference)
+        good = (each for each in results[: count[0]] if each["state"] == 0)
+        return [Algorithm(each["algo"]["data_"].tobytes(), int(each["workspace_size"])) for each in good]
+
+    def _prefer(self, preference: int, name: str, value: int) -> None:
+        attribute = self._lt.MatmulPreferenceAttribute[name]
+        data = np.array([value], self._lt.get_matmul_preference_attribute_dtype(attribute))
+        self._lt.matmul_preference_set_attribute(preference, attribute, data.ctypes.data, data.nbytes)
+
+    def _results(self, count: int) -> np.ndarray:
+        return np.zeros(count, self._lt.matmul_heuristic_result_dtype)
+
+
+class _Launcher:
+    """One algorithm on one shape.
+
+    Its workspace is the allocator's, as its output is: ordered on the stream of the call, and inside a CUDA graph part
+    of the graph's memory.
+    """
+
+    def __init__(
+        self, matmul: Any, fixed: tuple[int, int, int, int, int], size: tuple[int, int], algorithm: Algorithm
+    ) -> None:
+        """fixed: handle, operation and the layouts of weight, input and output; size [T, O] is the output's."""
+        self._matmul, self._fixed, self._size = matmul, fixed, size
+        self._data = np.frombuffer(algorithm.data, np.uint8).copy()
+        self._factors = np.array([1, 0], np.float32)
+        self._algorithm, self._one = self._data.ctypes.data, self._factors.ctypes.data
+        self._zero, self._workspace = self._one + self._factors.itemsize, algorithm.workspace
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `Launch`."""
+        handle, operation, weight_layout, x_layout, layout = self._fixed
+        out, size = x.new_empty(self._size), self._workspace
+        workspace = x.new_empty(size, dtype=torch.uint8) if size else None
+        to, scratch = out.data_ptr(), 0 if workspace is None else workspace.data_ptr()
+        read = (weight.data_ptr(), weight_layout, x.data_ptr(), x_layout)
+        written = (to, layout, to, layout)
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        chosen = (self._algorithm, scratch, size, stream)
+        self._matmul(handle, operation, self._one, *read, self._zero, *written, *chosen)
+        return out
+
+
+@cache
+def library_of(device: torch.device) -> Library | str:
+    """cuBLASLt on a device, or in words why it cannot be asked."""
+    try:
+        return Library(device)
+    except ModuleNotFoundError as error:
+        return f"no {error.name}: nvmath-python is part of the extra [cuda]"
+    except Exception as error:  # a library that does not load; RuntimeError and the binding's own, which share no root
+        return f"nvmath-python does not work here: {type(error).__name__}: {error}"

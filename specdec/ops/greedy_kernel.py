@@ -1,0 +1,186 @@
+"""Triton kernels of greedy rows: arg max, drafts into a verification, acceptance. Imported on CUDA only.
+
+The arg max takes two launches, over chunks of a row and then over chunks: torch's own keeps only few multiprocessors
+busy with few rows (37 µs for 6 rows of 128,256 in bfloat16 on an H200).
+
+Placing and acceptance are specialised on no size, stride or alignment, which differ between rounds of any shape: each
+is compiled once, before the first round.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.launch import dependent_launch, wait_for_predecessor
+
+_PART = 4096
+
+
+@triton.jit
+def _parts_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,  # [T, V]
+    best_ptr,  # [T, chunks] float32
+    place_ptr,  # [T, chunks] int32
+    vocab,
+    row_stride,
+    PART: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * PART + tl.arange(0, PART)  # [PART]
+    inside = column < vocab
+    x = tl.load(logits_ptr + row * row_stride + column, mask=inside, other=float("-inf")).to(tl.float32)  # [PART]
+    x = tl.where(x != x, float("inf"), x)  # torch's arg max takes a NaN for the largest
+    best, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    to = row * tl.num_programs(1) + part
+    tl.store(best_ptr + to, best)
+    tl.store(place_ptr + to, part * PART + place)
+
+
+@triton.jit
+def _best_kernel(  # type: ignore[no-untyped-def]
+    best_ptr,  # [T, chunks] float32
+    place_ptr,  # [T, chunks] int32
+    out_ptr,  # [T] int64
+    mapped_ptr,  # [T] int64 or None
+    map_ptr,  # [V] int64 or None
+    parts,
+    mapped_stride,
+    MOST_PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, MOST_PARTS)
+    best = tl.load(best_ptr + row * parts + part, mask=part < parts, other=float("-inf"))  # [MOST_PARTS]
+    _, first = tl.max(best, 0, return_indices=True, return_indices_tie_break_left=True)
+    token = tl.load(place_ptr + row * parts + first).to(tl.int64)
+    tl.store(out_ptr + row, token)
+    if mapped_ptr is not None:
+        if map_ptr is not None:
+            token = tl.load(map_ptr + token)
+        tl.store(mapped_ptr + row * mapped_stride, token)
+
+
+def launch_greedy(
+    logits: torch.Tensor, target_ids: torch.Tensor | None = None, mapped: torch.Tensor | None = None
+) -> torch.Tensor:
+    """logits [T >= 1, V], columns side by side -> [T] int64.
+
+    mapped: [T] int64 of any stride, gets the same ids, or target_ids [V] of them.
+    """
+    rows, vocab = logits.shape
+    parts, options = triton.cdiv(vocab, _PART), dependent_launch(logits.device)
+    best = logits.new_empty(rows, parts, dtype=torch.float32)
+    place = logits.new_empty(rows, parts, dtype=torch.int32)
+    out = logits.new_empty(rows, dtype=torch.int64)
+    _parts_kernel[(rows, parts)](logits, best, place, vocab, logits.stride(0), PART=_PART, num_warps=8, **options)
+    _best_kernel[(rows,)](
+        best, place, out, mapped, target_ids, parts, 0 if mapped is None else mapped.stride(0),
+        MOST_PARTS=triton.next_power_of_2(parts), num_warps=1, **options,
+    )  # fmt: skip
+    return out
+
+
+_PLACES = 128
+_LEAST_COLUMNS = 16
+_PLACING = ["token_ids_ptr", "places_ptr", "flat_ptr", "drafts_ptr", "sources_ptr", "count", "width", "draft_stride"]
+_ACCEPTANCE = [
+    *("greedy_ptr", "index_ptr", "num_drafts_ptr", "drafts_ptr", "sources_ptr"),
+    *("accepted_ptr", "tokens_ptr", "out_ptr"),
+    *("width", "drafting", "draft_stride", "accepted_stride", "tokens_stride", "out_stride"),
+]
+
+
+@triton.jit(do_not_specialize=_PLACING)
+def _placing_kernel(  # type: ignore[no-untyped-def]
+    token_ids_ptr,  # [T] int64
+    places_ptr,  # [N] int64
+    flat_ptr,  # [N] int64
+    drafts_ptr,  # [S, >= width] int64
+    sources_ptr,  # [R] int64
+    count,
+    width,
+    draft_stride,
+    PLACES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    i = tl.program_id(0) * PLACES + tl.arange(0, PLACES)  # [PLACES]
+    inside = i < count
+    flat = tl.load(flat_ptr + i, mask=inside, other=0)
+    source = tl.load(sources_ptr + flat // width, mask=inside, other=0)
+    drafts = tl.load(drafts_ptr + source * draft_stride + flat % width, mask=inside, other=0)
+    tl.store(token_ids_ptr + tl.load(places_ptr + i, mask=inside, other=0), drafts, mask=inside)
+
+
+@triton.jit(do_not_specialize=_ACCEPTANCE)
+def _acceptance_kernel(  # type: ignore[no-untyped-def]
+    greedy_ptr,  # [T] int64
+    index_ptr,  # [J, width + 1] int64
+    num_drafts_ptr,  # [J] int64
+    drafts_ptr,  # [S, >= width] int64
+    sources_ptr,  # [drafting] int64
+    accepted_ptr,  # [J] int64
+    tokens_ptr,  # [J, width + 1] int64
+    out_ptr,  # [J, width] int64
+    width,
+    drafting,
+    draft_stride,
+    accepted_stride,
+    tokens_stride,
+    out_stride,
+    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)  # [COLUMNS]
+    inside = column <= width
+    place = tl.load(index_ptr + row * (width + 1) + column, mask=inside, other=0)
+    target = tl.load(greedy_ptr + place, mask=inside, other=0)
+    source = tl.load(sources_ptr + row, mask=row < drafting, other=0)
+    drafted = column < tl.where(row < drafting, width, 0)
+    drafts = tl.load(drafts_ptr + source * draft_stride + column, mask=drafted, other=0)
+    num_drafts = tl.minimum(tl.load(num_drafts_ptr + row), width)
+    accepted = (drafts == target) & (column < num_drafts)
+    at = tl.min(tl.where(accepted, COLUMNS, column), 0)  # at most `width`, whose column is never accepted
+    tl.store(accepted_ptr + row * accepted_stride, at.to(tl.int64))
+    tl.store(tokens_ptr + row * tokens_stride + column, tl.where(column == at, target, drafts), mask=inside)
+    tl.store(out_ptr + row * out_stride + column, drafts, mask=column < width)
+
+
+def launch_placing(
+    token_ids: torch.Tensor,
+    places: torch.Tensor,
+    flat: torch.Tensor,
+    width: int,
+    drafts: torch.Tensor,
+    sources: torch.Tensor,
+) -> None:
+    """See `specdec.ops.greedy_rows.place_drafts`; N >= 1."""
+    count = len(places)
+    _placing_kernel[(triton.cdiv(count, _PLACES),)](
+        token_ids, places, flat, drafts, sources, count, width, drafts.stride(0),
+        PLACES=_PLACES, num_warps=4, **dependent_launch(token_ids.device),
+    )  # fmt: skip
+
+
+def launch_acceptance(
+    greedy: torch.Tensor,
+    index: torch.Tensor,
+    num_drafts: torch.Tensor,
+    drafts: torch.Tensor,
+    sources: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """See `specdec.ops.greedy_rows.accept_greedily`; J >= 1."""
+    rows, columns = index.shape
+    _acceptance_kernel[(rows,)](
+        greedy, index, num_drafts, drafts, sources, *out, columns - 1, len(sources), drafts.stride(0),
+        *(x.stride(0) for x in out), COLUMNS=max(_LEAST_COLUMNS, triton.next_power_of_2(columns)),
+        num_warps=1, **dependent_launch(greedy.device),
+    )  # fmt: skip

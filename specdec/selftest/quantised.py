@@ -1,0 +1,191 @@
+"""Self-tests of quantised layers: the same result in any batch, rounding of activations, and FP8 operators.
+
+A layer that rounds its activations by the largest one of the *batch* (torchao's per-tensor scales), or treats columns
+in which any token is large in another way (outliers of bitsandbytes' LLM.int8), computes a token by its neighbours. In
+a batch of requests, or a verification of several tokens, such a model says other things than alone; in half precision
+the difference may be below what the self-test of logits allows. Here one layer of each kind is asked directly.
+
+A wrong scale is in both readings of the self-test of logits, whose eager forward runs the same operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from attention.hf.weights import is_quantised
+from specdec.errors import UnsupportedModelError
+from specdec.ops.experts import fp8_expert_matmul
+from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, fp8_quantise
+from specdec.selftest.eager_reference import errors_named
+from specdec.wrapped.fp8 import Fp8Layers
+
+_BATCH_TOKENS = 32
+"""Tokens of a call: above the 16 that integer matmuls of cuBLAS need."""
+_FAINT, _LOUD = 1e-3, 100.0
+_SAME = 1e-3
+"""Relative rms difference of a row beside others; rounding a row to 8 bits, or not, makes 3e-3 or more."""
+_LINEAR = 1e-4
+"""The same of f(x + y) to f(x) + f(y), in float32; activations in 8 bits make 3e-3 or more."""
+
+
+@torch.no_grad()
+def neighbour_test(model: PreTrainedModel) -> None:
+    """Give one quantised linear layer of each kind the same row beside faint rows and beside loud ones.
+
+    Raises:
+        UnsupportedModelError: the row comes out differently, or the layer fails; the message names the layer and the
+            likely cause.
+    """
+    for name, layer in _one_of_each_kind(model):
+        run, x = _runner(layer, model)
+        results = []
+        for scale in (_FAINT, _LOUD):
+            batch = x * scale
+            batch[0] = x[0]
+            with errors_named(model, f"{name} ({type(layer).__name__}) reads {_BATCH_TOKENS} tokens"):
+                results.append(run(batch)[0].double())
+        difference = _relative(results[1], results[0])
+        if not difference <= _SAME:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is quantised so that a token's result depends on what else is in the batch: "
+                f"{name} ({type(layer).__name__}) gives a token another output (off by {difference:.2g}) beside large "
+                f"ones than beside small ones. {_cause(layer)}"
+            )
+
+
+@torch.no_grad()
+def rounds_activations(model: nn.Module) -> bool:
+    """Whether a quantised linear layer rounds what it reads, so that its output is not linear in it; float32 only.
+
+    A value between two steps goes to either by rounding errors of 1e-7, and the output then differs by a step.
+    """
+    for _, layer in _one_of_each_kind(model):
+        run, x = _runner(layer, model)
+        bias = run(torch.zeros_like(x)).double()
+        whole, parts = run(x + x.flip(0)), (run(x).double() + run(x.flip(0)).double() - bias)
+        if not _relative(whole.double(), parts) <= _LINEAR:
+            return True
+    return False
+
+
+def _one_of_each_kind(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The first quantised linear layer of each class, weight class and scheme."""
+    seen = set()
+    for name, layer in model.named_modules():
+        if not is_quantised(layer) or not isinstance(getattr(layer, "in_features", None), int):
+            continue
+        weight = getattr(layer, "weight", None)
+        kind = (type(layer), type(getattr(weight, "data", None)), str(getattr(layer, "quantization_scheme", "")))
+        if kind not in seen:
+            seen.add(kind)
+            yield name, layer
+
+
+def _runner(layer: Any, model: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """The layer as a function of tokens [T, I], and tokens; the user's random generator stays as it is."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_BATCH_TOKENS, layer.in_features, generator=generator).to(model.device, model.dtype)
+    return lambda tokens: layer(tokens[None])[0], x
+
+
+def _relative(ours: torch.Tensor, right: torch.Tensor) -> float:
+    return float((ours - right).square().mean().sqrt() / right.square().mean().sqrt())
+
+
+def _cause(layer: Any) -> str:
+    threshold = getattr(getattr(layer, "state", None), "threshold", None)
+    if threshold:
+        return (
+            f"bitsandbytes computes columns in 16 bits in which any token of the batch is beyond llm_int8_threshold="
+            f"{threshold:g}; load the model with llm_int8_threshold=0.0 (rows are then rounded each for itself), in 4 "
+            "bits, or without quantisation"
+        )
+    return (
+        "Probably its activations are scaled by the largest one of the whole tensor, at every call (dynamic, per "
+        "tensor); take a quantisation with scales per token (per row), with static ones, or of the weights alone"
+    )
+
+
+_TOLERANCE = 0.01
+"""Largest error of a matmul over its result, rms of any block of rows: bfloat16 rounds by 0.002."""
+_TOKENS = (3, 40)
+_FP8_ROWS = 4 * BLOCK
+
+
+@torch.inference_mode()
+def fp8_self_test(layers: Fp8Layers) -> None:
+    """Multiply by one layer of every shape.
+
+    Raises:
+        UnsupportedModelError: an operator comes out wrong on this device; the message names the layer.
+    """
+    linear = {(m.weight.shape, m.activation_scale is None): (n, m) for n, m in layers.linear.items()}
+    for name, module in linear.values():
+        for tokens in _TOKENS:
+            _test_linear(name, module, tokens)
+    mixtures = {m.down_proj.shape: (n, m) for n, m in layers.experts.items()}
+    for name, module in mixtures.values():
+        _test_experts(name, module)
+
+
+def _test_linear(name: str, module: Any, tokens: int) -> None:
+    weight, static = module.weight, module.activation_scale
+    x = _random(tokens, weight, static)
+    ours = fp8_linear(x, weight, module.weight_scale_inv, None, static).float()
+    blocks = module.weight_scale_inv.reshape(1, 1) if module.block_size is None else module.weight_scale_inv
+    blocks = blocks.expand(math.ceil(weight.shape[0] / BLOCK), math.ceil(weight.shape[1] / BLOCK))
+    for start in sorted({0, max(weight.shape[0] - _FP8_ROWS, 0) // BLOCK * BLOCK}):
+        part = slice(start, start + _FP8_ROWS)
+        right = _summed(x, static, weight[part], blocks[start // BLOCK :])
+        _compare(name, ours[:, part], right)
+
+
+def _test_experts(name: str, module: Any) -> None:
+    stack, scales = module.down_proj, module.down_proj_scale_inv
+    index = torch.arange(3, device=stack.device)[:, None] % len(stack)
+    x = _random(3, stack, None)
+    quantised, x_scales = fp8_quantise(x)
+    ours = fp8_expert_matmul(quantised[:, None], x_scales[:, None], stack, scales, index, torch.float32)
+    for token, expert in enumerate(index.flatten().tolist()):
+        _compare(name, ours[token], _summed(x[token : token + 1], None, stack[expert], scales[expert]))
+
+
+def _random(tokens: int, weight: torch.Tensor, static: torch.Tensor | None) -> torch.Tensor:
+    """[T, I] bfloat16; groups of different size, by which a scale in the wrong place shows."""
+    generator = torch.Generator().manual_seed(0)
+    width = weight.shape[-1]
+    sizes = torch.rand(tokens, math.ceil(width / BLOCK), generator=generator).add(0.2).repeat_interleave(BLOCK, 1)
+    x = (torch.randn(tokens, width, generator=generator) * sizes[:, :width]).to(weight.device, torch.bfloat16)
+    return x if static is None else x * (100 * static).to(x.dtype)
+
+
+def _summed(x: torch.Tensor, static: torch.Tensor | None, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """x [T, I] rounded to 8 bits, times weight [O, I] with scales [≥⌈O/128⌉, ⌈I/128⌉]: [T, O] float32, plainly."""
+    out = torch.zeros(len(x), len(weight), device=x.device)
+    for group in range(math.ceil(x.shape[1] / BLOCK)):
+        columns = slice(group * BLOCK, (group + 1) * BLOCK)
+        part = x[:, columns].float()
+        scale = part.abs().amax(1, keepdim=True) / 448 if static is None else static.float().reshape(1, 1)
+        rounded = (part / scale).clamp(-448, 448).to(FP8).float()
+        by_row = scales[:, group].repeat_interleave(BLOCK)[: len(weight)]
+        out += (rounded @ weight[:, columns].float().t()) * scale * by_row
+    return out
+
+
+def _compare(name: str, ours: torch.Tensor, right: torch.Tensor) -> None:
+    """[T, O] each, block by block of rows."""
+    errors = [
+        float((a - b).norm() / b.norm().clamp_min(torch.finfo(torch.float32).tiny))
+        for a, b in zip(ours.split(BLOCK, 1), right.split(BLOCK, 1), strict=True)
+    ]
+    if not (worst := max(errors)) <= _TOLERANCE:
+        raise UnsupportedModelError(
+            f"a matmul in FP8 comes out wrong on {ours.device}: relative error {worst:.2g} (allowed: {_TOLERANCE:g}) "
+            f"with the weight of {name}, {len(ours)} tokens"
+        )

@@ -1,0 +1,108 @@
+"""Triton compiles the kernels of recurrences for sm_90 without a GPU, and holds a state where it was loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+pytest.importorskip("triton", reason="Triton is not installed")
+
+COMPILE = """
+import json, re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from attention.recurrence import conv_kernel as conv, delta_chunks_kernel as delta_chunks, delta_kernel as delta_short
+from attention.recurrence import delta_solve_kernel as delta_solve, delta_tokens_kernel as delta_tokens
+from attention.recurrence import scan_kernel as scan, ssd_kernel as ssd_chunks
+
+INT = dict.fromkeys(("query_start_loc_ptr", "slots_ptr", "start_ptr", "replay_ptr", "num_new_ptr"), "*i32")
+FLOAT = dict.fromkeys(("g_ptr", "state_ptr", "ring_g_ptr", "ring_beta_ptr", "dt_ptr", "ring_dt_ptr", "A_ptr", "w_ptr",
+                       "u_ptr", "p_ptr", "facts_ptr"), "*fp32")
+
+def compiled(kernel, constants, warps=8, stages=1):
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature, aligned = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        other = "*bf16" if name.endswith("_ptr") else "fp32" if name == "scale" else "i32"
+        signature[name] = "constexpr" if name in constants else (INT | FLOAT).get(name, other)
+        if name not in constants and name.endswith(("_ptr", "_token", "_head", "_slot", "_group")):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    places = {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    moved = re.findall(r"= ttg.convert_layout.*: tensor<([0-9x]+)x[a-z]", made.asm["ttgir"])
+    return {"dependent": "griddepcontrol" in made.asm["ptx"], "shared": made.metadata.shared,
+            "largest": max([eval(size.replace("x", "*")) for size in moved], default=0)}
+
+common = {"RING_SIZE": 7, "DEPENDENT": True}
+delta = common | {"HEADS": 32, "KEY_HEADS": 16, "RING_HEADS": 16, "DIM_K": 128, "DIM_V": 128, "WIDTH_K": 128}
+delta["NORMALIZE"] = True
+ssd = common | {"HEADS": 128, "GROUPS": 8, "DIM_P": 64, "STATES": 128, "WIDTH": 128, "HAS_D": True}
+chunk = {"CHUNK": 64, "PRECISION": "tf32"}
+told = {what: {} for what in ("tokens", "scans", "delta chunks", "delta short")}
+found = told["tokens"]
+for units in (32, 1024):
+    tiles = delta_tokens.delta_tiling(units, 128, 128)
+    sizes = {"PIECE": tiles.piece, "BLOCK_DV": tiles.block_dv}
+    for vector in (False, True):
+        own = delta | sizes | {"VECTOR_GATE": vector}
+        found[f"delta {units} {vector}"] = compiled(delta_tokens._delta_kernel, own, tiles.warps)
+    tiles = scan.ssd_tiling(units, 64, 128)
+    own = ssd | {"PIECE": tiles.piece, "BLOCK_P": tiles.block_p}
+    found[f"ssd {units}"] = compiled(scan._ssd_kernel, own, tiles.warps)
+found = told["scans"]
+sizes = {"CHANNELS": 8192, "STATES": 16, "WIDTH": 16, "BLOCK": scan._BLOCK, "HAS_D": True}
+found["scan"] = compiled(scan._scan_kernel, common | sizes, scan._WARPS)
+for one, (tokens, channels) in ((True, conv._SHORT), (False, conv._LONG)):
+    sizes = {"CHANNELS": 8192, "TAPS": 4, "RING_BLOCK": 8, "HAS_BIAS": False, "SILU": True, "ROWS": 32}
+    sizes |= {"ONE_BLOCK": one, "BLOCK_T": tokens, "BLOCK_C": channels}
+    found[f"conv {one}"] = compiled(conv._conv_kernel, common | sizes, 4)
+found["ssd chunks"] = compiled(ssd_chunks._ssd_chunks_kernel, ssd | chunk | {"BLOCK_P": 64}, stages=2)
+found = told["delta chunks"]
+own = delta | chunk | {"VECTOR_GATE": False}
+found["prepare"] = compiled(delta_chunks._prepare_kernel, own | {"BLOCK_V": 64, "ROWS": 32})
+found["pass"] = compiled(delta_chunks._pass_kernel, own | {"BLOCK_DV": 32}, stages=2)
+found = told["delta short"]
+own = delta | {"AS_GIVEN": True, "PRECISION": "tf32"}
+for replay, group in ((False, 1), (True, 2)):
+    tiles = delta_short.short_tiling(128)
+    sizes = own | {"REPLAY": replay, "GROUP": group, "BLOCK_DV": tiles.block_dv, "PIECE": tiles.piece}
+    sizes |= {"READ_STAGES": tiles.stages[0], "CHANGE_STAGES": tiles.stages[1]}
+    found[f"short {replay}"] = compiled(delta_short._short_kernel, sizes, tiles.warps)
+    found[f"solve {group}"] = compiled(delta_solve._solve_kernel, sizes, 3 - group)
+print(json.dumps(told))
+"""
+HOPPER_SHARED = 227 << 10
+
+
+def compiled_kernels() -> dict[str, dict[str, Any]]:
+    """Facts of every kernel by its kind; one process compiles them all."""
+    around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, cwd=ROOT, env=around | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_for_hopper() -> None:
+    """Token by token, no tile of a state moves between threads: the tiling's reason (see `delta_tiling`).
+
+    One test: workers that share the kinds would each compile them all.
+    """
+    kinds = compiled_kernels()
+    assert list(kinds) == ["tokens", "scans", "delta chunks", "delta short"] and all(kinds.values())
+    for what, kernels in kinds.items():
+        for name, facts in kernels.items():
+            assert facts["dependent"], name
+            assert facts["shared"] <= HOPPER_SHARED, name
+            if what == "tokens":
+                assert facts["largest"] <= 256, name

@@ -1,0 +1,153 @@
+"""What a start times, reads and uses, with a library and a clock that are told what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specdec.compiler.gemm_selection import ChoiceStore, Selection, Wanted, select_products
+from specdec.ops.gemm_choice import Algorithm, Launch, ProductShape, chosen_launch, forget, use
+from specdec.ops.gemm_library import library_of
+from specdec.ops.linear import few_tokens_linear, usual_product
+
+FAST, SLOW = Algorithm(b"f" * 64, 0), Algorithm(b"s" * 64, 32)
+
+
+class Library:
+    """Lists a slow and a fast algorithm for every shape; `supported` of them it runs."""
+
+    version = 1
+
+    def __init__(self) -> None:
+        self.supported = {FAST, SLOW}
+
+    def matmul(self, shape: ProductShape) -> Any:
+        return self
+
+    def algorithms(self) -> list[Algorithm]:
+        return [SLOW, FAST]
+
+    def supports(self, algorithm: Algorithm) -> bool:
+        return algorithm in self.supported
+
+    def launcher(self, algorithm: Algorithm) -> Any:
+        return algorithm
+
+
+class Start:
+    """One start over a folder: what it timed and what it uses. Every timing takes a second of its clock."""
+
+    def __init__(self, folder: Path, most_seconds: float = 99.0, library: Library | None = None) -> None:
+        self.timed: list[str] = []
+        self.used: dict[str, Any] = {}
+        self.seconds = 0.0
+        self.room = True
+        library = Library() if library is None else library
+        store = ChoiceStore("gpu", library.version, folder)
+        self.selection = Selection(library, store, self.timer, self.use, lambda: self.seconds, most_seconds)
+
+    def timer(self, weights: Sequence[torch.Tensor], tokens: int) -> Any:
+        if not self.room:
+            raise torch.OutOfMemoryError("planted")
+        self.timed.append(f"{len(weights[0])} {tokens}")
+        self.seconds += 1
+
+        def times(launches: Sequence[Launch], calls: int, rounds: int) -> list[float]:
+            us: dict[Any, float] = {FAST: 10, SLOW: 30, usual_product: 20}
+            return [us[launch] for launch in launches]
+
+        return times
+
+    def use(self, device: torch.device, shape: ProductShape, launch: Any) -> None:
+        self.used[f"{shape.rows} {shape.tokens}"] = launch
+
+    def choose(self, *wanted: Wanted) -> Start:
+        self.selection.choose(wanted)
+        return self
+
+
+def wanted(rows: int, *tokens: int, count: int = 1, width: int = 64) -> Wanted:
+    return Wanted([torch.zeros(rows, width, dtype=torch.bfloat16)] * count, frozenset(tokens))
+
+
+def test_every_shape_is_timed_once_and_read_at_the_next_start(tmp_path: Path) -> None:
+    first = Start(tmp_path).choose(wanted(64, 24, 48), wanted(128, 24))
+    assert sorted(first.timed) == ["128 24", "64 24", "64 48"]
+    assert first.used == dict.fromkeys(first.timed, FAST)
+    second = Start(tmp_path).choose(wanted(64, 24, 48), wanted(128, 24), wanted(128, 96))
+    assert second.timed == ["128 96"] and second.used == first.used | {"128 96": FAST}
+    assert str(second.selection.tally) == "4 of 4 shapes by measurement (3 from disk, 1 timed in 1.0 s)"
+
+
+def test_few_tokens_and_odd_rows_are_left_alone(tmp_path: Path) -> None:
+    start = Start(tmp_path).choose(wanted(64, 1, 16, 17), wanted(65, 24), wanted(64, 24, width=65))
+    assert start.timed == ["64 17"]
+
+
+def test_few_tokens_and_then_large_weights_are_timed_first_and_the_rest_at_the_next_start(tmp_path: Path) -> None:
+    both = wanted(128, 24, 48), wanted(64, 24, 48, count=5)
+    first = Start(tmp_path, most_seconds=3).choose(*both)
+    assert first.timed == ["64 24", "128 24", "64 48"] and set(first.used) == set(first.timed)
+    assert "1 left to the next start" in str(first.selection.tally)
+    assert Start(tmp_path, most_seconds=3).choose(*both).timed == ["128 48"]
+
+
+def test_a_kept_choice_that_the_library_refuses_is_timed_anew(tmp_path: Path) -> None:
+    Start(tmp_path).choose(wanted(64, 24))
+    library = Library()
+    library.supported = {SLOW}
+    assert Start(tmp_path, library=library).choose(wanted(64, 24)).timed == ["64 24"]
+
+
+def test_without_room_for_timing_the_usual_calls_stay(tmp_path: Path) -> None:
+    start = Start(tmp_path)
+    start.room = False
+    start.choose(wanted(64, 24))
+    assert start.used == {} and start.selection.tally.timed == 0
+    assert ChoiceStore("gpu", 1, tmp_path).read() == {}
+
+
+def test_without_the_binding_the_usual_calls_stay_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "nvmath", None)
+    library_of.cache_clear()
+    said = select_products([wanted(64, 24)])
+    library_of.cache_clear()
+    assert said.startswith("left to the library (") and "nvmath" in said
+
+
+@pytest.fixture
+def table() -> Any:
+    yield
+    forget()
+
+
+def refuse(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("called")
+
+
+def test_the_table_is_asked_by_device_dtype_shape_and_tokens(table: None) -> None:
+    x, weight = torch.zeros(24, 64, dtype=torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)
+    assert chosen_launch(x, weight) is None
+    use(x.device, ProductShape(torch.bfloat16, 32, 64, 24), refuse)
+    assert chosen_launch(x, weight) is refuse
+    assert chosen_launch(x[:17], weight) is None
+    assert chosen_launch(x, weight[:16]) is None
+    assert chosen_launch(x.half(), weight.half()) is None
+
+
+def test_tensors_with_gaps_or_at_odd_addresses_are_left_to_the_library(table: None) -> None:
+    use(torch.device("cpu"), ProductShape(torch.bfloat16, 32, 64, 24), refuse)
+    weight = torch.zeros(32, 64, dtype=torch.bfloat16)
+    assert chosen_launch(torch.zeros(24, 128, dtype=torch.bfloat16)[:, 64:], weight) is None
+    assert chosen_launch(torch.zeros(1 + 24 * 64, dtype=torch.bfloat16)[1:].view(24, 64), weight) is None
+
+
+def test_nothing_chosen_is_used_on_a_cpu(table: None) -> None:
+    use(torch.device("cpu"), ProductShape(torch.bfloat16, 32, 64, 24), refuse)
+    x, weight = torch.randn(24, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    assert torch.equal(few_tokens_linear(x, weight), F.linear(x, weight))
