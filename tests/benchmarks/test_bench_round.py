@@ -157,7 +157,7 @@ def test_a_hybrid_without_graphs_is_measured_and_says_so(
 @pytest.mark.slow
 def test_graphs_are_required_of_a_plain_target(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
-    monkeypatch.setattr(engines, "SpeculativeModel", lambda *arguments: tried.append(arguments[-1]))
+    monkeypatch.setattr(engines, "SpeculativeModel", lambda *arguments: tried.append(arguments[-1].cuda_graphs))
     monkeypatch.setattr(engines, "make_backend", lambda name, device: FixedPlaceBackend(device))
     for shape in ("tiny-deepseek", "tiny-qwen3.5"):
         pair = random_pair(shape, torch.float32, torch.device("cpu"))
