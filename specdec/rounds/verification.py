@@ -6,7 +6,7 @@ Pure functions of the schedule, the row table and the block tables. How they get
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Generic
+from typing import Generic, NamedTuple
 
 import numpy as np
 
@@ -50,8 +50,7 @@ class WindowedTable:
     rows: np.ndarray
 
 
-@dataclass(frozen=True)
-class RoundTables:
+class RoundTables(NamedTuple):
     """Block tables of all rows of a row table [R, P], or of a round's rows [B, P].
 
     Attributes:
@@ -228,7 +227,7 @@ def target_arrays(
         pages=tables.rows(rows),
         sources=table.previous[rows[: schedule.num_drafting]] if in_order_of_last else None,
         begins=table.begin[rows],
-        extras=tuple(columns.scheduled(table, schedule) for columns in table.extras),
+        extras=tuple([columns.scheduled(table, schedule) for columns in table.extras]),
         num_arrived=schedule.num_arrived,
     )
 
@@ -251,13 +250,16 @@ def target_after(
     read = tokens_accepted(target.num_new, num_accepted)
     start, every = target.start + read, np.arange(len(read))
     bonus_tokens = np.zeros(len(read), np.int32) if tokens is None else tokens[every, num_accepted]
-    last = zip(table.extras, target.extras, strict=True)
-    schedule = Schedule(target.request_rows, target.num_new, drafts)
+    extras: tuple[BatchExtra | None, ...] = ()
+    if table.extras:
+        last = zip(table.extras, target.extras, strict=True)
+        schedule = Schedule(target.request_rows, target.num_new, drafts)
+        extras = tuple(columns.after(table, own, schedule, start, num_accepted, tokens) for columns, own in last)
     return TargetArrays(
         start=start,
         num_new=target.num_new,
         drafts=drafts,
-        num_drafting=schedule.num_drafting,
+        num_drafting=int(np.count_nonzero(drafts)),
         tokens=bonus_tokens[:, None].astype(np.int32),
         decided=target.decided,
         wanted=target.wanted,
@@ -266,7 +268,7 @@ def target_after(
         request_rows=target.request_rows,
         pages=pages,
         begins=target.begins,
-        extras=tuple(columns.after(table, own, schedule, start, num_accepted, tokens) for columns, own in last),
+        extras=extras,
     )
 
 

@@ -26,7 +26,8 @@ PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 NEW = 12
 GREEDY = SamplingParams(max_new_tokens=NEW)
 LIMIT = 2.0
-"""Seconds that a child may take; then it is killed."""
+"""Seconds that a child may take; then it is killed. On a busy machine it may take as many times longer as there are
+processes that wait for a core, and the long test allows no more anywhere."""
 
 
 def right(i: int) -> list[int]:
@@ -42,8 +43,13 @@ def logits_of(model: Any, i: int) -> torch.Tensor:
         return model.hf_model(torch.tensor([PROMPTS[i]]), use_cache=False).logits
 
 
-def said_by_child(job: Callable[[], str]) -> str:
-    """What `job` returns in a fork of this process, the name of the error of ours that it raises, or "killed"."""
+def said_by_child(job: Callable[[], str], limit: float | None = None) -> str:
+    """What `job` returns in a fork of this process, the name of the error of ours that it raises, or "killed".
+
+    limit: default LIMIT, longer on a busy machine.
+    """
+    if limit is None:
+        limit = LIMIT * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -58,7 +64,7 @@ def said_by_child(job: Callable[[], str]) -> str:
             os.write(writer, said[:4000].encode())
             os.kill(os.getpid(), signal.SIGKILL)  # no handlers of the parent, of pytest for example
     os.close(writer)
-    until, ended = time.monotonic() + LIMIT, 0
+    until, ended = time.monotonic() + limit, 0
     while not ended and time.monotonic() < until:
         ended, _ = os.waitpid(child, os.WNOHANG)
         time.sleep(0.001)
@@ -122,7 +128,7 @@ def child_jobs(model: Any, expected: torch.Tensor) -> dict[str, Callable[[], str
     }
 
 
-def forks(episodes: int, seed: int) -> list[tuple[str, str, str]]:
+def forks(episodes: int, seed: int, limit: float | None) -> list[tuple[str, str, str]]:
     """(what the threads did, what the child did, what it said) of forks at random moments."""
     rng, found = random.Random(seed), []
     model = wrap(target := tiny_llama(), table_head(target), num_speculative_tokens=3, max_num_seqs=4)
@@ -136,7 +142,7 @@ def forks(episodes: int, seed: int) -> list[tuple[str, str, str]]:
             for _ in range(episodes // len(kinds) + (kinds.index(kind) < episodes % len(kinds))):
                 name = rng.choice(sorted(jobs))
                 time.sleep(rng.uniform(0, 0.03))
-                found.append((f"{kind[0]} generate, {kind[1]} call", name, said_by_child(jobs[name])))
+                found.append((f"{kind[0]} generate, {kind[1]} call", name, said_by_child(jobs[name], limit)))
     assert [tokens_of(model, i) for i in range(6)] == [right(i) for i in range(6)], "the parent goes on"
     return found
 
@@ -144,7 +150,7 @@ def forks(episodes: int, seed: int) -> list[tuple[str, str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("episodes", [6, pytest.param(100, marks=pytest.mark.long)])
 def test_forks_at_random_moments(episodes: int) -> None:
-    found = forks(episodes, seed=5)
+    found = forks(episodes, seed=5, limit=LIMIT if episodes > 10 else None)
     assert len(found) == episodes
     assert [entry for entry in found if entry[2] != "right"] == []
 

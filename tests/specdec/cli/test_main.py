@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 
 import click
 import pytest
@@ -95,9 +95,12 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 
 @pytest.mark.slow
 def test_help_is_quick() -> None:
-    def once() -> float:
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "specdec.cli.main", "--help"], capture_output=True, check=True)
-        return time.perf_counter() - start
+    """It takes less processor time than importing torch alone does, which does not depend on how busy the machine is."""
 
-    assert min(once() for _ in range(5)) < 0.5
+    def processor_seconds(*arguments: str) -> float:
+        before = os.times()
+        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    assert processor_seconds("-m", "specdec.cli.main", "--help") < processor_seconds("-c", "import torch") / 2
