@@ -95,7 +95,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 
 @pytest.mark.slow
 def test_help_is_quick() -> None:
-    """It takes less processor time than importing torch alone does, which does not depend on how busy the machine is."""
+    """It takes less processor time than importing torch alone, which does not depend on how busy the machine is."""
 
     def processor_seconds(*arguments: str) -> float:
         before = os.times()
