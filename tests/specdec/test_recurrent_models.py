@@ -253,17 +253,19 @@ def test_a_layer_called_alone_on_another_thread_is_served_by_the_originals(name:
     wrapped, x = recalling(name), torch.randn(1, 5, 32)
     layer = wrapped.hf_model.model.layers[0]
     mixer = layer.linear_attn if name == "qwen3_next" else layer.mamba
-    with torch.no_grad():
-        own = mixer(x).clone()
-    stop, found = threading.Event(), list[bool]()
+    ready, stop, found = threading.Event(), threading.Event(), list[bool]()
 
     def users() -> None:
+        torch.set_num_threads(1)  # torch counts them by thread, and sums of several are rounded otherwise
         with torch.no_grad():
+            own = mixer(x).clone()
+            ready.set()
             while not stop.is_set():
                 found.append(torch.equal(mixer(x), own))
 
     thread = threading.Thread(target=users)
     thread.start()
+    assert ready.wait(60)
     rounds = [said(wrapped) for _ in range(2)]
     stop.set()
     thread.join()
