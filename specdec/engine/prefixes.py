@@ -23,11 +23,50 @@ import numpy as np
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING, Found, PrefixCache
 from attention.cache.windowed import WindowedTables
+from attention.hf.gate import gate_of
 from drafters.loops.base import DraftLoop, SharesPages
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError
 from specdec.requests.request import Request
 from specdec.rounds.rows import RowTable, Schedule
+from specdec.user_warnings import warn_user
+from specdec.wrapped.target import Target
+from specdec.wrapped.versions import WeightVersions
+
+
+class PrefixValidity:
+    """Decides at every call whether cached keys and values still belong to the model's weights, settings and hooks."""
+
+    def __init__(self, target: Target, versions: WeightVersions | None, config: EngineConfig) -> None:
+        """versions: of target and head; None without a prefix cache."""
+        self._target = target
+        self._versions = versions
+        self._kept = config.keep_prefixes
+        self._warned = False
+
+    @property
+    def unseen(self) -> str:
+        """Why pages are kept within one call only, in words; "" when every change of the model can be detected."""
+        if self._versions is None or not self._versions.unseen or self._kept:
+            return ""
+        return f"{self._versions.unseen} may depend on what nobody can see"
+
+    def ended(self) -> bool:
+        """Whether the cache must be emptied: the model has changed since the last call, or changes cannot be detected.
+        See `WeightVersions`."""
+        if self._versions is None:
+            return False
+        with gate_of(self._target.hf_model.config).held():  # forwards of ours change some settings while they run
+            return self._versions.changed() or bool(self.unseen)
+
+    def warn_once(self) -> None:
+        """Issue one SpecdecWarning if changes of the model cannot be detected."""
+        if self.unseen and not self._warned:
+            self._warned = True
+            warn_user(
+                f"pages of the prefix cache are kept within one call alone: {self.unseen}. "
+                "enable_prefix_caching=True keeps them if the hook always computes the same, False is silent"
+            )
 
 
 class Prefixes:

@@ -38,9 +38,10 @@ class Counters:
     counts; none ever goes back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, transfers: int = 0) -> None:
+        """transfers: see `start_transfers`."""
         self._rounds = self._host_to_device = self._device_to_host = self._preemptions = 0
-        self._transfers = 0
+        self._transfers = transfers
         self._prefix = (0, 0, 0)
 
     @property
