@@ -1,14 +1,13 @@
-"""Arrays that are declared once: one class for their values, for the host buffers they are written to, and for what
-arrives on the device.
+"""Section: arrays declared once, by a class that serves for host values, host buffers and device views.
 
-    @dataclass(frozen=True)
-    class Places(Generic[A]):                        # A: numpy arrays on the host, tensors on the device
-        slots: A = array(np.int64, "tokens")         # dtype and dimensions, in the order of the arena
-        sources: A | None = array(np.int64, "rows", optional=True)
+@dataclass(frozen=True)
+class Places(Generic[A]):                        # A: numpy arrays on the host, tensors on the device
+    slots: A = array(np.int64, "tokens")         # dtype and dimensions, in the order of the arena
+    sources: A | None = array(np.int64, "rows", optional=True)
 
-    section = Section(Places, "round")               # in an arena: fields round.slots, round.sources
-    arena.send(bucket, section.values(places))       # what is None is left out
-    section.of(staged.views)                         # Places of tensors; of an arena's host buffers, Places of arrays
+section = Section(Places, "round")               # in an arena: fields round.slots, round.sources
+arena.send(bucket, section.values(places))       # arrays that are None are left out
+section.of(staged.views)                         # Places of tensors; of an arena's host buffers, Places of arrays
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which pages requests take from the prefix cache, and which they leave in it.
+"""Prefixes: which pages requests take from the prefix cache, and which they add to it.
 
 What is cached, and when:
 
@@ -95,14 +95,14 @@ class Prefixes:
         self._owing: dict[int, int] = {}
 
     def find(self, request: Request, prefill: int) -> Found:
-        """What a waiting request begins with that reads `prefill` tokens before it decodes."""
+        """The cached pages for a waiting request that reads `prefill` tokens before it decodes."""
         if not request.params.cache_prefix:
             return NOTHING
         tokens, drafts = request.committed[:prefill], self._drafts(request.num_drafts)
         return self.cache.find(tokens, drafts, request.variant)
 
     def worth_waiting(self, request: Request, prefill: int, found: Found) -> bool:
-        """Whether a row is reading tokens now whose pages this request could begin with, beyond what was found."""
+        """Whether a row is computing pages now that this request could use, beyond those found."""
         if not self._owing or not request.params.cache_prefix:
             return False
         drafts, tokens, rows = self._drafts(request.num_drafts), request.committed[:prefill], self._table
@@ -123,7 +123,7 @@ class Prefixes:
         return False
 
     def enter(self, request: Request, found: Found) -> None:
-        """A request got a row: it holds what was found, and will register what it reads."""
+        """A request got a row: it holds the found pages, and will register the pages that it computes."""
         row = request.row
         if not request.params.cache_prefix:
             return
@@ -138,7 +138,7 @@ class Prefixes:
             self._owing[row] = len(found.pages)
 
     def register_read(self, schedule: Schedule) -> None:
-        """Register what rows have read of their prompts.
+        """Register the pages of prompt tokens that rows have computed.
 
         Args:
             schedule: the rows of the next round that run already, whose pages are reserved. Before any later round the
@@ -230,7 +230,7 @@ class Prefixes:
             self.cache.register_windowed(tokens, group, 0, tables.pages_of(row)[:num_pages], variant)
 
     def _tokens(self, row: int) -> np.ndarray:
-        """[n] int32: what is committed."""
+        """[n] int32 committed tokens."""
         tokens: np.ndarray = self._table.tokens[row, : self._table.length[row]]
         return tokens
 

@@ -68,14 +68,10 @@ class SharedEngine:
         self._calls: dict[int, Call] = {}
         self._sleeping: dict[Call, None] = {}
         self._leading: Call | None = None
-        self._refused = self.forked = False
+        self._refused = self.forked = self._without_device = False
         self._abandoned: deque[int] = deque()
         self._delivered: list[Update] = engine.reported
         _engines.add(self)
-
-    @property
-    def _without_device(self) -> bool:
-        return self.forked and self._device_type == "cuda"
 
     @property
     def stats(self) -> EngineStats:
@@ -322,8 +318,8 @@ class SharedEngine:
                     self._engine.forget_prefixes()  # its round may have called what has changed
                     self._refused = False
             self._deliver()
-            if call is not None:
-                self._check_alive(call)
+            if call is not None and call.places and call.inbox.empty() and not self._engine.has_work:
+                raise SpecdecError("these requests are no longer in the engine, and nothing reported their end: a bug")
 
     def _deliver(self) -> None:
         """Put the last round's updates into the inboxes. After an interrupt again: `Call.take` drops repetitions."""
@@ -337,10 +333,6 @@ class SharedEngine:
         self._delivered = updates
         for waiting in list(self._line.values()):
             waiting.put(None)  # a ready call need not wait for its turn
-
-    def _check_alive(self, call: Call) -> None:
-        if call.places and call.inbox.empty() and not self._engine.has_work:
-            raise SpecdecError("these requests are no longer in the engine, and nothing reported their end: a bug")
 
     def _forget_abandoned(self) -> None:
         ids = list(self._abandoned)
@@ -393,7 +385,7 @@ class SharedEngine:
         if not own:
             gone += [self._leading] if self._leading else []
             self._lock, self._holder, self._leading, self._in_round = threading.Lock(), None, None, False
-        self.forked = True
+        self.forked, self._without_device = True, self._device_type == "cuda"
         self._sleeping, self._line = {}, {me: self._line[me]} if own and me in self._line else {}
         for call in gone:
             call.refusal = SpecdecError(READ_ELSEWHERE)  # for the thread that forked, if it has this stream, too

@@ -1,4 +1,4 @@
-"""What rounds bring for the requests of one call, handed out update by update."""
+"""Stream: an iterator over the updates of one call's requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.requests.submission import Submission
 
 @dataclass(frozen=True)
 class StreamUpdate:
-    """What one round brought for one completion.
+    """New tokens and text of one completion, from one round.
 
     Attributes:
         index: its place in what `generate` returns: the prompt's, or with SamplingParams.n, where every prompt has n
@@ -31,10 +31,10 @@ class StreamUpdate:
 
 
 class Stream(Iterator[StreamUpdate]):
-    """What rounds bring for one call, update by update. Its requests are queued when the first update is asked for.
+    """An iterator over the updates of one call. The first `next` queues its requests.
 
-    May be read and closed on any thread. A request that fails does not end the others of its call: its error is raised
-    after them.
+    May be read and closed on any thread. A failed request does not end the others of its call: its error is raised
+    after their last update.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Stream(Iterator[StreamUpdate]):
         call: Call | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """call: of requests that are queued already; `requests` is None then. check: see `SharedEngine.submit`."""
+        """call: of requests that are already queued; then `requests` is None. check: see `SharedEngine.submit`."""
         self._check = check
         self._shared = shared
         self._requests: Sequence[Submission] | None = requests
@@ -81,7 +81,7 @@ class Stream(Iterator[StreamUpdate]):
         raise StopIteration
 
     def close(self) -> None:
-        """Abort what is left; idempotent."""
+        """Abort unfinished requests. Idempotent."""
         call, self._call, self._requests = self._call, None, None
         if call is not None:
             self._shared.abandon(call)

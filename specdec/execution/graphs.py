@@ -140,7 +140,7 @@ class GraphExecutor:
         self._seconds = time.perf_counter() - started
 
     def _draft_forms(self, drafter: Drafter, config: EngineConfig, rows: Sequence[int]) -> DraftCapture:
-        """Make the static form of the draft loop and the drafts of sampled rows; what captures them in the buckets."""
+        """Make the static form of the draft loop and buffers of sampled drafts; returns the capture of both."""
         target = self._target
         self._loop = loop = _static_form(target, drafter, config)
         self._steps = {n: loop.steps(static_shape(config, step_rows(n))) for n in rows}
@@ -191,7 +191,7 @@ class GraphExecutor:
         return capture_bucket(*parts, self._extras, self._pool, recorder)
 
     def _rehearse(self) -> None:
-        """Launch once what rounds launch, in buckets and, of sampled rows, in any shape."""
+        """Launch all kernels of rounds once, in buckets and, of sampled rows, in any shape."""
         most, *others = self._fixed
         logits = self._captured(most, rehearse).logits
         rehearse_decisions(logits, most, self._query_len - 1, self._sampling.device, self._drawn)
@@ -199,7 +199,7 @@ class GraphExecutor:
             self._captured(n, rehearse)
 
     def release(self) -> None:
-        """Leave the model and the head as they were: rounds run another way."""
+        """Restore the model and the head, because another executor runs the rounds."""
         self._alterations.undo()
 
     def _num_graphs(self) -> tuple[int, int, int]:
@@ -236,7 +236,7 @@ class GraphExecutor:
         """See `Executor.send`. `draft` is None: every round with a head drafts before it is read."""
         rows = self._bucket_of(target)
         if rows is None:
-            return Round(target, self._transfer.send(target), None, sampling)
+            return Round(target, self._transfer.send(target.inputs), None, sampling)
         self._send_verification(rows, target)
         return Round(target, None, rows, sampling)
 
@@ -274,7 +274,7 @@ class GraphExecutor:
             return Verification(read, aux_hidden_states)
         num_carried = self._prefill.num_rows
         ahead = ahead_inputs(round_.target, self._num_modules, num_carried)  # made while the device verifies
-        sent = self._transfer.send_ahead(round_.target, ahead, device)
+        sent = self._transfer.send_ahead(round_.target.inputs, ahead, device)
         accepted, chosen = self._prefill.run(result, sent, device.logits_indices)
         if round_.sampled and self._drawn is not None:
             self._drawn.choose(0, chosen, accepted)
