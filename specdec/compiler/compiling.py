@@ -23,7 +23,8 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import _config as size_config
 
-import attention.hf.custom_op  # noqa: F401 (registers the operator)
+import attention.hf.custom_op
+import attention.recurrence.hf_calls  # noqa: F401 (both register operators)
 from specdec.compiler.passes import Rewriting
 from specdec.errors import SpecdecError
 from specdec.wrapped.alterations import Alterations

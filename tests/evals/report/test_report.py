@@ -172,17 +172,17 @@ def test_progress_counts_questions_and_pools_tau(plant: SimpleNamespace, tmp_pat
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 def test_page_in_a_real_browser(plant: SimpleNamespace, tmp_path: Path) -> None:
     """Every picture has a size, nothing is wider than the window, and no error is logged."""
-    page = tmp_path / "report.html"
+    file = tmp_path / "report.html"
     probe = (
         "<script>addEventListener('load', () => { const svgs = [...document.querySelectorAll('figure svg')];"
         "document.body.dataset.probe = JSON.stringify({svgs: svgs.length,"
         "smallest: Math.min(...svgs.map(s => Math.min(s.clientWidth, s.clientHeight))),"
         "wide: document.documentElement.scrollWidth - innerWidth}); })</script>"
     )
-    page.write_text(page.render(document_of(plant, tmp_path, sweep((1, 3)))) + probe, "utf-8")
+    file.write_text(page.render(document_of(plant, tmp_path, sweep((1, 3)))) + probe, "utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--window-size=1280,900"]
     done = subprocess.run(
-        [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()],
+        [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri()],
         capture_output=True,
         text=True,
         timeout=120,
