@@ -75,8 +75,10 @@ class Section(Generic[S]):
         self.fields = tuple(_place(f, name, own, before.get(f.name)) for f in declared)
 
     def values(self, source: Any) -> dict[str, np.ndarray]:
-        """The arrays of an object that has them as attributes, under their names in the arena; those that are None left
-        out."""
+        """The arrays of an object that has them as attributes, by their names in the arena, without those that are
+        None; {} for None."""
+        if source is None:
+            return {}
         found = {full: getattr(source, name) for name, full in self._names}
         return {full: value for full, value in found.items() if value is not None}
 

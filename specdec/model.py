@@ -146,7 +146,7 @@ class SpeculativeModel:
             max_model_len: most tokens of one request; default the model's limit, or the length where its rotary
                 embedding starts to depend on the batch's longest request (longrope, dynamic).
             max_num_seqs: most requests a batch. max_num_batched_tokens: most tokens a forward; prompts are chunked.
-            max_num_prefill_tokens: most prompt tokens, all together, of a forward in which other requests decode.
+            max_num_prefill_tokens: most prompt tokens beside requests that decode; more delay those, fewer prompts.
             page_size: tokens a page of the KV cache. kv_cache_tokens: its size, in tokens of layers without a window;
                 default max_num_seqs full-length requests, within gpu_memory_utilization, or 1 GiB on a CPU.
             kv_cache_dtype: "auto" (the model's) or "fp8": the target's cache in 8 bits (e4m3), half the memory. That
@@ -156,7 +156,7 @@ class SpeculativeModel:
             kv_cache_layout: order inside a page of both caches, which changes no token: "NHD", token by token, "HND",
                 head by head, or "auto": NHD, or HND if the GPU's kernels prefer it (Blackwell).
             hybrid_kv_cache: beside layers that see further, layers with a sliding window free the pages behind it
-                (Gemma 2 and 3, gpt-oss, …): more tokens fit, and none changes. False: all layers keep all keys.
+                (Gemma 2 and 3, gpt-oss, …): more requests fit, no token changes. False: all layers keep all keys.
             enable_prefix_caching: reuse pages, the target's and the head's, of earlier requests with the same first
                 tokens; least recently used ones are evicted. "auto": if possible (see `describe`); True: else an error.
                 May change half-precision tokens, but not with "batch_invariant". Also SamplingParams.cache_prefix.
@@ -165,8 +165,8 @@ class SpeculativeModel:
                 full attention, a cache of the model's dtype: else True is an error. Only for short queries.
             gpu_memory_utilization: share of the GPU's memory for model, cache and graphs together.
             cuda_graphs: compile the model and decode from CUDA graphs: many times faster for small batches, after a
-                longer start (about a minute the first time). "auto": on a GPU, else a SpecdecWarning where the model
-                cannot be compiled or captured; True: that is an error; False: never. In half precision rounds of
+                longer start (about a minute the first time). "auto": on a GPU; off, with a SpecdecWarning, if the
+                model cannot be compiled or captured; True: that is an error; False: never. In half precision rounds of
                 different sizes use different kernels: more answers differ, except with "batch_invariant".
             mtp_concat, mtp_feedback: of a multi-token-prediction module: the first input of its projection,
                 "embedding_first" or "hidden_first" ("auto": its family's order), and the input of its next step,
@@ -181,11 +181,11 @@ class SpeculativeModel:
                 request's temperature and filters, or "greedy". Affects acceptance, not the distribution of answers.
             tensor_parallel_size: N GPUs of this machine (on a CPU, N processes) that share the target, one process
                 each. Needs the extra [parallel]; target and draft by name only. See docs/parallel.md.
-            seed: of requests without one: 64 bits, with or without a sign. adapter: folder or hub name of a peft
-                adapter (LoRA and the like) for a target given by name.
+            seed: of requests without one: 64 bits, signed or not. adapter: a peft adapter (LoRA and the like), by
+                folder or hub name, for a target given by name.
             merge_adapter: "auto" or True: add the adapter to the weights at loading, as by peft's merge_and_unload, at
                 no cost per token; in half precision the sum is rounded once. On quantised or shared (tied) weights
-                "auto" runs it live, True is an error. False: live, with the arithmetic of the PeftModel itself.
+                "auto" runs it live, True is an error. False: live, as the PeftModel: more launches, nothing fused.
             trust_remote_code: run the Python files of the target's checkpoint (on the hub, anybody's).
             revision: branch, tag or commit of a target on the hub: of its configuration, weights, tokenizer, "mtp".
 
@@ -271,10 +271,9 @@ class SpeculativeModel:
         Raises:
             InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
             ClosedModelError: the model is closed, also by another thread meanwhile. ModelChangedError: `hf_model` was
-                moved, recast, resized, rebuilt or put into training mode meanwhile.
-            RequestFailedError: a request failed by itself (its tokenizer raised); raised when the others are finished.
-            RoundFailedError: a round with requests of this call failed twice, on the device for example.
-            Exception: raised by a signal handler (an alarm) or another thread in this call; other calls go on.
+                moved, recast, resized, rebuilt or put into training mode meanwhile. RoundFailedError: a round with
+                requests of this call failed twice, on the device for example. RequestFailedError, after all others
+                finish: a request's tokenizer raised. Exception: of a signal handler (an alarm) or another thread.
         """
         done = dict(self.generate_iter(prompts, params))
         return [done[i] for i in sorted(done)]
@@ -300,8 +299,8 @@ class SpeculativeModel:
     def refresh(self) -> float:
         """Check a model whose weight values were changed in place: test it again and return its `self_test_error`.
 
-        Generation uses new values at once, without a refresh. A draft head keeps its copies of the target's old weights
-        (rows of the output embedding): that costs acceptance, and changes no token.
+        Generation uses new values at once. A draft head keeps its copies of old weights (of the output embedding): that
+        costs acceptance, and changes no token.
 
         Raises:
             ModelChangedError: more than values has changed (dtype, device, modules, vocabulary, mode; with CUDA graphs
@@ -323,8 +322,7 @@ class SpeculativeModel:
     @own_torch_state()
     def own_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[T, V]: logits of the model's own forward after each of these tokens, without cache and head; on all ranks.
-        Raises InvalidInputError: no tokens, ids that are no integers, or an id outside the vocabulary; RanksLostError.
-        """
+        Raises InvalidInputError: no tokens, no integers, or an id outside the vocabulary; RanksLostError."""
         self._shared.check_open()
         ids = ids_within(token_ids, self.target.num_embeddings, "own_logits")
         with self._shared.between_rounds():
@@ -372,8 +370,8 @@ class SpeculativeModel:
         """End all requests, free caches, graphs and other ranks' processes, and restore `hf_model`. Idempotent.
 
         Unfinished requests raise ClosedModelError after their last update. Waits for a round or a forward on another
-        thread. `hf_model`, `tokenizer`, `config`, `engine_stats` and the self-test's results stay readable. If a GPU
-        waits for a lost rank, its memory stays until this process ends. Raises SpecdecError inside a round."""
+        thread. `hf_model`, `tokenizer`, `config`, `engine_stats`, the self-test's results stay readable. If a GPU waits
+        for a lost rank, its memory stays until this process ends. Raises SpecdecError inside a round."""
         self._shared.close()  # from here on every step can be done twice: an interrupted close() is called again
         self.group.close()
         device = self.device

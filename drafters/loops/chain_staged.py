@@ -15,7 +15,7 @@ from attention.batch.staging import Staged
 from attention.checking import checking
 from attention.declared import A, Section, array
 from drafters.loops.base import LoopSize
-from drafters.loops.chain_arrays import ChainArrays, StepArrays
+from drafters.loops.chain_arrays import ChainArrays
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class StepSection:
     """All steps of a chain in an arena: a batch whose arrays, but for two, have the step as their first dimension.
 
     Attributes:
-        fields: their places.
+        fields: their places. arrays: their section.
     """
 
     def __init__(self, table: bool = True) -> None:
         """table: with the block table; a fixed shape sends none."""
         leading = dict.fromkeys(_PER_STEP, "steps")
         shared = {"tokens": "step.rows"}
-        self._own = Section(BatchArrays, "step", () if table else ("block_table",), shared, leading)
-        self.fields = self._own.fields
+        self.arrays = Section(BatchArrays, "step", () if table else ("block_table",), shared, leading)
+        self.fields = self.arrays.fields
 
     @staticmethod
     def sizes(rows: int, pages: int, steps: int, entries: int | None = None) -> dict[str, int]:
@@ -73,17 +73,13 @@ class StepSection:
 
     def buffers(self, host: Mapping[str, np.ndarray]) -> BatchArrays[np.ndarray]:
         """One of the arena's host buffers of a fixed shape, whole."""
-        return self._own.of(host)
-
-    def values(self, steps: StepArrays) -> dict[str, np.ndarray]:
-        """The arrays of all steps, by their names in the arena."""
-        return {} if steps.sent is None else self._own.values(steps.sent)
+        return self.arrays.of(host)
 
     def of(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
         """Metadata of every step; views that are the same in every step are made once."""
         if not batches:
             return ()
-        whole: BatchArrays[torch.Tensor] = self._own.of(staged.views)
+        whole: BatchArrays[torch.Tensor] = self.arrays.of(staged.views)
         per_step = zip(*(getattr(whole, name).unbind(0) for name in _PER_STEP), strict=True)
         steps = []
         for host, views in zip(batches, per_step, strict=True):
@@ -124,7 +120,9 @@ class ChainSection:
         """See `LoopSection.values`."""
         prefill, accepted = arrays.prefill, arrays.prefill.accepted
         rows = PrefillRows(prefill.token_ids, accepted.token_indices, accepted.last_row[: arrays.num_drafting])
-        return self._batch.values(prefill.batch) | self._rows.values(rows) | self._steps.values(arrays.steps)
+        return (
+            self._batch.values(prefill.batch) | self._rows.values(rows) | self._steps.arrays.values(arrays.steps.sent)
+        )
 
     def of(self, arrays: ChainArrays, staged: Staged) -> ChainInputs:
         """See `LoopSection.of`."""

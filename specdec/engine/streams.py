@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from specdec.engine.calls import Call
 from specdec.engine.sharing import SharedEngine
@@ -57,28 +58,25 @@ class Stream(Iterator[StreamUpdate]):
             if self._requests is not None:
                 requests, self._requests = self._requests, None
                 self._call = self._shared.submit(requests, self._check)
-            return self._next()
+            call = self._call  # another thread may close the stream meanwhile
+            while call is not None and (found := self._shared.next(call)) is not None:
+                place, update = found
+                if update.error is None:
+                    return StreamUpdate(place, update.token_ids, update.text, update.completion)
+                self._errors.append(update.error)
+            if self._errors:
+                self._raise_errors()
+            raise StopIteration
         except BaseException:
             self.close()
             raise
 
-    def _next(self) -> StreamUpdate:
-        call = self._call
-        while call is not None:
-            found = self._shared.next(call)
-            if found is None:
-                break
-            place, update = found
-            if update.error is None:
-                return StreamUpdate(place, update.token_ids, update.text, update.completion)
-            self._errors.append(update.error)
-        if self._errors:
-            first, *more = self._errors
-            self._errors = []
-            if more:
-                first.add_note(f"{len(more)} more requests of this call failed")
-            raise first
-        raise StopIteration
+    def _raise_errors(self) -> NoReturn:
+        first, *more = self._errors
+        self._errors = []
+        if more:
+            first.add_note(f"{len(more)} more requests of this call failed")
+        raise first
 
     def close(self) -> None:
         """Abort unfinished requests. Idempotent."""
