@@ -1,4 +1,4 @@
-"""From tokens to text while they arrive: what may be shown, and where a stop string ends the request.
+"""TextStream: the text of a growing sequence of tokens, and the place where a stop string ends it.
 
 A request ends with the first token after which its text contains a stop string. Its text after n tokens is
 `tokenizer.decode(first n tokens, skip_special_tokens=True)` without U+FFFD at the end (a character that is not finished
@@ -29,7 +29,7 @@ _CLEANING = 4
 _CLEANED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're"
 
 _UNDECODABLE = (IndexError, KeyError, TypeError, OverflowError)
-"""What tokenizers raise for ids that they do not know: by table, by dictionary, by joining None, in Rust."""
+"""Exceptions of tokenizers for unknown ids: from a table, a dictionary, joining None, Rust."""
 
 
 class Tokenizer(Protocol):
@@ -43,7 +43,7 @@ class Spelling:
     """How one token is written.
 
     Attributes:
-        special: of a token that leaves no text, a special one: what it looks like; None of any other.
+        special: the written form of a special token, which leaves no text; None for others.
         byte: of a byte token.
     """
 
