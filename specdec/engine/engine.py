@@ -20,7 +20,7 @@ from specdec.engine.admission import Admission, admission_order
 from specdec.engine.commit import Committed, commit
 from specdec.engine.faults import Change, request_failed, rewound, round_failed, taken
 from specdec.engine.guests import Guests
-from specdec.engine.launcher import LaunchedRound, Launcher, Lookahead
+from specdec.engine.launcher import LaunchedRound, Launcher, Lookahead, VerifyingRound
 from specdec.engine.prefixes import Prefixes, PrefixValidity, prefix_cache
 from specdec.engine.scheduler import Scheduler, Usage, windowed_tables
 from specdec.engine.stats import Counters, EngineStats
@@ -281,11 +281,7 @@ class Engine:
         """Treat the exception of a round as an interrupt and run rounds until every request in it has progressed,
         and one more with a round in flight before it. A second exception ends the requests.
 
-        Args:
-            reported: updates of the failed round that no caller has received.
-
-        Returns:
-            The exception if all of that succeeded.
+        reported: updates of the failed round that no caller has received. Returns the exception if all succeeded.
         """
         struck = {request.id: request.progress for request in self._in_round()}
         self._mend()
@@ -325,7 +321,7 @@ class Engine:
         upcoming = upcoming or self._lookahead.before_commit(current, outcome, draft)  # every row goes on
         head_has_read = isinstance(current.verification, DraftedVerification)
         committed = commit(current.schedule, current.target, outcome, self.table, head_has_read)
-        owners = self._retire(committed)
+        owners = self._retire(current, committed)
         if self.guests.leaving:
             self.guests.leave(owners, partial(self._launcher.drafts_of, current, committed, draft))
         if alone:  # callers get first tokens before the next launch
@@ -341,10 +337,14 @@ class Engine:
             self.inflight = following()
         return self.inflight
 
-    def _retire(self, committed: Committed) -> list[Request | None]:
-        """Close the rows that an eos id or a limit ended; return each decided row's request, None if it is gone."""
+    def owners(self, round_: VerifyingRound) -> list[Request | None]:
+        """The request of each decided row; None for one that was aborted or stopped meanwhile."""
         by_row = {request.row: request for request in self.scheduler.running}
-        owners = [by_row.get(row) for row in committed.rows.tolist()]
+        return [by_row.get(row) for row in round_.schedule.rows[round_.target.decided].tolist()]
+
+    def _retire(self, current: VerifyingRound, committed: Committed) -> list[Request | None]:
+        """Close the rows that an eos id or a limit ended; return the request of each decided row."""
+        owners = self.owners(current)
         for j in (committed.at_eos | committed.at_limit).nonzero()[0].tolist():
             request = owners[j]
             if request is not None:
