@@ -1,14 +1,13 @@
-"""Arrays that are declared once: one class for their values, for the host buffers they are written to, and for what
-arrives on the device.
+"""Section: arrays declared once, by a class that serves for host values, host buffers and device views.
 
-    @dataclass(frozen=True)
-    class Places(Generic[A]):                        # A: numpy arrays on the host, tensors on the device
-        slots: A = array(np.int64, "tokens")         # dtype and dimensions, in the order of the arena
-        sources: A | None = array(np.int64, "rows", optional=True)
+@dataclass(frozen=True)
+class Places(Generic[A]):                        # A: numpy arrays on the host, tensors on the device
+    slots: A = array(np.int64, "tokens")         # dtype and dimensions, in the order of the arena
+    sources: A | None = array(np.int64, "rows", optional=True)
 
-    section = Section(Places, "round")               # in an arena: fields round.slots, round.sources
-    arena.send(bucket, section.values(places))       # what is None is left out
-    section.of(staged.views)                         # Places of tensors; of an arena's host buffers, Places of arrays
+section = Section(Places, "round")               # in an arena: fields round.slots, round.sources
+arena.send(bucket, section.values(places))       # arrays that are None are left out
+section.of(staged.views)                         # Places of tensors; of an arena's host buffers, Places of arrays
 """
 
 from __future__ import annotations
@@ -76,8 +75,10 @@ class Section(Generic[S]):
         self.fields = tuple(_place(f, name, own, before.get(f.name)) for f in declared)
 
     def values(self, source: Any) -> dict[str, np.ndarray]:
-        """The arrays of an object that has them as attributes, under their names in the arena; those that are None left
-        out."""
+        """The arrays of an object that has them as attributes, by their names in the arena, without those that are
+        None; {} for None."""
+        if source is None:
+            return {}
         found = {full: getattr(source, name) for name, full in self._names}
         return {full: value for full, value in found.items() if value is not None}
 

@@ -31,7 +31,7 @@ class PlannedBatch:
 
     Attributes:
         metadata: the batch.
-        plans: what a backend runs; None for a batch that nothing attends to, see `GroupRunner.blank`.
+        plans: the backend's plan for each spec; None for a batch without attention, see `GroupRunner.blank`.
         rows: the batch in the rows that each spec's layers attend, where some attend in chunks; {} where none do.
         temperatures: [T', 1, 1] float32 factors of the queries, padding included, for layers with temperature tuning.
             The first such layer of a launch computes them, so that a captured launch does with every round's positions.

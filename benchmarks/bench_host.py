@@ -25,6 +25,7 @@ from attention.cache.windowed import WindowedTables
 from benchmarks.document import publish
 from benchmarks.synthetic import Tokenizer
 from drafters.loops.chain import ChainLoop
+from drafters.loops.chain_arrays import chain_arrays
 from drafters.loops.chain_passes import FixedSteps
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig, WindowedPool
@@ -101,7 +102,7 @@ def prepare(state: State) -> None:
     windowed = tuple(WindowedTable(pages.window, pages.table, rows) for pages in state.windowed_pages)
     target = target_arrays(state.schedule, state.table, RoundTables(target_table, head, PAGE_SIZE, windowed))
     sampling = sampling_round(target, state.schedule.rows, state.table)
-    state.transfer.send(draft, target, sampling)
+    state.transfer.send(target.inputs, None if draft is None else chain_arrays(draft), sampling)
 
 
 class FixedRounds:

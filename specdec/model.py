@@ -42,38 +42,32 @@ if TYPE_CHECKING:
     from specdec.handoff.moved import Handoff
     from specdec.handoff.transfers import OnFailure, Transfers
 
-_FREED = ("target", "head", "runners", "engine", "_live")
-"""What `close` lets go of."""
+_FREED = ("target", "head", "runners", "engine", "_live")  # attributes that `close` deletes
 
 
 class SpeculativeModel:
-    """The public face: load, generate, stream.
+    """A Hugging Face causal language model that drafts and verifies several tokens a round: load, generate, stream.
 
     Threads: `generate`, `generate_iter`, `stream`, `describe` and `engine_stats` may be called on any thread, and from
-    asyncio through `asyncio.to_thread`. Requests of all threads share one batch; there is no engine thread: whoever
-    waits for results runs the rounds. A stream that is not read delays nobody. A request that fails and a caller that
-    is interrupted or goes away end their own requests only. `hf_model` may be called on another thread meanwhile: its
-    forward and that of a round wait for each other. A call from inside a round (from the tokenizer's `decode` or a
-    hook of the model) is refused with a SpecdecError.
+    asyncio through `asyncio.to_thread`. Requests of all threads share one batch; callers that wait for results run the
+    rounds. A stream that is not read delays no other; a failed request or an interrupted caller ends its own requests
+    only. `hf_model` may be called on another thread: its forward waits for a round's and vice versa. A call from inside
+    a round (by the tokenizer or a hook) is refused with a SpecdecError.
 
-    Life: `close()`, or the end of a with-block, ends what runs, frees caches and graphs, and leaves `hf_model` as it
-    was before. So does the garbage collector once nobody has the object or a stream of it. A closed model raises
-    ClosedModelError. Several may wrap the same `hf_model`.
+    Life: see `close`, which a with-block calls at its end, and garbage collection once the object and its streams are
+    unreachable. A closed model raises ClosedModelError. Several may wrap the same `hf_model`.
 
     Attributes:
         hf_model: the transformers model; its own `generate` works as before. It stays after `close`.
         tokenizer: its tokenizer. head: the draft head, or None. config: sizes and limits of the engine.
-        generation_config_use: "model" or "ignore", what of the model's own generation_config applies.
-        backend_name: the attention backend in use.
-        self_test_error: relative logit error of the load-time self-test.
-        twin: what a small float32 copy of the model showed at loading, see specdec/selftest/twin.py.
-        runners: attention of the target, by cache group, and, with a head, of the head.
+        generation_config_use: "model" or "ignore": whether the model's own generation_config applies.
+        backend_name: the attention backend. runners: attention of each cache group of the target, then of the head.
+        self_test_error: relative logit error of the load-time self-test. twin: the test in specdec/selftest/twin.py.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason. cascade_attention: likewise.
-        group: the processes that run the target together. ranks: the same where they are several, else None. With
-            several, `hf_model` is this process's share, whose forward alone is refused.
+        group: the processes that run the target together. ranks: the same if they are several, else None; then
+            `hf_model` is this process's share, which has no forward of its own.
         checkpoint: where the target was read from; None for a loaded model without a name.
-        engine: what runs the rounds, for tools that drive or watch it; for one thread at a time, and never during a
-            call on another one.
+        engine: runs the rounds; for tools, on one thread at a time and never during a call on another one.
     """
 
     @own_torch_state()
@@ -137,79 +131,61 @@ class SpeculativeModel:
 
         Args:
             target: built-in name, folder, hub name, or a loaded transformers model; an adapter of peft, which names its
-                base, or a PeftModel, whose inner model runs as it is (its adapters live or merged). A head alone,
-                without `draft`, whose config.json names its target (as the package speculators does), stands for both.
+                base, or a PeftModel, whose inner model runs as it is (its adapters live or merged). Without `draft`, a
+                head whose config.json names its target (as the package speculators does) loads both.
             draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-
                 prediction module in the target's checkpoint, a loaded head, or None.
             num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
-            backend: attention kernels. "auto": FlashInfer on a GPU, "flex" where it is not installed and on ROCm builds
-                of torch (untested on such hardware), "torch" (the reference) on a CPU. "flex": torch's FlexAttention,
-                compiled at the first rounds; no CUDA graphs. "batch_invariant": a token's result has the same bits
-                whatever else is in the batch, so half precision gives the same tokens with and without speculation;
-                slower (README), and not with cuda_graphs=False.
-            dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name.
-            device: default CUDA where there is one; a loaded model stays as it is.
-            tokenizer: a tokenizer, or the folder or hub name of one; default the target's own; needed when `target` is
-                a model without a name.
-            max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding begins
-                to depend on the longest request of the batch (longrope, dynamic).
-            max_num_seqs: most requests in one batch.
-            max_num_batched_tokens: most tokens of one forward; longer prompts are read in chunks.
-            max_num_prefill_tokens: most prompt tokens of a forward in which other requests decode, all prompts
-                together. More make their tokens wait longer, fewer make prompts wait longer; the answers stay the same.
-            page_size: tokens a page of the KV cache. kv_cache_tokens: its size, in tokens that the layers without a
-                window hold; default max_num_seqs full-length requests, at most what gpu_memory_utilization leaves on a
-                GPU and 1 GiB on CPU.
+            backend: attention kernels. "auto": FlashInfer on a GPU, "flex" if it is not installed and on ROCm builds of
+                torch (untested on such hardware), "torch" (the reference) on a CPU. "flex": FlexAttention, compiled at
+                the first rounds; no CUDA graphs. "batch_invariant": results do not depend on the batch, so half
+                precision gives the same tokens with and without speculation; slower (README), needs CUDA graphs.
+            dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name. device: default CUDA
+                if there is one; a loaded model stays as it is.
+            tokenizer: or its folder or hub name; default the target's own; required for a model without a name.
+            max_model_len: most tokens of one request; default the model's limit, or the length where its rotary
+                embedding starts to depend on the batch's longest request (longrope, dynamic).
+            max_num_seqs: most requests a batch. max_num_batched_tokens: most tokens a forward; prompts are chunked.
+            max_num_prefill_tokens: most prompt tokens beside requests that decode; more delay those, fewer prompts.
+            page_size: tokens a page of the KV cache. kv_cache_tokens: its size, in tokens of layers without a window;
+                default max_num_seqs full-length requests, within gpu_memory_utilization, or 1 GiB on a CPU.
             kv_cache_dtype: "auto" (the model's) or "fp8": the target's cache in 8 bits (e4m3), half the memory. That
-                changes the model's tokens a little; they are still the same with and without speculation.
+                changes the model's tokens a little, but with and without speculation they stay the same.
             kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
-                the calibrated ones of the checkpoint (compressed-tensors, ModelOpt), else 1.0 everywhere, which cuts
-                off values beyond ±448.
+                the checkpoint's calibrated ones (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
             kv_cache_layout: order inside a page of both caches, which changes no token: "NHD", token by token, "HND",
-                head by head, or "auto": NHD, or HND where the GPU's kernels read that better (Blackwell).
-            hybrid_kv_cache: layers with a sliding window have pages of their own, freed once they are behind it, where
-                other layers see further (Gemma 2 and 3, gpt-oss, …): the same memory holds far more tokens, and no
-                token changes. False: all layers keep all keys.
-            enable_prefix_caching: requests begin with the pages of the cache, the target's and the head's, that earlier
-                ones with the same first tokens left there; those least recently used go first when pages are needed.
-                "auto": wherever it can be done (`describe` says where not); True: else that is an error. In float32 and
-                with "batch_invariant" no token changes; otherwise a prompt is then read in other pieces, which round
-                differently, as they do beside other requests. SamplingParams.cache_prefix is the switch of one request.
-            cascade_attention: pages that requests of a batch share (prefix caching) are attended once for all of them
-                in every round where that takes less time: with short queries on "flashinfer", full attention, a cache
-                of the model's dtype; else True is an error. For many requests at once with one long common prompt: on
-                an H200, with 2,048 shared and 256 own tokens, attention is 1.6 to 1.9 times faster for 32 rows and 1.7
-                to 3.2 times for 128; for 8 rows only prefixes of about 8,192 tokens pay (1.4 times). Where nothing is
-                shared it takes 10 % longer (median of the measured shapes), at most 21 %. In half precision sums are
-                rounded in another order, as beside other requests.
-            gpu_memory_utilization: share of the GPU's memory that model, cache and graphs may take together.
+                head by head, or "auto": NHD, or HND if the GPU's kernels prefer it (Blackwell).
+            hybrid_kv_cache: beside layers that see further, layers with a sliding window free the pages behind it
+                (Gemma 2 and 3, gpt-oss, …): more requests fit, no token changes. False: all layers keep all keys.
+            enable_prefix_caching: reuse pages, the target's and the head's, of earlier requests with the same first
+                tokens; least recently used ones are evicted. "auto": if possible (see `describe`); True: else an error.
+                May change half-precision tokens, but not with "batch_invariant". Also SamplingParams.cache_prefix.
+            cascade_attention: attend pages that requests share (prefix caching) once for all, in rounds where that is
+                faster (attention/batch/transforms/cascade.py); sums are rounded in another order. Needs "flashinfer",
+                full attention, a cache of the model's dtype: else True is an error. Only for short queries.
+            gpu_memory_utilization: share of the GPU's memory for model, cache and graphs together.
             cuda_graphs: compile the model and decode from CUDA graphs: many times faster for small batches, after a
-                longer start (about a minute the first time). "auto": on a GPU, unless the model cannot be compiled or
-                captured, which a SpecdecWarning says; True: that is an error; False: never. In half precision, rounds
-                of different sizes then run through different kernels, and more answers differ from those without
-                drafts, but with "batch_invariant".
-            mtp_concat, mtp_feedback: of a multi-token-prediction module: what its projection reads first,
-                "embedding_first" or "hidden_first" ("auto" is its family's order), and what its next step gets,
-                "post_norm" or "pre_norm". A plainly wrong choice is noticed and refused.
-            head_overrides: what you know better than an EAGLE head's config.json, by its keys ("rope_theta",
+                longer start (about a minute the first time). "auto": on a GPU; off, with a SpecdecWarning, if the
+                model cannot be compiled or captured; True: that is an error; False: never. In half precision rounds of
+                different sizes use different kernels: more answers differ, except with "batch_invariant".
+            mtp_concat, mtp_feedback: of a multi-token-prediction module: the first input of its projection,
+                "embedding_first" or "hidden_first" ("auto": its family's order), and the input of its next step,
+                "post_norm" or "pre_norm". A plainly wrong choice is refused.
+            head_overrides: corrections to an EAGLE head's config.json, by its keys ("rope_theta",
                 "eagle_config.norm_output", …; None removes one), or "aux_layers" (layer boundaries) and "feedback"
-                ("pre_norm", "post_norm"). What the tensors show cannot be overridden.
-            generation_config: "model": the model's own generation_config applies as in transformers' `generate`. What
-                of it changes the model's greedy tokens and is not supported (repetition_penalty, suppress_tokens, …)
-                is refused by the first request, by name. "ignore": only its eos ids apply, to requests with
-                SamplingParams and with a GenerationConfig; `describe` says what is switched off.
-            draft_sampling: how drafts of sampled requests are chosen: "probabilistic", drawn from the head's own
-                distribution under the request's temperature and filters, or "greedy", its most probable token. Both
-                leave the distribution of the answers as it is; they differ in how many drafts are accepted.
-            tensor_parallel_size: N GPUs of this machine (on a CPU, N processes) that the target is divided among, one
-                process each: this one and N-1 that are started here and end with `close`. Needs the extra [parallel].
-                Target and draft by name only. The head is whole on every rank. See docs/parallel.md.
-            seed: randomness of requests without a seed of their own: 64 bits, with or without a sign.
-            adapter: folder or hub name of an adapter of peft (LoRA and the like) for a target given by name.
-            merge_adapter: "auto" or True: such an adapter is added to the weights at loading, as by peft's
-                merge_and_unload, and costs nothing per token; in half precision the sum is rounded once. Over quantised
-                weights, and over ones that two modules share (tied embeddings), "auto" runs it live, True is an error.
-                False: live, the arithmetic of the PeftModel itself: more launches per layer, and no fused projections.
+                ("pre_norm", "post_norm"). Facts that the tensors show cannot be overridden.
+            generation_config: "model": the model's own generation_config applies as in transformers' `generate`; the
+                first request refuses unsupported settings that change greedy tokens (repetition_penalty, …), by name.
+                "ignore": only its eos ids apply, to all requests; `describe` lists the ignored settings.
+            draft_sampling: drafts of sampled requests: "probabilistic", drawn from the head's distribution under the
+                request's temperature and filters, or "greedy". Affects acceptance, not the distribution of answers.
+            tensor_parallel_size: N GPUs of this machine (on a CPU, N processes) that share the target, one process
+                each. Needs the extra [parallel]; target and draft by name only. See docs/parallel.md.
+            seed: of requests without one: 64 bits, signed or not. adapter: a peft adapter (LoRA and the like), by
+                folder or hub name, for a target given by name.
+            merge_adapter: "auto" or True: add the adapter to the weights at loading, as by peft's merge_and_unload, at
+                no cost per token; in half precision the sum is rounded once. On quantised or shared (tied) weights
+                "auto" runs it live, True is an error. False: live, as the PeftModel: more launches, nothing fused.
             trust_remote_code: run the Python files of the target's checkpoint (on the hub, anybody's).
             revision: branch, tag or commit of a target on the hub: of its configuration, weights, tokenizer, "mtp".
 
@@ -248,7 +224,7 @@ class SpeculativeModel:
 
     @property
     def executor(self) -> Executor:
-        """How rounds run on the device."""
+        """Runs rounds on the device."""
         return self.engine.executor
 
     @property
@@ -277,16 +253,12 @@ class SpeculativeModel:
         return self._shared.stats
 
     def usage(self) -> Usage:
-        """What requests hold: requests waiting and running, rows, pages of both caches; 0 when idle. Waits for the end
-        of a round that another thread runs. Raises InvariantError with SPECDEC_CHECK=1, when a page of a cache has no
-        owner, or two, and SpecdecError inside a round."""
+        """Requests, and the rows and pages that they hold; 0 when idle. Waits for a round on another thread. Raises
+        SpecdecError inside a round, and InvariantError, with SPECDEC_CHECK=1, when a page has no owner, or two."""
         return self._shared.usage()
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
-        """Generate for one prompt or many, batched continuously.
-
-        Where they are more than `max_num_seqs`, they begin in their order, but for those with so large a
-        `max_new_tokens` that they would end after all others: these begin earlier (`specdec.engine.admission`).
+        """Generate for one prompt or many, batched continuously; see `specdec.engine.admission` for their order.
 
         Args:
             prompts: str, token ids, chat messages, or a list of any of these; a tensor or array of ids (1-D: a prompt,
@@ -298,11 +270,10 @@ class SpeculativeModel:
 
         Raises:
             InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
-            ClosedModelError: the model is closed, or was closed on another thread meanwhile.
-            ModelChangedError: `hf_model` was moved, recast, resized, rebuilt or put into training mode meanwhile.
-            RequestFailedError: a request failed in itself (its tokenizer raised); raised when the others are finished.
-            RoundFailedError: a round that requests of this call were in failed twice, on the device for example.
-            Exception: what a signal handler (an alarm) or another thread raised in this call, as it is; others go on.
+            ClosedModelError: the model is closed, also by another thread meanwhile. ModelChangedError: `hf_model` was
+                moved, recast, resized, rebuilt or put into training mode meanwhile. RoundFailedError: a round with
+                requests of this call failed twice, on the device for example. RequestFailedError, after all others
+                finish: a request's tokenizer raised. Exception: of a signal handler (an alarm) or another thread.
         """
         done = dict(self.generate_iter(prompts, params))
         return [done[i] for i in sorted(done)]
@@ -315,12 +286,8 @@ class SpeculativeModel:
                     yield update.index, update.completion
 
     def stream(self, prompts: Prompts, params: Params = None) -> Stream:
-        """As `generate`, but yield every round's new tokens and text. Closing the iterator early, on any thread, aborts
-        what is left.
-
-        Raises:
-            InvalidInputError, ClosedModelError, ModelChangedError: as `generate`; the others come from the iterator.
-        """
+        """As `generate`, but yield every round's new tokens and text. Closing the iterator, on any thread, aborts the
+        rest. Raises InvalidInputError, ClosedModelError and ModelChangedError here, others from the iterator."""
         self._shared.check_open()
         check = self._live.begin_check()
         with interrupts_as_they_are():
@@ -330,19 +297,15 @@ class SpeculativeModel:
 
     @own_torch_state()
     def refresh(self) -> float:
-        """After new weight values in place: check that nothing else has changed, and run the self-test again.
+        """Check a model whose weight values were changed in place: test it again and return its `self_test_error`.
 
-        Generation reads the weights at every forward, so it needs no refresh to use new values. A draft head keeps what
-        it took over from the target, such as rows of its output embedding: that costs acceptance, and changes no token.
-
-        Returns:
-            The new `self_test_error`.
+        Generation uses new values at once. A draft head keeps its copies of old weights (of the output embedding): that
+        costs acceptance, and changes no token.
 
         Raises:
             ModelChangedError: more than values has changed (dtype, device, modules, vocabulary, mode; with CUDA graphs
-                also where the weights lie): wrap the model again. UnsupportedModelError: the target comes out wrong.
-            InvalidInputError: requests are running, whose keys and values are those of the old weights; or this process
-                has one share of the weights.
+                also addresses): wrap the model again. UnsupportedModelError: the self-test failed. InvalidInputError:
+                requests run on the old weights, or this process has one share of the weights.
         """
         self.group.check_whole("refresh()", "save new weights and load them again")
         with self._shared.between_rounds() as idle:
@@ -359,24 +322,22 @@ class SpeculativeModel:
     @own_torch_state()
     def own_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[T, V]: logits of the model's own forward after each of these tokens, without cache and head; on all ranks.
-
-        Raises InvalidInputError: no tokens, ids that are no integers, or an id outside the vocabulary; RanksLostError.
-        """
+        Raises InvalidInputError: no tokens, no integers, or an id outside the vocabulary; RanksLostError."""
         self._shared.check_open()
         ids = ids_within(token_ids, self.target.num_embeddings, "own_logits")
         with self._shared.between_rounds():
             return self.group.run(own_logits, self.engine, ids)
 
     def open_transfer(self, transport: str | Transport = "local", **options: Any) -> EngineTable:
-        """Choose how requests get from this model into others, and from others into this one: see `Transfers.open`."""
+        """Choose the transport by which requests move between this model and others: see `Transfers.open`."""
         return self._moves.open(transport, options)
 
     def prefill(self, prompts: Prompts, params: Params = None, *, lease_seconds: float = 60.0) -> list[Handoff]:
-        """Read prompts, and hand the requests over to another model after their first token: `Transfers.prefill`."""
+        """Read prompts, for another model to continue after the first token: see `Transfers.prefill`."""
         return self._moves.prefill(prompts, params, lease_seconds)
 
     def release(self, handoffs: Handoff | Sequence[Handoff]) -> None:
-        """Let go of requests that this model handed over and that nobody will continue: see `Transfers.release`."""
+        """Free requests that this model handed over and that no model will continue: see `Transfers.release`."""
         self._moves.release(handoffs)
 
     def resume(
@@ -393,7 +354,7 @@ class SpeculativeModel:
 
     @property
     def _moves(self) -> Transfers:
-        """Of the optional package `specdec.handoff`. Raises InvalidInputError: it is not there."""
+        """Of the optional package `specdec.handoff`. Raises InvalidInputError if it is missing."""
         try:
             from specdec.handoff.transfers import transfers_of
         except ImportError as error:
@@ -406,18 +367,16 @@ class SpeculativeModel:
         return facts_of(self)
 
     def close(self) -> None:
-        """End what runs, free caches, buffers and graphs, and leave `hf_model` as it was before. Idempotent.
+        """End all requests, free caches, graphs and other ranks' processes, and restore `hf_model`. Idempotent.
 
-        Requests and streams that are not finished raise ClosedModelError, after what was reported to them before. Waits
-        for a round or a forward that runs on another thread. `hf_model`, `tokenizer`, `config`, `engine_stats` and what
-        the self-test found stay readable. Of a tensor-parallel model the other ranks' processes end; where a GPU waits
-        for a lost one, nothing can be freed before this process ends. Raises SpecdecError when it is called from inside
-        a round (from the tokenizer or a hook of the model)."""
+        Unfinished requests raise ClosedModelError after their last update. Waits for a round or a forward on another
+        thread. `hf_model`, `tokenizer`, `config`, `engine_stats`, the self-test's results stay readable. If a GPU waits
+        for a lost rank, its memory stays until this process ends. Raises SpecdecError inside a round."""
         self._shared.close()  # from here on every step can be done twice: an interrupted close() is called again
         self.group.close()
         device = self.device
         if device.type == "cuda" and self.group.lost:
-            return  # a sum may still wait on the device for a rank that is gone, and so would whoever waits for it
+            return  # a sum on the device may wait for the lost rank for ever, and so would a synchronisation
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if (transfers := vars(self).get("_transfers")) is not None:

@@ -1,1 +1,1 @@
-"""One batch as numpy arrays and as device views. What varies: ragged or fixed shape, never how attention works."""
+"""One batch as numpy arrays and as device views, of ragged or fixed shape; independent of attention backends."""

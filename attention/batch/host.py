@@ -23,7 +23,7 @@ E = TypeVar("E")
 class BatchExtra(Protocol):
     """Arrays beside those of attention that only some models' batches have, on the host.
 
-    what: what the rows have, in words.
+    what: its name in messages, such as "recurrent states".
     """
 
     @property
@@ -63,7 +63,7 @@ class HostBatch:
         page_size: tokens per page.
         other_groups: the same rows and tokens on the pages of each further cache group, see
             `attention.batch.transforms.windowed`; () where the model has one.
-        extras: what only some models' batches have; at most one of a class, see `extra`.
+        extras: arrays that only some models' batches have; at most one of a class, see `extra`.
     """
 
     query_start_loc: np.ndarray
@@ -202,7 +202,7 @@ def rows_batch(
 
 
 def _check_shapes(query_start_loc: Any, first_positions: Any, block_table: Any, page_size: int) -> None:
-    """Raise InvalidInputError for what `rows_batch` cannot make a batch of."""
+    """Raise InvalidInputError for arguments from which `rows_batch` cannot make a batch."""
     given = {"query_start_loc": query_start_loc, "first_positions": first_positions, "block_table": block_table}
     rows = len(query_start_loc) - 1 if np.ndim(query_start_loc) == 1 else -1
     shapes = {name: np.shape(array) for name, array in given.items()}

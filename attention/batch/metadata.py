@@ -1,4 +1,4 @@
-"""CommonAttentionMetadata: what an attention builder gets."""
+"""CommonAttentionMetadata: a batch's attention on host and device, the input of attention builders."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BatchArrays(Generic[A]):
 
 @dataclass(frozen=True)
 class GroupArrays(Generic[A]):
-    """What each further cache group has of its own; lengths, positions and query_start_loc travel once."""
+    """Arrays of each further cache group; lengths, positions and query_start_loc are sent once for all."""
 
     slot_mapping: A = array(np.int64, "tokens")
     page_indices: A = array(np.int32, "entries")
@@ -102,12 +102,12 @@ class ExtraSection:
         self.fields = self.arrays.fields
 
     def values(self, batch: HostBatch) -> dict[str, np.ndarray]:
-        """What is sent of a batch; nothing where it has no such extra."""
+        """The arrays of a batch's extra, by their names in the arena; {} if it has none."""
         own = batch.extra(self._kind)
         return {} if own is None else self.arrays.values(own)
 
     def of(self, metadata: CommonAttentionMetadata, views: Mapping[str, torch.Tensor]) -> object | None:
-        """The extra as it arrived with a batch; None where that has none."""
+        """The extra of a batch on the device; None if the batch has none."""
         return None if metadata.host.extra(self._kind) is None else self.arrays.of(views)
 
     def buffers(self, host: Mapping[str, np.ndarray]) -> Any:
@@ -115,7 +115,7 @@ class ExtraSection:
         return self.arrays.of(host)
 
     def write(self, place: BatchExtra, extras: Sequence[BatchExtra | None]) -> None:
-        """Write that of a round, which is among its `extras`, to a place that `buffers` gave; 0 beyond."""
+        """Write this extra of a round, one of its `extras`, to a place from `buffers`; 0 beyond."""
         own = extra_of(extras, self._kind)
         for name in self._names:
             buffer = getattr(place, name)
@@ -154,7 +154,7 @@ class BatchSection:
         return batch_sizes(self._name, rows, tokens, pages, entries, groups)
 
     def values(self, batch: HostBatch) -> dict[str, np.ndarray]:
-        """What is sent of a batch."""
+        """The arrays of a batch, by their names in the arena."""
         found = self._own.values(batch)
         for extra in self.extras:
             found |= extra.values(batch)
@@ -212,7 +212,7 @@ def on_pages(
 def stage(
     batch: HostBatch, arena: StagingArena, bucket: Bucket, section: BatchSection | None = None
 ) -> CommonAttentionMetadata:
-    """Send one HostBatch to the device in one copy and wrap it. section: default that of `single_batch_arena`."""
+    """Send one HostBatch to the device in one copy and wrap it. section: default as in `single_batch_arena`."""
     own = section or _SINGLE
     return own.metadata(batch, arena.send(bucket, own.values(batch)))
 

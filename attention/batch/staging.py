@@ -1,4 +1,4 @@
-"""The staging arena: everything a round needs on the device goes there in one host-to-device copy.
+"""StagingArena: copies all arrays of a round to the device at once.
 
 A ring of pinned host buffers -> one copy -> device views at fixed offsets. Offsets depend on the bucket, never on the
 batch, so that a captured CUDA graph reads the same addresses every round.
@@ -141,7 +141,7 @@ class StagingArena:
         return self._free_slot()
 
     def end(self, bucket: Bucket) -> Staged:
-        """Send what was written since `begin`, in one transfer."""
+        """Send the buffer written since `begin`, in one transfer."""
         slot = self.generation % _RING
         place = self._place(bucket, slot)
         return Staged(place.remote, self._transfer(place, slot), self)
@@ -165,7 +165,7 @@ class StagingArena:
 class _Place:
     """One bucket's fields, whole, in one buffer of the ring: host and device side.
 
-    host_bytes, remote_bytes: what one transfer copies (remote_bytes is None on CPU).
+    host_bytes, remote_bytes: source and destination of one transfer (remote_bytes is None on CPU).
     """
 
     host: Mapping[str, np.ndarray]

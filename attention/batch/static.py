@@ -1,4 +1,4 @@
-"""Page lists of batches of one fixed shape, written in place into buffers that are sent from where they stand."""
+"""Page lists of batches of one fixed shape, written in place into the buffers that are sent."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What every draft loop shares: what it starts from, what it gives back, and the protocols that executors run it by.
+"""DraftLoop: the protocol of all draft loops, with their inputs and results.
 
 A draft loop is one kind of drafting after a verification: which rows the head reads again with the target's true aux
 hidden states (the draft prefill), and which steps follow. A head offers its loop (`drafters.base.Head.draft_loop`);
-an executor only sends what the loop asks for and runs it. Bucket sizes, token choice and the compiler come in as
-arguments.
+an executor only sends the loop's arrays and runs it. Bucket sizes, token choice and the compiler are arguments.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Draft:
-    """What a round of drafting gives back; stays on the device.
+    """The drafts of one round, on the device.
 
     Attributes:
         token_ids: [R, n] int64 target-vocabulary ids, n = number of steps made.
@@ -64,7 +63,7 @@ def paged_attend(runner: GroupRunner, planned: PlannedBatch, first_layer: int = 
 
 
 def passes_attend(runner: GroupRunner, planned: Sequence[PlannedBatch]) -> Attend:
-    """The same for a draft prefill of several passes, by the layers of the group: layer m is that of pass m.
+    """The same for a draft prefill of several passes, by the layers of the group: pass m has layer m.
 
     A single pass serves every layer.
     """
@@ -97,18 +96,18 @@ class DraftingRows:
 
 @dataclass(frozen=True)
 class DraftInput:
-    """What a draft loop starts from: the last verification after its commit, and the rows that the head reads of it.
+    """Inputs of a draft loop: the last verification after its commit, and the rows that the head reads of it.
 
     Attributes:
         query_start_loc: [B+1] int of the verification; num_drafts, num_accepted: [B].
         order: [B'] its rows that the head reads, the R drafting rows first, then prompts not read to their end.
-        request_rows: [B'] int64, where each of them stands in `tokens`: fixed while its request runs.
+        request_rows: [B'] int64, their rows in `tokens`: fixed while a request runs.
         committed_lens: [B'] the target's KV lengths after the commit (seq').
-        tokens: [N, L] int32 committed tokens by position; the bonus token stands at seq'.
+        tokens: [N, L] int32 committed tokens by position; the bonus token is at seq'.
         num_drafts_next: [R] n_i, drafts to make for the drafting rows, at least 1.
         block_table: [B', P] int32 of the head's pages.
-        begins: [B'] the first position of each that the head reads; what is in its pages before it stays as it is. None
-            where all begin at 0.
+        begins: [B'] the first position of each that the head reads; earlier places of its pages do not change. None if
+            all begin at 0.
     """
 
     query_start_loc: np.ndarray
@@ -143,6 +142,11 @@ class LoopSize:
     pages: int = 0
     drafts: int = 0
 
+    @classmethod
+    def of(cls, batch: HostBatch, drafts: int) -> LoopSize:
+        """Sizes of a loop whose draft prefill is this batch; also of a verification."""
+        return cls(len(batch.seq_lens), len(batch.positions), batch.block_table.shape[1], drafts)
+
     @property
     def steps(self) -> int:
         """Steps after the draft prefill."""
@@ -151,8 +155,8 @@ class LoopSize:
 
 @runtime_checkable
 class SharesPages(Protocol):
-    """A loop whose pages may serve another request that begins with the same tokens: all that a request needs of what
-    was read before is in the head's pages.
+    """A loop whose pages may serve another request with the same first tokens, because it keeps nothing of the tokens
+    that were read but the head's pages.
 
     num_following: how many tokens after a position its entry there depends on, at least 1.
     """
@@ -169,7 +173,7 @@ class CarriesVectors(Protocol):
         """(n, H)."""
 
     def carried_by(self, request_row: int) -> torch.Tensor:
-        """[n, H] a view of those of the request in this row of the row table."""
+        """[n, H] a view of the vectors of the request in this row of the row table."""
 
     def carry(self, request_row: int, vectors: torch.Tensor) -> None:
         """Keep [n, H] for the request in this row."""
@@ -200,10 +204,10 @@ class LoopSection(Protocol[Sent, Arrived]):
         """Sizes of the symbolic dimensions of `fields` for arrays of at most this size."""
 
     def values(self, arrays: Sent) -> dict[str, np.ndarray]:
-        """What is sent, under the names of `fields`."""
+        """The arrays to send, under the names of `fields`."""
 
     def of(self, arrays: Sent, staged: Staged) -> Arrived:
-        """What arrived."""
+        """The device side."""
 
 
 @runtime_checkable
@@ -215,7 +219,7 @@ class DraftLoop(Protocol[L, D]):
     """
 
     name: str
-    """What messages call it, in the plural."""
+    """Its name in messages, in the plural."""
     num_modules: int
     """M modules that take turns, 1 for a loop of one head. A request with fewer than M committed states has none for
     the later modules: it gets at most as many drafts as it has states (`drafters.loops.module_arrays`)."""
@@ -256,10 +260,10 @@ class StaticShape:
 
 @dataclass(frozen=True)
 class CarriedRows(Generic[A]):
-    """How a draft prefill of M > 1 modules finds what each request's last one left.
+    """How a draft prefill of M > 1 modules finds the vectors that each request's last one left.
 
-    request_rows: [rows] int64, see `DraftInput`, -1 for an added row; sources: [T] int64, where the row before each
-    token row stands in [rows vectors of the requests, T outputs of the module before].
+    request_rows: [rows] int64, see `DraftInput`, -1 for an added row; sources: [T] int64, the row before each
+    token row, as an index into [rows vectors of the requests, T outputs of the module before].
     """
 
     request_rows: A = array(np.int64, "requests")
@@ -268,7 +272,7 @@ class CarriedRows(Generic[A]):
 
 @dataclass(frozen=True)
 class StaticPrefill:
-    """What the static draft prefill reads right after a verification, all on the device.
+    """Inputs of the static draft prefill right after a verification, all on the device.
 
     token_ids: [T] int64, the verification's own tokens, at p the one for p+1; last_row: [rows] int64, token rows of the
     last accepted ones. carried: None for a loop of one head, which keeps nothing of a request.
@@ -281,7 +285,7 @@ class StaticPrefill:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a static pass has chosen greedily, and from what; its memory is the same in every replay.
+    """Greedy choices of a static pass, and their logits; at the same addresses in every replay.
 
     ids: [R] int64 on the draft vocabulary; logits: [R, Vd].
     """
@@ -316,10 +320,10 @@ class StaticLoop(Protocol):
     def prefill(
         self, inputs: StaticPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
-        """The draft prefill over a verification's token rows: writes draft 1, and what the steps start from.
+        """The draft prefill over a verification's token rows: writes draft 1, and the inputs of the steps.
 
         Args:
-            positions: [T] int64 of each of the loop's M passes; those of pass m stand m further back.
+            positions: [T] int64 of each of the loop's M passes; those of pass m are m smaller.
             attend: over the head's paged cache, by the layers of its group; see `passes_attend`.
         """
 
@@ -332,7 +336,7 @@ class StaticLoop(Protocol):
         """Step `index` (from 0) of the first `rows` >= 2 rows: writes draft index+2, reads draft index+1.
 
         Args:
-            before: what the step before returned first, always at the same address; None for step 0.
+            before: the first result of the step before, always at the same address; None for step 0.
         """
 
 

@@ -9,8 +9,8 @@ import torch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import GroupRunner
 from drafters.base import Head
-from drafters.loops.base import Choose, Compile, Draft, DraftInput, Greedy, LoopSize, paged_attend
-from drafters.loops.chain_arrays import ChainArrays, chain_arrays
+from drafters.loops.base import Choose, Compile, Draft, Greedy, LoopSize, paged_attend
+from drafters.loops.chain_arrays import chain_arrays
 from drafters.loops.chain_passes import HeadPasses, StaticChain
 from drafters.loops.chain_staged import ChainInputs, ChainSection, DraftPrefill
 
@@ -21,16 +21,14 @@ class ChainLoop:
     name = "chains of drafts"
     num_modules = 1
     num_following = 1
+    arrays = staticmethod(chain_arrays)
+    """See `DraftLoop.arrays`."""
 
     def __init__(self, head: Head, passes: Callable[[], HeadPasses] | None = None) -> None:
-        """passes: makes the head's passes as functions of tensors; default those of any head."""
+        """passes: makes the head's passes as functions of tensors; default `HeadPasses`."""
         self.section = ChainSection()
         self._head = head
         self._passes = passes or (lambda: HeadPasses(head))
-
-    def arrays(self, draft: DraftInput) -> ChainArrays:
-        """See `DraftLoop.arrays`."""
-        return chain_arrays(draft)
 
     def run(self, inputs: ChainInputs, runner: GroupRunner, aux: torch.Tensor, choose: Choose) -> Draft:
         """See `DraftLoop.run`."""
@@ -53,8 +51,8 @@ def draft_chain(
 ) -> Draft:
     """Draft a chain: step 1 from the draft prefill, steps 2 … n by feeding the head its own output.
 
-    The draft prefill rewrites the head's KV of all accepted positions from the target's true hidden states; what the
-    later steps write is scratch.
+    The draft prefill rewrites the head's KV of all accepted positions from the target's true hidden states;
+    later steps write scratch.
 
     Args:
         aux: [T, A·Ht] aux hidden states of the target's last forward.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention.batch.host import HostBatch, rows_batch, slots_of
-from attention.cached import cached_property
+from attention.batch.host import HostBatch, flat_pages, last_page_lens, page_counts_of, rows_batch, slots_of
+from attention.batch.metadata import BatchArrays
 from drafters.loops.base import DraftingRows, DraftInput, LoopSize
 from drafters.loops.lengths import tokens_accepted
 
@@ -159,40 +159,31 @@ class PrefillArrays:
 
 @dataclass(frozen=True)
 class StepArrays:
-    """Host arrays of the steps after the draft prefill."""
+    """Host arrays of the steps after the draft prefill.
 
-    rows: DraftingRows
+    Attributes:
+        batches: the attention of every step.
+        sent: all steps as one batch: axis 0 of its arrays is the step, but of query_start_loc and block_table, which
+            are the same in every step. None without steps.
+    """
 
-    @cached_property
-    def steps(self) -> DraftSteps:
-        """Positions, lengths and slots of every step."""
-        rows = self.rows
-        return draft_steps(rows.committed_lens, rows.num_drafts, rows.block_table, rows.page_size, rows.num_steps)
-
-    @cached_property
-    def batches(self) -> tuple[HostBatch, ...]:
-        """The attention of every step."""
-        rows = self.rows
-        return tuple(step_batch(self.steps, j, rows.block_table, rows.page_size) for j in range(rows.num_steps))
+    batches: tuple[HostBatch, ...]
+    sent: BatchArrays[np.ndarray] | None
 
 
 @dataclass(frozen=True)
 class ChainArrays:
-    """Host arrays of one chain. steps: of the R drafting rows, which are the first rows of the prefill."""
+    """Host arrays of one chain.
+
+    Attributes:
+        prefill: the draft prefill, whose first R rows draft. num_drafting: R. steps: all draft steps.
+        size: see `LoopArrays`.
+    """
 
     prefill: PrefillArrays
+    num_drafting: int
     steps: StepArrays
-
-    @property
-    def num_drafting(self) -> int:
-        """R."""
-        return len(self.steps.rows.num_drafts)
-
-    @property
-    def size(self) -> LoopSize:
-        """See `LoopArrays`."""
-        batch = self.prefill.batch
-        return LoopSize(batch.num_reqs, batch.num_tokens, batch.block_table.shape[1], self.steps.rows.num_steps + 1)
+    size: LoopSize
 
 
 def prefill_arrays(draft: DraftInput) -> PrefillArrays:
@@ -216,6 +207,45 @@ def prefill_arrays(draft: DraftInput) -> PrefillArrays:
     )
 
 
+def step_arrays(rows: DraftingRows) -> StepArrays:
+    """All steps of these rows after the draft prefill."""
+    if not rows.num_steps:
+        return StepArrays((), None)
+    table, page_size = rows.block_table, rows.page_size
+    steps = draft_steps(rows.committed_lens, rows.num_drafts, table, page_size, rows.num_steps)
+    counts = page_counts_of(steps.seq_lens, page_size)  # [K-1, R]
+    indptr = np.zeros((len(counts), counts.shape[1] + 1), np.int32)
+    np.cumsum(counts, axis=1, out=indptr[:, 1:])
+    sent = BatchArrays(
+        query_start_loc=np.arange(counts.shape[1] + 1, dtype=np.int32),
+        block_table=table,
+        page_indices=_step_pages(steps.active, table, counts, int(indptr[:, -1].max())),
+        page_indptr=indptr,
+        last_page_len=last_page_lens(steps.seq_lens, page_size),
+        seq_lens=steps.seq_lens,
+        slot_mapping=steps.slots,
+        positions=steps.positions,
+    )
+    return StepArrays(tuple([step_batch(steps, step, table, page_size) for step in range(rows.num_steps)]), sent)
+
+
 def chain_arrays(draft: DraftInput) -> ChainArrays:
     """All arrays of a chain."""
-    return ChainArrays(prefill_arrays(draft), StepArrays(draft.drafting))
+    rows, prefill = draft.drafting, prefill_arrays(draft)
+    size = LoopSize.of(prefill.batch, rows.num_steps + 1)
+    return ChainArrays(prefill, len(rows.num_drafts), step_arrays(rows), size)
+
+
+def _step_pages(active: np.ndarray, table: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
+    """[K-1, width] int32: every step's pages, row after row; active, counts: [K-1, R]; table: [R, P]."""
+    pages = np.zeros((len(counts), width), np.int32)
+    before: bytes | None = None
+    for step, own in enumerate(counts):
+        now = own.tobytes() + active[step].tobytes()
+        if now == before:  # no row has entered a page since the step before
+            pages[step] = pages[step - 1]
+            continue
+        flat = flat_pages(table if active[step].all() else np.where(active[step][:, None], table, 0), own)
+        pages[step, : len(flat)] = flat
+        before = now
+    return pages

@@ -2,7 +2,7 @@
 
 The draft prefill is launched right after the verification, before the host knows what was accepted: it reads every
 token row of the verification with the verification's own tokens, on the device, and takes its output at the last
-accepted one. What it writes for rejected rows lies past the row's end and is overwritten. The steps' arrays are
+accepted one. Its entries of rejected rows lie past the row's end and are overwritten. The steps' arrays are
 written in place into the pinned buffers that they are sent from.
 """
 
@@ -57,12 +57,12 @@ class HeadPasses:
     def prefill(
         self, aux: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
     ) -> Passed:
-        """aux [T', A·Ht], token_ids, positions [T'], last_row [R] -> what follows for the last rows."""
+        """aux [T', A·Ht], token_ids, positions [T'], last_row [R] -> outputs and logits of the last rows."""
         x = self._forward(token_ids, self.head.fuse(aux), positions)
         return self._with_logits(x.index_select(0, last_row))
 
     def step(self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> Passed:
-        """x [R, H] of the step before, token_ids, positions [R] -> what follows."""
+        """x [R, H] of the step before, token_ids, positions [R] -> outputs and logits."""
         return self._with_logits(self._forward(token_ids, self.head.feedback(x), positions))
 
     def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class HeadPasses:
 
 
 class RowSelecting(Head, Protocol):
-    """A head that can leave out what nobody reads."""
+    """A head that can skip results that are not used."""
 
     def forward(
         self,
@@ -90,7 +90,7 @@ class RowSelecting(Head, Protocol):
 
 
 class EaglePasses(HeadPasses):
-    """The same for a head that can leave out what nobody reads."""
+    """The same for a head that can skip results that are not used."""
 
     can_compile = True
 
@@ -231,7 +231,7 @@ class _StepsPlace:
 
 
 class FixedSteps:
-    """The steps of a fixed number of rows. A row that takes no step, or is added, stands on the null page."""
+    """Host arrays of the steps of a fixed number of rows. Padding rows, and rows without a step, use the null page."""
 
     def __init__(self, shape: StaticShape, device: torch.device) -> None:
         self._shape = shape

@@ -1,4 +1,4 @@
-"""A chain in a staging arena: the places of its arrays, and what arrived."""
+"""ChainSection: where the arrays of a chain lie in a staging arena, and their device views."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Generic
 import numpy as np
 import torch
 
-from attention.batch.host import HostBatch, flat_pages, last_page_lens, page_counts_of
+from attention.batch.host import HostBatch
 from attention.batch.metadata import BatchArrays, BatchSection, CommonAttentionMetadata
 from attention.batch.staging import Staged
 from attention.checking import checking
 from attention.declared import A, Section, array
 from drafters.loops.base import LoopSize
-from drafters.loops.chain_arrays import ChainArrays, StepArrays
+from drafters.loops.chain_arrays import ChainArrays
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class StepSection:
     """All steps of a chain in an arena: a batch whose arrays, but for two, have the step as their first dimension.
 
     Attributes:
-        fields: their places.
+        fields: their places. arrays: their section.
     """
 
     def __init__(self, table: bool = True) -> None:
         """table: with the block table; a fixed shape sends none."""
         leading = dict.fromkeys(_PER_STEP, "steps")
         shared = {"tokens": "step.rows"}
-        self._own = Section(BatchArrays, "step", () if table else ("block_table",), shared, leading)
-        self.fields = self._own.fields
+        self.arrays = Section(BatchArrays, "step", () if table else ("block_table",), shared, leading)
+        self.fields = self.arrays.fields
 
     @staticmethod
     def sizes(rows: int, pages: int, steps: int, entries: int | None = None) -> dict[str, int]:
@@ -73,37 +73,33 @@ class StepSection:
 
     def buffers(self, host: Mapping[str, np.ndarray]) -> BatchArrays[np.ndarray]:
         """One of the arena's host buffers of a fixed shape, whole."""
-        return self._own.of(host)
-
-    def values(self, arrays: StepArrays) -> dict[str, np.ndarray]:
-        """What is sent, all steps at once."""
-        rows = arrays.rows
-        if not rows.num_steps:
-            return {}
-        steps, page_size = arrays.steps, rows.page_size
-        counts = page_counts_of(steps.seq_lens, page_size)  # [K-1, R]
-        indptr = np.zeros((len(counts), counts.shape[1] + 1), np.int32)
-        np.cumsum(counts, axis=1, out=indptr[:, 1:])
-        return self._own.values(
-            BatchArrays(
-                query_start_loc=np.arange(counts.shape[1] + 1, dtype=np.int32),
-                block_table=rows.block_table,
-                page_indices=_step_pages(steps.active, rows.block_table, counts, int(indptr[:, -1].max())),
-                page_indptr=indptr,
-                last_page_len=last_page_lens(steps.seq_lens, page_size),
-                seq_lens=steps.seq_lens,
-                slot_mapping=steps.slots,
-                positions=steps.positions,
-            )
-        )
+        return self.arrays.of(host)
 
     def of(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
-        """Metadata of every step; what does not change from step to step is one view."""
+        """Metadata of every step; views that are the same in every step are made once."""
         if not batches:
             return ()
-        whole: BatchArrays[torch.Tensor] = self._own.of(staged.views)
+        whole: BatchArrays[torch.Tensor] = self.arrays.of(staged.views)
         per_step = zip(*(getattr(whole, name).unbind(0) for name in _PER_STEP), strict=True)
-        return tuple(_step(host, staged, whole, views) for host, views in zip(batches, per_step, strict=True))
+        steps = []
+        for host, views in zip(batches, per_step, strict=True):
+            if checking():
+                host.validate()
+            seq_lens, slot_mapping, positions, page_indices, page_indptr, last_page_len = views
+            step = CommonAttentionMetadata(
+                host=host,
+                query_start_loc=whole.query_start_loc,
+                block_table=whole.block_table,
+                seq_lens=seq_lens,
+                slot_mapping=slot_mapping,
+                positions=positions,
+                page_indices=page_indices[: int(host.page_counts.sum())],
+                page_indptr=page_indptr,
+                last_page_len=last_page_len,
+                staged=staged,
+            )
+            steps.append(step)
+        return tuple(steps)
 
 
 class ChainSection:
@@ -124,45 +120,12 @@ class ChainSection:
         """See `LoopSection.values`."""
         prefill, accepted = arrays.prefill, arrays.prefill.accepted
         rows = PrefillRows(prefill.token_ids, accepted.token_indices, accepted.last_row[: arrays.num_drafting])
-        return self._batch.values(prefill.batch) | self._rows.values(rows) | self._steps.values(arrays.steps)
+        return (
+            self._batch.values(prefill.batch) | self._rows.values(rows) | self._steps.arrays.values(arrays.steps.sent)
+        )
 
     def of(self, arrays: ChainArrays, staged: Staged) -> ChainInputs:
         """See `LoopSection.of`."""
         metadata = self._batch.metadata(arrays.prefill.batch, staged)
         prefill = self._rows.of(staged.views, DraftPrefill, metadata=metadata)
         return ChainInputs(prefill, self._steps.of(arrays.steps.batches, staged))
-
-
-def _step_pages(active: np.ndarray, table: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
-    """[K-1, width] int32: every step's pages, row after row; active, counts: [K-1, R]; table: [R, P]."""
-    pages = np.zeros((len(counts), width), np.int32)
-    before: bytes | None = None
-    for step, own in enumerate(counts):
-        now = own.tobytes() + active[step].tobytes()
-        if now == before:  # no row has entered a page since the step before
-            pages[step] = pages[step - 1]
-            continue
-        flat = flat_pages(table if active[step].all() else np.where(active[step][:, None], table, 0), own)
-        pages[step, : len(flat)] = flat
-        before = now
-    return pages
-
-
-def _step(
-    host: HostBatch, staged: Staged, whole: BatchArrays[torch.Tensor], views: tuple[torch.Tensor, ...]
-) -> CommonAttentionMetadata:
-    if checking():
-        host.validate()
-    seq_lens, slot_mapping, positions, page_indices, page_indptr, last_page_len = views
-    return CommonAttentionMetadata(
-        host=host,
-        query_start_loc=whole.query_start_loc,
-        block_table=whole.block_table,
-        seq_lens=seq_lens,
-        slot_mapping=slot_mapping,
-        positions=positions,
-        page_indices=page_indices[: int(host.page_counts.sum())],
-        page_indptr=page_indptr,
-        last_page_len=last_page_len,
-        staged=staged,
-    )

@@ -174,7 +174,7 @@ def module_step(
 ) -> HostBatch:
     """The attention of draft step+1, by module step mod M.
 
-    Requests that do not take the step, or are too short for it, stand on the null page.
+    Requests that do not take the step, or are too short for it, use the null page.
 
     Args:
         committed_lens: [R] seq'; num_drafts: [R] n_i; block_table: [R, P].

@@ -70,9 +70,9 @@ class ModulePasses(MtpPasses):
 class StaticModules:
     """The static form of `ModuleLoop`; a `drafters.loops.base.StaticLoop`.
 
-    hidden: [M, R, H] what the draft prefill gave at each request's last row, by row of the last verification.
+    hidden: [M, R, H] output of the draft prefill at each request's last row, by row of the last verification.
     carried: [M-1, R+1, H] the same of all modules but the last, by the request's row of the row table, until the
-        request's next draft prefill. The last row is nobody's: rows that a fixed shape adds write to it.
+        request's next draft prefill. The last row has no request: padding rows of a fixed shape write to it.
     """
 
     def __init__(

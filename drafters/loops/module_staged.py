@@ -1,4 +1,4 @@
-"""A loop of M modules in a staging arena: the places of its arrays, and what arrived."""
+"""ModuleSection: where the arrays of a loop of M modules lie in a staging arena, and their device views."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class FixedStepSection:
 
 
 def token_slices(rows: int, widths: Sequence[int]) -> tuple[slice, ...]:
-    """Where each step's tokens stand among those of all steps; widths: tokens a row of every step.
+    """Places of each step's tokens among the tokens of all steps; widths: tokens a row of every step.
 
     >>> token_slices(4, [1, 2])
     (slice(0, 4, None), slice(4, 12, None))

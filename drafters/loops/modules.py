@@ -74,7 +74,7 @@ class ModuleLoop:
         return (self.num_modules - 1, self._stack.hidden_size)
 
     def carried_by(self, request_row: int) -> torch.Tensor:
-        """See `CarriesVectors`: [M-1, H]; what the last module gave is read by nobody."""
+        """See `CarriesVectors`: [M-1, H]; no module reads the last one's output."""
         assert self._carried is not None, "no round has run yet"
         return self._carried[:-1, request_row]
 
@@ -83,7 +83,7 @@ class ModuleLoop:
         self.carried(vectors)[:-1, request_row] = vectors
 
     def carried(self, like: torch.Tensor) -> torch.Tensor:
-        """[M, requests, H] what each request's last draft prefill gave; made when the first aux states are here."""
+        """[M, requests, H] outputs of each request's last draft prefill; allocated with the first aux states."""
         if self._carried is None:
             self._carried = like.new_zeros(self.num_modules, self._max_requests, self._stack.hidden_size)
         return self._carried
@@ -129,7 +129,7 @@ def draft_modules(
     """Drafts 1 … n of R requests.
 
     Args:
-        last: [M, R, H] what `module_prefill` returned of the drafting requests.
+        last: [M, R, H] result of `module_prefill` for the drafting requests.
         steps: attention of drafts 2 … n, see `drafters.loops.module_arrays.module_step`.
         choose: picks the draft token from logits.
 

@@ -1,1 +1,1 @@
-"""What of the drafts is accepted. What varies: greedy or sampled rows, and the target's filtered distribution."""
+"""Acceptance of drafts, for greedy and for sampled rows, under the target's filtered distribution."""

@@ -1,4 +1,4 @@
-"""What counts as accepted. Lossless, on the device, pure."""
+"""Acceptance of drafts, greedy or by speculative sampling. Lossless, on the device, pure."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class VerificationResult:
 
 @dataclass(frozen=True)
 class SampledInputs:
-    """What sampled acceptance needs beside the drafts.
+    """Inputs of sampled acceptance beside the drafts.
 
     Attributes:
         target_probs: [B, K+1, V] p at the bonus token and after each draft (one-hot for greedy rows).
         draft_probs: [B, K, V] q on the target's vocabulary, or None when every draft was greedy (one-hot).
-        accept_uniform: [B, K]; next_uniform: [B, K+1], one for every place where the next token may stand.
+        accept_uniform: [B, K]; next_uniform: [B, K+1], one for every place that the next token may have.
     """
 
     target_probs: torch.Tensor

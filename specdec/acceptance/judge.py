@@ -1,4 +1,4 @@
-"""Verification on the device: filling in drafts, deciding what is accepted, and packing that for the host."""
+"""Verification on the device: fill in drafts, decide their acceptance, and pack the result for the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.rounds.fields import DeviceRound, DeviceSampling
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """Where draft-vocabulary probabilities stand in the target's vocabulary: target_ids [Vd] int64, V."""
+    """The draft vocabulary's places in the target's vocabulary: target_ids [Vd] int64, size V."""
 
     target_ids: torch.Tensor
     size: int
@@ -61,7 +61,7 @@ def fill_drafts(round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
 
 
 def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab: DraftVocab | None) -> PackedResult:
-    """Decide what is accepted, and pack it for the host.
+    """Decide which drafts are accepted, and pack the result for the host.
 
     Args:
         logits: [R', V] of the decided rows.

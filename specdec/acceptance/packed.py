@@ -1,4 +1,4 @@
-"""The verification result: packed on the device into one tensor, read on the host. Nobody else knows its columns.
+"""The verification result: packed on the device into one tensor, unpacked on the host. Only this file has its columns.
 
 [J, 2n+2] int64: num_accepted | n+1 tokens, valid up to num_accepted | n drafts
 """

@@ -1,1 +1,1 @@
-"""Continuous batching: who runs, what a verification result means for rows and requests, and who may call."""
+"""Continuous batching: scheduling, launching and committing rounds, and sharing an engine among threads."""

@@ -1,4 +1,4 @@
-"""What a request must satisfy before it is queued, and the `Request` that is made of it."""
+"""Admission: checks of a request before it is queued, and the order of a call's requests."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def admission_order(lengths: Sequence[int], rows: int) -> list[int]:
     """First come, first served, but a request that would otherwise end last goes first in time.
 
     A batch that runs out of requests ends with a few long ones, whose rounds read all weights for hardly any token. So
-    before each place it is asked when the rows would be through with everything if they shared it evenly; where the
+    before each place, compute when the rows would finish everything if they shared it evenly; where the
     longest request that is left would end no earlier than that, it is next, and else the one that came first. Requests
     of equal lengths stay as they came. Rows are not shared evenly, nor are all tokens of a request needed: an estimate.
 

@@ -1,4 +1,4 @@
-"""One caller's requests in a shared engine, and the inbox that rounds fill for it."""
+"""Call: one caller's requests in a shared engine, and its inbox of updates."""
 
 from __future__ import annotations
 
@@ -9,14 +9,27 @@ from specdec.engine.faults import raised_twice
 from specdec.errors import ModelChangedError, SpecdecError
 from specdec.requests.request import Update
 
+CLOSED = (
+    "this SpeculativeModel is closed; wrap its hf_model again with SpeculativeModel.from_pretrained(hf_model, …), or "
+    "load one that was divided among ranks by its name"
+)
+CLOSED_MEANWHILE = "the SpeculativeModel was closed while this request was running; read what is wanted before close()"
+READ_ELSEWHERE = (
+    "another thread was waiting for this stream when the process was forked, and it is not in this process; ask again"
+)
+NO_DEVICE = (
+    "this process is a fork of the one that loaded the model onto a GPU, which no fork can use; load the model in a "
+    "process that is a program of its own (multiprocessing: 'spawn')"
+)
+
 
 class Call:
-    """The requests of one call, and what rounds have brought for them.
+    """The requests of one call, and their updates.
 
     Attributes:
         places: request id -> index in the call, of the requests that are not ended.
-        inbox: updates, and None to wake whoever sleeps on it.
-        refusal: set when it is found out, while its first round runs, that the call cannot be served.
+        inbox: updates, and None to wake the sleeping caller.
+        refusal: why the call cannot be served, found during its first round.
     """
 
     def __init__(self) -> None:
@@ -25,8 +38,13 @@ class Call:
         self.inbox: SimpleQueue[Update | None] = SimpleQueue()
         self._last: dict[int, Update] = {}
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether its caller has an update to read, or nothing left to wait for."""
+        return not self.places or not self.inbox.empty()
+
     def take(self, timeout: float = 0.0) -> Update | None:
-        """The next update; None when there is none within `timeout` seconds, or the call was woken."""
+        """The next update; None if none arrives within `timeout` seconds or the call is woken."""
         try:
             update = self.inbox.get(timeout > 0, timeout)
         except Empty:
@@ -37,10 +55,7 @@ class Call:
         return update
 
     def examine(self, check: Callable[[], None]) -> None:
-        """Run a check of the model: what it finds refuses this call, and nobody else's.
-
-        So does a check that fails itself, as on modules that are no longer there.
-        """
+        """Run a check of the model and refuse this call alone if it raises, for any reason."""
         fault = raised_twice(check)
         if isinstance(fault, ModelChangedError):
             self.refusal = fault

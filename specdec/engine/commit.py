@@ -1,4 +1,4 @@
-"""Commit: what a verification result means for the rows. Pure bookkeeping on the row table, vectorised."""
+"""Commit: append accepted tokens to the rows of the row table and advance their lengths. Vectorised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.rounds.verification import TargetArrays, Verified
 
 @dataclass(frozen=True)
 class Committed:
-    """What each decided row got.
+    """The tokens committed in one round, and the rows that end with them.
 
     Attributes:
         schedule, target: the whole batch; accepted [B]: 0 for a row that is not decided.
@@ -39,13 +39,13 @@ class Committed:
 
     @property
     def verified(self) -> Verified:
-        """The whole batch, for a draft loop over its aux hidden states. Rounds that draft from graphs never ask."""
+        """The whole batch, for a draft loop over its aux hidden states. Unused by rounds that draft from graphs."""
         schedule = self.schedule
         return Verified(self.target.query_start_loc, schedule.rows, schedule.num_drafts, self.accepted)
 
     @property
     def rounds(self) -> list[RowRound]:
-        """The decided rows' shares, in their order."""
+        """Results of the decided rows, one by one."""
         every = (self.tokens, self.count, self.num_accepted, self.drafts, self.num_drafts)
         each = zip(*(array.tolist() for array in every), strict=True)  # one call for all rows: numpy's own take longer
         return [
@@ -69,8 +69,8 @@ def commit(
 
     A row keeps its accepted drafts and the next bonus token, up to the first eos id and to its limit.
 
-    head_has_read: whether the draft prefill over this verification is launched; else the head has read what was
-        committed before it, of rows with drafts.
+    head_has_read: whether the draft prefill over this verification is launched; else the head has read only tokens
+        committed before it, in rows with drafts.
     """
     rows = schedule.rows[target.decided]
     width = np.arange(outcome.tokens.shape[1])

@@ -1,26 +1,27 @@
-"""Where a fault of one request is kept from its neighbours, and told from an exception that came from outside."""
+"""Faults of single requests and of rounds: told apart from exceptions that came from outside, and reported."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import TracebackType
 
 from specdec.errors import RequestFailedError, RoundFailedError
 from specdec.interrupts import is_from_signal
-from specdec.requests.request import Request
+from specdec.requests.request import Request, RowRound, Update
 
 
 def raised_twice(job: Callable[[], object], undo: Callable[[], object] | None = None) -> Exception | None:
-    """Run something that may fail, and keep its fault: an exception that it raises when it is run once more, too.
+    """Run a job that may fail, and run it once more if it raises. Only an exception of both runs is the job's fault.
 
-    Whatever a request brings along (its tokenizer, its stop strings, its parameters) may raise any exception, and so
-    may a signal handler meanwhile, or another thread. That is for the caller on this thread.
+    A request's tokenizer, stop strings or parameters may raise any exception. So may a signal handler or another
+    thread meanwhile: such an exception is for the caller on this thread.
 
     Args:
-        undo: called before the second time.
+        undo: called before the second run.
 
     Returns:
-        The fault, for whoever reports the request's end; None where there is none.
+        The fault; None when the job succeeded.
 
     Raises:
         Exception: one that was raised once. BaseException: an interrupt (KeyboardInterrupt, SystemExit).
@@ -59,7 +60,7 @@ def round_failed(error: Exception, count: int) -> RoundFailedError:
 
 
 def request_failed(error: Exception, source: str) -> RequestFailedError:
-    """The error of a request that `source` of its own ended."""
+    """The error of a request that ended because its `source` raised."""
     failed = RequestFailedError(f"a request was ended because {source} raised {type(error).__name__}: {error}")
     failed.__cause__ = error
     return failed
@@ -88,12 +89,10 @@ class Change:
 
 
 def rewound(requests: Iterable[Request]) -> tuple[list[Request], int]:
-    """Put requests back to what was reported of them, and waiting.
-
-    Their rows are not closed: the row table they stand in is thrown away.
+    """Reset requests to their reported tokens, waiting. Their rows are not closed: the row table is discarded.
 
     Returns:
-        The requests in order of their turns, which those with a row have had, and how many of them had one.
+        The requests in order of their turns, and how many of them had a row.
     """
     waiting = sorted(requests, key=lambda request: request.turn)
     ran = [request for request in waiting if request.row >= 0]
@@ -102,3 +101,13 @@ def rewound(requests: Iterable[Request]) -> tuple[list[Request], int]:
     for request in ran:
         request.preemptions += 1
     return waiting, len(ran)
+
+
+def taken(request: Request, share: RowRound, now: float) -> Update:
+    """A request's update of one round; with an error when its text or stop strings cannot be computed."""
+    found: list[Update] = []
+    undo = partial(request.give_back, len(request.new_tokens), len(request.rounds), request.finish_reason)
+    fault = raised_twice(lambda: found.append(request.take(share, now)), undo)
+    if fault is not None:
+        return Update(request.id, [], "", error=request_failed(fault, "its text or stop strings"))
+    return found[-1]

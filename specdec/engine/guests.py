@@ -1,6 +1,6 @@
-"""Requests that enter the batch, or leave it, with their keys and values: the interface of an optional feature.
+"""Guests: the interface of a feature that moves requests into and out of an engine with their keys and values.
 
-An engine makes these calls wherever such requests differ from others; by default they do nothing.
+By default its methods do nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ DraftsOf = Callable[[Schedule], tuple[Draft, np.ndarray]]
 
 
 class Guests:
-    """What a feature does with requests that an engine receives with their keys and values, or gives away with them.
+    """Calls of an engine about requests that arrive with keys and values, or leave with them.
 
-    Here nothing, because all requests begin and end in the engine; a feature has a subclass (see `Engine.host`).
+    This class does nothing: all requests begin and end in the engine. A feature has a subclass (see `Engine.host`).
 
     A waiting request with `Request.has_pages` gets its row from `enter`. One with `Request.leaves` is taken out of the
     batch by `leave` once it has its first token.
@@ -37,10 +37,10 @@ class Guests:
         """Called when a round begins."""
 
     def idle(self) -> None:
-        """Called when a round found nothing that it could run."""
+        """Called when a round has no work."""
 
     def settle(self) -> None:
-        """Free the pages that are needed no longer. Called between two rounds."""
+        """Free pages that are no longer needed. Called between two rounds."""
 
     def keep(self, pools: Sequence[BlockTables], waiting: Sequence[Request]) -> None:
         """Called when rows and pages were made anew, after an interrupt or a failed round.
@@ -72,5 +72,5 @@ class Guests:
         """
 
     def reported(self, request: Request, update: Update) -> Update:
-        """What is reported in place of an update of a request."""
+        """The update to report in place of a request's own."""
         return update

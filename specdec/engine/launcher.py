@@ -1,4 +1,4 @@
-"""Launching a round: its schedule and pages, its arrays on the device, its draft loop, its verification."""
+"""Launcher, Lookahead: launch a round (schedule, pages, transfer, draft loop, verification), also ahead of a commit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.execution.base import ChainedVerification, DraftedVerification, Exe
 from specdec.execution.round import Round
 from specdec.rounds.buckets import power_of_two
 from specdec.rounds.drafting import draft_input, drafts_after
-from specdec.rounds.randomness import SamplingRound, sampling_round
+from specdec.rounds.randomness import sampling_round
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import RoundTables, TargetArrays, WindowedTable, target_after, target_arrays
 from specdec.wrapped.group import ALONE, Group
@@ -24,12 +24,11 @@ from specdec.wrapped.group import ALONE, Group
 
 @dataclass(frozen=True)
 class LaunchedRound:
-    """A round that was sent, and its draft loop launched.
+    """A round whose arrays are sent and whose draft loop is launched.
 
     Attributes:
-        schedule: its rows. target: the host arrays of its verification.
-        device: what `Executor.send` returned.
-        draft: the drafts that it verifies, on the device; None where no row has any.
+        schedule: its rows. target: the host arrays of its verification. device: the same, sent.
+        draft: the drafts that it verifies, on the device; None when no row has any.
     """
 
     schedule: Schedule
@@ -40,7 +39,7 @@ class LaunchedRound:
 
 @dataclass(frozen=True)
 class VerifyingRound(LaunchedRound):
-    """A round whose verification is launched, too."""
+    """A round whose verification is launched as well."""
 
     verification: Verification
 
@@ -78,40 +77,59 @@ class Launcher:
         self._queue_verification = queue_verification
 
     def first(self) -> LaunchedRound | None:
-        """A round when none is in flight: no verification before it has states for a draft loop. None: no work."""
+        """A round after none: without a draft loop, which needs the verification before. None when there is no work."""
         scheduled = self._schedule()
         if scheduled is None:
             return None
         schedule, tables = scheduled
-        target = self._verification(schedule, tables, self._drafts_are_placed(schedule))
+        target = target_arrays(schedule, self._table, tables, self._drafts_are_placed(schedule))
         device = self._send(schedule, target)
         return self.launched(schedule, target, device, self._scheduler.guests.join(device, None))
 
     def draft_steps(self, current: VerifyingRound, outcome: Outcome) -> Draft | None:
-        """Launch the draft steps after a draft prefill, for all rows. None where no draft prefill was launched."""
+        """Launch the draft steps after a draft prefill, for all rows. None when no draft prefill was launched."""
         if not isinstance(current.verification, DraftedVerification):
             return None
         return current.verification.launch_steps(outcome.num_accepted)
 
     def after(self, last: VerifyingRound, committed: Committed, draft: Draft | None) -> LaunchedRound | None:
-        """The round after a commit.
+        """Launch the round after a commit.
 
-        draft: the drafts of that round where they are being made already, in the rows' order of `last`; where None,
-        the draft loop over the aux hidden states of `last` is launched here.
+        draft: its drafts, in the row order of `last`, if their steps are launched already; if None, the draft loop over
+        the aux hidden states of `last` is launched here.
         """
         scheduled = self._schedule()
         if scheduled is None:
             return None
         schedule, tables = scheduled
         if draft is not None:
-            target = self._verification(schedule, tables, in_order_of_last=True)
+            target = target_arrays(schedule, self._table, tables, in_order_of_last=True)
             device = self._send(schedule, target)
             return self.launched(schedule, target, device, self._scheduler.guests.join(device, draft))
-        loop = self._draft_loop(committed, schedule, tables)
-        target = self._verification(schedule, tables)
+        loop = None
+        if tables.head is not None:
+            loop = draft_input(committed.verified, schedule, self._table, tables.head, self._page_size)
+        target = target_arrays(schedule, self._table, tables)
         device = self._send(schedule, target, loop)
         draft = None if loop is None else self.executor.draft(device, last.verification.aux_hidden_states)
         return self.launched(schedule, target, device, self._scheduler.guests.join(device, draft))
+
+    def is_first_tokens_alone(self, current: VerifyingRound) -> bool:
+        """Whether a round, just read, only decided the first tokens of its rows, and no other request needs the device.
+
+        Then the next launch can wait: it takes the host a tenth of the time that a short prompt on cached pages takes
+        in all, and the device has the draft prefill to run meanwhile.
+        """
+        schedule, drafted = current.schedule, isinstance(current.verification, DraftedVerification)
+        if not drafted or schedule.num_drafting or self._scheduler.waiting or self._scheduler.guests.leaving:
+            return False
+        return len(current.target.decided) == len(schedule.rows)
+
+    def after_first_tokens(
+        self, current: VerifyingRound, committed: Committed, outcome: Outcome
+    ) -> LaunchedRound | None:
+        """Launch the draft steps and the round after one for which `is_first_tokens_alone` holds."""
+        return self.after(current, committed, self.draft_steps(current, outcome))
 
     def drafts_of(
         self, last: VerifyingRound, committed: Committed, draft: Draft | None, schedule: Schedule
@@ -131,28 +149,28 @@ class Launcher:
             assert tables.head is not None
             own = (self._table, tables.head, self._page_size, False)
             loop = draft_input(committed.verified, schedule, *own)
-            device = self.send(loop, self._verification(schedule, tables), schedule.rows)
+            device = self.send(loop, target_arrays(schedule, self._table, tables), schedule.rows)
             draft, places = self.executor.draft(device, last.verification.aux_hidden_states), np.arange(len(places))
             assert draft is not None
         return draft, places
 
     def _drafts_are_placed(self, schedule: Schedule) -> bool:
-        """Whether rows of a first round bring drafts along that lie at the places of `RowTable.previous`."""
+        """Whether rows of a first round have drafts, at the places in `RowTable.previous`."""
         if not schedule.num_arrived:
             return False
         last = schedule.rows[: schedule.num_drafting][-schedule.num_arrived :]
         return bool((self._table.previous[last] >= 0).all())
 
     def verify(self, round_: LaunchedRound) -> VerifyingRound:
-        """Launch a round's verification, unless it is."""
+        """Launch a round's verification if it is not launched yet."""
         if isinstance(round_, VerifyingRound):
             return round_
         verification = self.executor.verify(round_.device, round_.draft)
         return VerifyingRound(round_.schedule, round_.target, round_.device, round_.draft, verification)
 
     def launched(self, schedule: Schedule, target: TargetArrays, device: Round, draft: Draft | None) -> LaunchedRound:
-        """A round that was sent. On a GPU its verification is queued after the draft loop; on a CPU it would only
-        delay what the host does next."""
+        """Wrap a sent round. On a GPU, queue its verification after the draft loop; on a CPU that would only delay the
+        host."""
         if not self._queue_verification:
             self.count()
             return LaunchedRound(schedule, target, device, draft)
@@ -174,7 +192,7 @@ class Launcher:
         return RoundTables(pages.table[:, :width], own, self._page_size, windowed)
 
     def _schedule(self) -> tuple[Schedule, RoundTables] | None:
-        """Who is next, with pages reserved for it and for its drafts; None where nobody is."""
+        """The next schedule, with pages reserved for its tokens and drafts; None when there is no work."""
         before = self._scheduler.num_preemptions
         schedule = self._scheduler.schedule()
         preempted = self._scheduler.num_preemptions - before
@@ -182,35 +200,22 @@ class Launcher:
             self._counters.add_preemptions(preempted)
         return None if schedule is None else (schedule, self.tables(schedule, self._num_drafts))
 
-    def _verification(self, schedule: Schedule, tables: RoundTables, in_order_of_last: bool = False) -> TargetArrays:
-        return target_arrays(schedule, self._table, tables, in_order_of_last)
-
-    def _draft_loop(self, committed: Committed, schedule: Schedule, tables: RoundTables) -> DraftInput | None:
-        """None without a head, and where no row has anything for it to read."""
-        if tables.head is None:
-            return None
-        return draft_input(committed.verified, schedule, self._table, tables.head, self._page_size)
-
     def _send(self, schedule: Schedule, target: TargetArrays, loop: DraftInput | None = None) -> Round:
-        """One transfer. Only then the table's places in the last batch, from which its arrays were made, are its."""
+        """Send a round, then note its rows' places; its arrays are made from their places in the last batch."""
         device = self.send(loop, target, schedule.rows)
         self._table.mark_batch(schedule.rows)
         return device
 
     def send(self, loop: DraftInput | None, target: TargetArrays, rows: np.ndarray) -> Round:
-        """One transfer of a round of these RowTable rows [B]."""
+        """Send a round of these RowTable rows [B] in one copy."""
         self.group.before_launch(target)
-        return self.executor.send(loop, target, self.sampling(target, rows))
-
-    def sampling(self, target: TargetArrays, rows: np.ndarray) -> SamplingRound | None:
-        """Parameters and uniforms of a round of these RowTable rows [B]; None when all of them are greedy."""
-        return sampling_round(target, rows, self._table)
+        return self.executor.send(loop, target, sampling_round(target, rows, self._table))
 
 
 class Lookahead:
-    """Launches rounds ahead. Of the round after the one in flight it keeps the reserved block tables [B, P].
+    """Launches a round before the one in flight is read or committed, with pages reserved for any outcome.
 
-    A round launched ahead has the rows of the one before in their order, so `RowTable.previous` stays as it is.
+    Such a round has the rows of the one before in their order, so `RowTable.previous` stays as it is.
     """
 
     def __init__(self, launcher: Launcher, scheduler: Scheduler, table: RowTable, num_drafts: int) -> None:
@@ -222,9 +227,9 @@ class Lookahead:
         self._reserved: RoundTables | None = None
 
     def before_read(self, current: VerifyingRound) -> LaunchedRound | None:
-        """Reserve the next round while the device verifies; a chained one is launched.
+        """Reserve the next round while the device verifies; launch it if it is chained.
 
-        A row that the read ends is in that next round in vain; its pages are handed out again only after it.
+        A row that the read ends is computed once more in vain; its pages are reused only after that round.
         """
         verification = current.verification
         if not isinstance(verification, (ChainedVerification, DraftedVerification)):
@@ -236,7 +241,8 @@ class Lookahead:
         none = np.zeros(len(current.schedule.rows), np.int64)
         target = target_after(current.target, self._table, self._reserved, none, none)
         self._launcher.group.before_launch(target)
-        device, following = verification.launch_next(target, self._launcher.sampling(target, current.schedule.rows))
+        sampling = sampling_round(target, current.schedule.rows, self._table)
+        device, following = verification.launch_next(target, sampling)
         self._launcher.count()
         return VerifyingRound(current.schedule, target, device, None, following)
 

@@ -1,4 +1,4 @@
-"""Which pages requests take from the prefix cache, and which they leave in it.
+"""Prefixes: which pages requests take from the prefix cache, and which they add to it.
 
 What is cached, and when:
 
@@ -23,11 +23,50 @@ import numpy as np
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING, Found, PrefixCache
 from attention.cache.windowed import WindowedTables
+from attention.hf.gate import gate_of
 from drafters.loops.base import DraftLoop, SharesPages
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError
 from specdec.requests.request import Request
 from specdec.rounds.rows import RowTable, Schedule
+from specdec.user_warnings import warn_user
+from specdec.wrapped.target import Target
+from specdec.wrapped.versions import WeightVersions
+
+
+class PrefixValidity:
+    """Decides at every call whether cached keys and values still belong to the model's weights, settings and hooks."""
+
+    def __init__(self, target: Target, versions: WeightVersions | None, config: EngineConfig) -> None:
+        """versions: of target and head; None without a prefix cache."""
+        self._target = target
+        self._versions = versions
+        self._kept = config.keep_prefixes
+        self._warned = False
+
+    @property
+    def unseen(self) -> str:
+        """Why pages are kept within one call only, in words; "" when every change of the model can be detected."""
+        if self._versions is None or not self._versions.unseen or self._kept:
+            return ""
+        return f"{self._versions.unseen} may depend on what nobody can see"
+
+    def ended(self) -> bool:
+        """Whether the cache must be emptied: the model has changed since the last call, or changes cannot be detected.
+        See `WeightVersions`."""
+        if self._versions is None:
+            return False
+        with gate_of(self._target.hf_model.config).held():  # forwards of ours change some settings while they run
+            return self._versions.changed() or bool(self.unseen)
+
+    def warn_once(self) -> None:
+        """Issue one SpecdecWarning if changes of the model cannot be detected."""
+        if self.unseen and not self._warned:
+            self._warned = True
+            warn_user(
+                f"pages of the prefix cache are kept within one call alone: {self.unseen}. "
+                "enable_prefix_caching=True keeps them if the hook always computes the same, False is silent"
+            )
 
 
 class Prefixes:
@@ -56,14 +95,14 @@ class Prefixes:
         self._owing: dict[int, int] = {}
 
     def find(self, request: Request, prefill: int) -> Found:
-        """What a waiting request begins with that reads `prefill` tokens before it decodes."""
+        """The cached pages for a waiting request that reads `prefill` tokens before it decodes."""
         if not request.params.cache_prefix:
             return NOTHING
         tokens, drafts = request.committed[:prefill], self._drafts(request.num_drafts)
         return self.cache.find(tokens, drafts, request.variant)
 
     def worth_waiting(self, request: Request, prefill: int, found: Found) -> bool:
-        """Whether a row is reading tokens now whose pages this request could begin with, beyond what was found."""
+        """Whether a row is computing pages now that this request could use, beyond those found."""
         if not self._owing or not request.params.cache_prefix:
             return False
         drafts, tokens, rows = self._drafts(request.num_drafts), request.committed[:prefill], self._table
@@ -84,7 +123,7 @@ class Prefixes:
         return False
 
     def enter(self, request: Request, found: Found) -> None:
-        """A request got a row: it holds what was found, and will register what it reads."""
+        """A request got a row: it holds the found pages, and will register the pages that it computes."""
         row = request.row
         if not request.params.cache_prefix:
             return
@@ -99,7 +138,7 @@ class Prefixes:
             self._owing[row] = len(found.pages)
 
     def register_read(self, schedule: Schedule) -> None:
-        """Register what rows have read of their prompts.
+        """Register the pages of prompt tokens that rows have computed.
 
         Args:
             schedule: the rows of the next round that run already, whose pages are reserved. Before any later round the
@@ -191,7 +230,7 @@ class Prefixes:
             self.cache.register_windowed(tokens, group, 0, tables.pages_of(row)[:num_pages], variant)
 
     def _tokens(self, row: int) -> np.ndarray:
-        """[n] int32: what is committed."""
+        """[n] int32 committed tokens."""
         tokens: np.ndarray = self._table.tokens[row, : self._table.length[row]]
         return tokens
 

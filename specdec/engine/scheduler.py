@@ -1,4 +1,4 @@
-"""Who is in the next verification, with how many drafts or prompt tokens; and who owns which pages."""
+"""Scheduler: chooses the rows of the next verification, their drafts or prompt tokens, and reserves their pages."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from specdec.rounds.rows import RowTable, Schedule
 
 @dataclass(frozen=True)
 class Usage:
-    """What the requests of an engine hold at one moment; all 0 when it is idle.
+    """Requests of an engine, and the rows and pages that they hold, at one moment; all 0 when it is idle.
 
     Attributes:
         requests: those that are not ended; `waiting` for a row, or `running`. rows: rows of the row table.
-        target_pages, head_pages: pages of the target's and of the head's KV cache, those of no row included.
+        target_pages, head_pages: pages of the target's and of the head's KV cache, also pages of no row.
         windowed_pages: pages of the target's further cache groups, all of them.
     """
 
@@ -47,20 +47,20 @@ class Usage:
 
 
 def windowed_tables(config: EngineConfig, pool: WindowedPool, allocator: PageAllocator | None = None) -> WindowedTables:
-    """Empty block tables of a windowed group: with a row that is nobody's, and room for padding tokens after a row."""
+    """Empty block tables of a windowed group, with an unused last row, and room for padding tokens after a row."""
     length = config.max_model_len + config.num_speculative_tokens + 1
     rows, window = config.max_num_seqs + 1, pool.window
     return WindowedTables(pool.num_pages, rows, length, config.page_size, window, allocator)
 
 
 class Scheduler:
-    """First come, first served, with continuous batching, chunked prompts, and preemption of who was let in last.
+    """First come, first served, with continuous batching, chunked prompts, and preemption of the last admitted request.
 
     Attributes:
         waiting, running: requests in order of their turns: as they came, but those of one call as `arrange` left them.
-        refused: requests whose row could not be opened, and why; whoever reports them takes them out.
+        refused: requests whose row could not be opened, and why; the engine reports and removes them.
         guests: see `Engine.guests`.
-        prefixes: what requests share through the prefix cache; None without one.
+        prefixes: pages that requests share through the prefix cache; None without one.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Scheduler:
     ) -> None:
         """num_modules: M of a drafter of several multi-token-prediction modules, else 1.
 
-        windowed_pages: of the target's further cache groups. prefixes: over the same rows and pages. counters: what is
-            counted of it.
+        windowed_pages: of the target's further cache groups. prefixes: over the same rows and pages. counters: for
+            prefix cache hits.
         """
         self._config = config
         self._table = table
@@ -102,7 +102,7 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def usage(self, requests: int) -> Usage:
-        """What the engine's `requests` hold. Raises InvariantError, in check mode, when a page has no owner or two."""
+        """See `Usage`. Raises InvariantError, in check mode, when a page has no owner or two."""
         target, head, windowed = self.target_pages, self.head_pages, self.windowed_pages
         if checking():
             for pages in self.pools():
@@ -118,17 +118,16 @@ class Scheduler:
         return (self.target_pages, *self.windowed_pages, *(() if self.head_pages is None else (self.head_pages,)))
 
     def arrange(self, last: Sequence[Request]) -> None:
-        """These waiting requests come behind all others, in this order."""
+        """Move these waiting requests behind all others, in this order."""
         self.waiting.move_to_end(last)
 
     def schedule(self) -> Schedule | None:
         """Decide the next batch and reserve its pages; None when there is nothing to run.
 
-        Requests that lose their pages go back to the front of the queue with all their tokens; nobody is admitted in a
-        round in which that happens. A row's drafts depend on the row alone, never on its neighbours, and a request that
-        comes back drafts from the bonus token it was preempted at: so a request goes through the same rounds whatever
-        else is in the batch. Sampled tokens depend on that, because each round's drafts are accepted or resampled by
-        uniforms of their own.
+        Preempted requests return to the front of the queue with all their tokens; no request is admitted in a round
+        with a preemption. A row's drafts depend on the row alone, never on its neighbours, and a resumed request drafts
+        from the bonus token at which it was preempted: so its rounds do not depend on other requests in the batch.
+        Sampled tokens rely on that, because each round's drafts are accepted or resampled by uniforms of their own.
         """
         if self.windowed_pages:
             self.free_behind_windows(np.array([r.row for r in self.running], np.int64))
@@ -155,7 +154,7 @@ class Scheduler:
         return Schedule(schedule.rows[order], schedule.num_new[order], schedule.num_drafts[order], schedule.num_arrived)
 
     def reserve_next(self, schedule: Schedule) -> bool:
-        """Reserve the round after a launched one of verifications, whatever that accepts: before its result is known.
+        """Reserve pages for the round after a launched one of verifications, for any number of accepted drafts.
 
         Returns:
             False, and nothing is changed, where the rows after it may be others, or no verifications: a row is gone or
@@ -179,7 +178,7 @@ class Scheduler:
         return self._reserved(Schedule(rows, most + 1, drafts))
 
     def remove(self, request: Request) -> None:
-        """Forget a request, wherever it is; its row and pages are free at once. Idempotent.
+        """Remove a request, waiting or running; its row and pages are free at once. Idempotent.
 
         A row of a launched round may be closed: its pages go to later rounds, which the device runs after that one.
         """
@@ -225,7 +224,7 @@ class Scheduler:
         return np.where(positions < self._num_modules, np.minimum(allowed, positions + 1), allowed)
 
     def _reserved(self, schedule: Schedule) -> bool:
-        """Reserve what the rows will write; False, and nothing is changed, when there are too few pages."""
+        """Reserve pages for the tokens of these rows; False, and nothing changes, when there are too few."""
         if not len(schedule.rows):
             return True
         tokens = self._table.computed[schedule.rows] + schedule.num_new + schedule.num_drafts
@@ -238,7 +237,7 @@ class Scheduler:
         return False
 
     def free_behind_windows(self, rows: np.ndarray) -> None:
-        """Free what lies behind the windows of these rows, by what is committed.
+        """Free pages behind the windows of these rows, by their committed tokens.
 
         A round in flight may list such pages, and masks their keys; they are written again by later rounds only.
         """
@@ -250,8 +249,8 @@ class Scheduler:
     def reserve(self, rows: np.ndarray, tokens: np.ndarray, exactly: bool) -> None:
         """Pages for `tokens` of each row, and on the head's side for K more: drafting may begin before the commit.
 
-        Pages beyond, of drafts that were rejected, are given back only if they are needed: `exactly`. When a later
-        group has too few, earlier ones keep what was reserved: it is surplus, to be given back in the same way.
+        Surplus pages, of rejected drafts, are freed only with `exactly`, when other rows need them. When a later group
+        has too few, earlier groups keep their reserved pages as surplus.
         """
         size = BlockTables.resize if exactly else BlockTables.extend
         size(self.target_pages, rows, tokens)
@@ -378,7 +377,7 @@ class Scheduler:
         return reach_of(self._config.extras, request.variant, self._config.max_model_len)
 
     def _requeue_beyond_reach(self) -> None:
-        """Rows whose next token is beyond what their keys and values serve: they are read again from the start."""
+        """Requeue rows whose next token their keys and values cannot serve: they are read again from the start."""
         table = self._table
         for request in [r for r in self.running if table.length[r.row] > table.longest[r.row]]:
             self._requeue(request)

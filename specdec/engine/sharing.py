@@ -1,15 +1,14 @@
-"""One engine for callers on any thread: whoever waits for results runs the next round, for everybody.
+"""SharedEngine: lets callers on several threads use one engine. There is no engine thread.
 
-There is no engine thread. A call that has nothing to hand out runs a round itself unless another thread is in one; then
-it sleeps until that round has brought it something, or nobody is in a round any more. So requests of all threads share
-the batch, one thread alone pays for a lock that nobody else holds, and a stream that is not read keeps nobody waiting:
-its updates lie in its own inbox.
+A call without updates to read runs a round itself, for all callers, unless another thread is in one; then it sleeps
+until that round brings it an update or ends. So requests of all threads share the batch, a single thread pays only for
+an uncontended lock, and a stream that is not read delays no other: its updates stay in its own inbox.
 
-Interrupts (KeyboardInterrupt) strike the main thread between any two calls. So what must not be lost is a lock of
-CPython's own in a with-statement, or one assignment, or it can be done twice.
+Interrupts (KeyboardInterrupt) strike the main thread between any two calls. So state that must not be lost is guarded
+by CPython's own lock in a with-statement, is set by one assignment, or may be set twice.
 
-A lock of CPython's goes to whoever asks first, and the thread that has just ended a round would ask for the next one
-before those that wait are awake. So who wants the engine stands in a line, in which each is woken by the one before.
+CPython's lock is not fair: the thread that has just ended a round would take it again before waiting threads wake up.
+So threads queue in a line, and each is woken by the one before it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from threading import get_ident
 import torch
 
 from attention.hf.gate import use_own_threads
-from specdec.engine.calls import Call
+from specdec.engine.calls import CLOSED, CLOSED_MEANWHILE, NO_DEVICE, READ_ELSEWHERE, Call
 from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Usage
 from specdec.engine.stats import EngineStats
@@ -39,38 +38,25 @@ from specdec.requests.submission import Submits
 from specdec.torch_state import has_default_device, no_default_device
 
 _LONGEST_SLEEP = 0.5
-"""Seconds after which a sleeping call looks around unasked: an interrupted thread may not have woken it."""
+"""Seconds after which a sleeping call checks by itself: an interrupted thread may not have woken it."""
 
 _SHORT_SLEEP = 1e-3
 
 _LONGEST_TURN = 0.2
-"""Seconds after which the first in the line is left out, if nobody has the engine: it was interrupted."""
-
-_CLOSED = (
-    "this SpeculativeModel is closed; wrap its hf_model again with SpeculativeModel.from_pretrained(hf_model, …), or "
-    "load one that was divided among ranks by its name"
-)
-_CLOSED_MEANWHILE = "the SpeculativeModel was closed while this request was running; read what is wanted before close()"
-_READ_ELSEWHERE = (
-    "another thread was waiting for this stream when the process was forked, and it is not in this process; ask again"
-)
-_NO_DEVICE = (
-    "this process is a fork of the one that loaded the model onto a GPU, which no fork can use; load the model in a "
-    "process that is a program of its own (multiprocessing: 'spawn')"
-)
+"""Seconds after which the first thread in the line is dropped if no thread has the engine: it was interrupted."""
 
 _engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 
 
 class SharedEngine:
-    """Lets threads share an `Engine`. Everything that touches the engine holds `_lock`; `_holder` says which thread.
+    """An `Engine` shared by several threads. All access holds `_lock`; `_holder` is the thread that has it.
 
-    `_line` has the threads that want it or have it, in the order in which they came, and what each is woken by;
-    `_in_round`: one has it for a round. `forked`: this process is a fork of the one that made it.
+    `_line`: threads that wait for the engine or have it, in order of arrival, each with the queue that wakes it.
+    `_in_round`: a thread runs a round. `forked`: this process is a fork of the one that made it.
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
-        """Rounds run on `device`, on the stream that is current there now, whichever thread runs them."""
+        """Rounds of all threads run on `device`, on its current stream."""
         self._open_engine: Engine | None = engine
         self._last_stats = engine.stats
         self._device, self._device_type = device, device.type
@@ -82,14 +68,10 @@ class SharedEngine:
         self._calls: dict[int, Call] = {}
         self._sleeping: dict[Call, None] = {}
         self._leading: Call | None = None
-        self._refused = self.forked = False
+        self._refused = self.forked = self._without_device = False
         self._abandoned: deque[int] = deque()
         self._delivered: list[Update] = engine.reported
         _engines.add(self)
-
-    @property
-    def _without_device(self) -> bool:
-        return self.forked and self._device_type == "cuda"
 
     @property
     def stats(self) -> EngineStats:
@@ -100,14 +82,14 @@ class SharedEngine:
     def _engine(self) -> Engine:
         """The open engine. Raises ClosedModelError after `close`."""
         if self._open_engine is None:
-            raise ClosedModelError(_CLOSED)
+            raise ClosedModelError(CLOSED)
         return self._open_engine
 
     def close(self) -> None:
-        """End all requests and let go of the engine. Idempotent.
+        """End all requests and drop the engine. Idempotent.
 
-        Waits for a round that runs on another thread. What was reported before can still be read; then calls and
-        streams that have requests left raise ClosedModelError.
+        Waits for a round on another thread. Updates reported before can still be read; then calls and streams with
+        unfinished requests raise ClosedModelError.
 
         Raises:
             SpecdecError: called from inside a round.
@@ -134,20 +116,20 @@ class SharedEngine:
     def check_open(self) -> None:
         """Raises ClosedModelError after `close`."""
         if self._open_engine is None:
-            raise ClosedModelError(_CLOSED)
+            raise ClosedModelError(CLOSED)
 
     def usage(self) -> Usage:
-        """What requests hold between two rounds: see `Engine.usage`. Raises SpecdecError inside a round."""
+        """Rows and pages in use between two rounds: see `Engine.usage`. Raises SpecdecError inside a round."""
         with self.between_rounds():
             return self._engine.usage()
 
     def submit(self, requests: Sequence[Submits], check: Callable[[], None] | None = None) -> Call:
         """Queue the requests of a call.
 
-        check: of the model, runs while the first round after this does; where it raises ModelChangedError, `next` does.
+        check: of the model, runs during the next round; if it raises ModelChangedError, `next` does too.
 
         Raises:
-            InvalidInputError: a request is refused, see `Engine.submit`; none of the call is queued then.
+            InvalidInputError: a request is refused, see `Engine.submit`; then no request of the call is queued.
             SpecdecError: called from inside a round.
         """
         call, me, asked = Call(), self._outside(), time.perf_counter()
@@ -171,14 +153,14 @@ class SharedEngine:
         return call
 
     def next(self, call: Call) -> tuple[int, Update] | None:
-        """The call's next update, from its inbox or from rounds that are run for it, and whose it is in the call.
+        """The call's next update, with its request's index in the call; runs rounds until there is one.
 
-        None when all of the call is ended.
+        None when all requests of the call have ended.
 
         Raises:
             SpecdecError: called from inside a round.
-            ClosedModelError: the model was closed, and all that was reported before is handed out.
-            ModelChangedError: what the call's check found, before its first update.
+            ClosedModelError: the model was closed, and all updates reported before are read.
+            ModelChangedError: from the call's check, before its first update.
         """
         me = self._outside()
         try:
@@ -188,7 +170,7 @@ class SharedEngine:
                 update = call.take()
                 if update is None and self._open_engine is None and call.inbox.empty():
                     call.places.clear()
-                    raise ClosedModelError(_CLOSED_MEANWHILE)
+                    raise ClosedModelError(CLOSED_MEANWHILE)
                 if update is None and self._in_round:
                     update = self._sleep(call)
                 place = None if update is None else call.places.get(update.request_id)
@@ -204,7 +186,7 @@ class SharedEngine:
             self._pass_on()
 
     def help(self) -> None:
-        """Run a round for everybody, or sleep a moment where another thread is in one: for who waits for pages.
+        """Run a round, or sleep a moment if another thread is in one: for a caller that waits for free pages.
 
         Raises:
             SpecdecError: called from inside a round.
@@ -219,9 +201,9 @@ class SharedEngine:
             self._pass_on()
 
     def abandon(self, call: Call) -> None:
-        """End what is left of a call: at once, or after the round that is running.
+        """End a call's remaining requests: at once, or after the running round.
 
-        May be called on any thread at any moment, by a finalizer inside a round too: it waits for nothing.
+        Never waits: may be called on any thread at any time, also by a finalizer inside a round.
         """
         self._let_go(call)
         self._pass_on()
@@ -234,7 +216,7 @@ class SharedEngine:
 
     @contextlib.contextmanager
     def between_rounds(self) -> Iterator[bool]:
-        """Hold the engine, so that no round runs inside; yields whether it has no request.
+        """Hold the engine so that no round runs inside the block; yields whether it has no request.
 
         Raises:
             SpecdecError: called from inside a round.
@@ -254,15 +236,12 @@ class SharedEngine:
             self._pass_on()
 
     def _line_up(self, me: int, call: Call | None = None) -> None:
-        """Wait until all who came before have had the engine, or there is something for `call`.
-
-        `_step_out` must follow, whatever happens.
-        """
+        """Wait for this thread's turn, or until `call` is ready. `_step_out` must follow in any case."""
         own: SimpleQueue[None] = SimpleQueue()
         self._line[me] = own
         while self._line.get(me) is own:  # else a signal handler on this thread has had it in its place
             first = next(iter(list(self._line)), me)
-            if first == me or (call is not None and _has_something(call)):
+            if first == me or (call is not None and call.is_ready):
                 return
             wakes_first = self._line.get(first)
             with contextlib.suppress(Empty):
@@ -280,7 +259,7 @@ class SharedEngine:
         """This thread. Raises SpecdecError when it is inside a round, or in a fork without the device."""
         me = get_ident()
         if self._without_device:
-            raise SpecdecError(_NO_DEVICE)
+            raise SpecdecError(NO_DEVICE)
         if self._holder == me:
             raise SpecdecError("the model was called from inside one of its own rounds (by its tokenizer or a hook)")
         return me
@@ -314,10 +293,10 @@ class SharedEngine:
             self._sleeping.pop(call, None)
 
     def _lead(self, call: Call | None, me: int) -> None:
-        """Run one round for everybody, unless another thread's has brought this call something meanwhile."""
+        """Run one round for all callers, unless a round of another thread has made this call ready meanwhile."""
         try:
             self._line_up(me, call)
-            if call is not None and _has_something(call):
+            if call is not None and call.is_ready:
                 return
             with self._lock:
                 self._holder, self._leading, self._in_round = me, call, True
@@ -332,18 +311,18 @@ class SharedEngine:
     def _round(self, call: Call | None) -> None:
         self._forget_abandoned()
         self._deliver()
-        if call is None or not _has_something(call):
+        if call is None or not call.is_ready:
             with self._at_home():
                 self._engine.step()
                 if self._refused:
                     self._engine.forget_prefixes()  # its round may have called what has changed
                     self._refused = False
             self._deliver()
-            if call is not None:
-                self._check_alive(call)
+            if call is not None and call.places and call.inbox.empty() and not self._engine.has_work:
+                raise SpecdecError("these requests are no longer in the engine, and nothing reported their end: a bug")
 
     def _deliver(self) -> None:
-        """Hand out what the last round reported. After an interrupt it is handed out again; a `Call` sees to that."""
+        """Put the last round's updates into the inboxes. After an interrupt again: `Call.take` drops repetitions."""
         updates = self._engine.reported
         if updates is self._delivered:
             return
@@ -353,11 +332,7 @@ class SharedEngine:
                 call.inbox.put(update)
         self._delivered = updates
         for waiting in list(self._line.values()):
-            waiting.put(None)  # whoever has got something need not wait for its turn
-
-    def _check_alive(self, call: Call) -> None:
-        if call.places and call.inbox.empty() and not self._engine.has_work:
-            raise SpecdecError("these requests are no longer in the engine, and nothing reported their end: a bug")
+            waiting.put(None)  # a ready call need not wait for its turn
 
     def _forget_abandoned(self) -> None:
         ids = list(self._abandoned)
@@ -370,9 +345,9 @@ class SharedEngine:
                 self._abandoned.popleft()
 
     def _pass_on(self) -> None:
-        """Before a thread goes: forget what was abandoned, and wake a sleeping call to run the next round.
+        """Remove abandoned requests, and wake a sleeping call to run the next round.
 
-        Whoever holds the lock comes here after; so what is left to do while it is held is never left undone.
+        Every thread that holds the lock calls this afterwards, so work left while the lock is held gets done.
         """
         usable = not self._without_device
         while usable and self._abandoned and self._holder is None and self._lock.acquire(blocking=False):
@@ -387,7 +362,7 @@ class SharedEngine:
                 call.inbox.put(None)
 
     def _at_home(self) -> AbstractContextManager[object]:
-        """What is a thread's own in torch, the same for every round: devices, stream, no autocast."""
+        """Torch's thread-local state, the same for every round: device, stream, no autocast."""
         use_own_threads()
         autocast = torch.is_autocast_enabled(self._device_type)
         default = has_default_device()
@@ -404,22 +379,17 @@ class SharedEngine:
         return home
 
     def _after_fork(self) -> None:
-        """In a child process: only the thread that forked is left, and nobody else's round goes on."""
+        """In a child process: only the thread that forked exists, and rounds of other threads do not continue."""
         gone, me = list(self._sleeping), get_ident()
         own = self._holder == me  # it forked inside a round, from a hook for example: that goes on here as well
         if not own:
             gone += [self._leading] if self._leading else []
             self._lock, self._holder, self._leading, self._in_round = threading.Lock(), None, None, False
-        self.forked = True
+        self.forked, self._without_device = True, self._device_type == "cuda"
         self._sleeping, self._line = {}, {me: self._line[me]} if own and me in self._line else {}
         for call in gone:
-            call.refusal = SpecdecError(_READ_ELSEWHERE)  # for the thread that forked, if it has this stream, too
+            call.refusal = SpecdecError(READ_ELSEWHERE)  # for the thread that forked, if it has this stream, too
             self._let_go(call)
-
-
-def _has_something(call: Call) -> bool:
-    """Whether its caller has something to read, or nothing to wait for."""
-    return not call.places or not call.inbox.empty()
 
 
 def _renew_after_fork() -> None:

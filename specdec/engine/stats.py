@@ -1,4 +1,4 @@
-"""What an engine has done so far."""
+"""EngineStats: counters of an engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class EngineStats:
         rounds: launched verifications.
         host_to_device, device_to_host: copies. preemptions: requests that lost their row.
         prefix_query_tokens: prompt tokens of requests that looked into the prefix cache.
-        prefix_hit_tokens: those of them in pages that were found. cached_tokens: those that were not read again: a
-            request that drafts reads the last page that it found again, into a page of its own.
+        prefix_hit_tokens: the part of them in pages that were found. cached_tokens: the part that was not computed
+            again: a request that drafts recomputes its last found page, in a page of its own.
     """
 
     rounds: int = 0
@@ -32,20 +32,21 @@ class EngineStats:
 
 
 class Counters:
-    """Counts. Any thread may read `stats`: a snapshot, made when it is asked for.
+    """Mutable counters behind `EngineStats`. Any thread may read `stats`, a snapshot.
 
-    Rounds are counted by the one thread that runs them. A snapshot taken meanwhile may have part of the last round's
-    counts; none ever goes back.
+    Only the thread that runs a round counts. A snapshot taken meanwhile may have part of that round's counts; no count
+    ever decreases.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, transfers: int = 0) -> None:
+        """transfers: see `start_transfers`."""
         self._rounds = self._host_to_device = self._device_to_host = self._preemptions = 0
-        self._transfers = 0
+        self._transfers = transfers
         self._prefix = (0, 0, 0)
 
     @property
     def stats(self) -> EngineStats:
-        """What was counted so far."""
+        """A snapshot of the counters."""
         counts = self._rounds, self._host_to_device, self._device_to_host, self._preemptions
         return EngineStats(*counts, *self._prefix)
 
@@ -58,12 +59,12 @@ class Counters:
         self._preemptions += count
 
     def add_prefix(self, prompt: int, found: int, taken: int) -> None:
-        """A request that looked into the prefix cache: tokens of its prompt, found ones, and those not read again."""
+        """A request that searched the prefix cache: tokens of its prompt, found tokens, tokens not computed again."""
         prompts, hits, cached = self._prefix
         self._prefix = prompts + prompt, hits + found, cached + taken
 
     def start_transfers(self, transfers: int) -> None:
-        """transfers: host-to-device copies that the executor has made so far, which do not count."""
+        """transfers: host-to-device copies of the executor so far, which are not counted."""
         self._transfers = transfers
 
     def add_round(self, transfers: int) -> None:

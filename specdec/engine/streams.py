@@ -1,10 +1,11 @@
-"""What rounds bring for the requests of one call, handed out update by update."""
+"""Stream: an iterator over the updates of one call's requests."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from specdec.engine.calls import Call
 from specdec.engine.sharing import SharedEngine
@@ -15,7 +16,7 @@ from specdec.requests.submission import Submission
 
 @dataclass(frozen=True)
 class StreamUpdate:
-    """What one round brought for one completion.
+    """New tokens and text of one completion, from one round.
 
     Attributes:
         index: its place in what `generate` returns: the prompt's, or with SamplingParams.n, where every prompt has n
@@ -31,10 +32,10 @@ class StreamUpdate:
 
 
 class Stream(Iterator[StreamUpdate]):
-    """What rounds bring for one call, update by update. Its requests are queued when the first update is asked for.
+    """An iterator over the updates of one call. The first `next` queues its requests.
 
-    May be read and closed on any thread. A request that fails does not end the others of its call: its error is raised
-    after them.
+    May be read and closed on any thread. A failed request does not end the others of its call: its error is raised
+    after their last update.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Stream(Iterator[StreamUpdate]):
         call: Call | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """call: of requests that are queued already; `requests` is None then. check: see `SharedEngine.submit`."""
+        """call: of requests that are already queued; then `requests` is None. check: see `SharedEngine.submit`."""
         self._check = check
         self._shared = shared
         self._requests: Sequence[Submission] | None = requests
@@ -57,31 +58,28 @@ class Stream(Iterator[StreamUpdate]):
             if self._requests is not None:
                 requests, self._requests = self._requests, None
                 self._call = self._shared.submit(requests, self._check)
-            return self._next()
+            call = self._call  # another thread may close the stream meanwhile
+            while call is not None and (found := self._shared.next(call)) is not None:
+                place, update = found
+                if update.error is None:
+                    return StreamUpdate(place, update.token_ids, update.text, update.completion)
+                self._errors.append(update.error)
+            if self._errors:
+                self._raise_errors()
+            raise StopIteration
         except BaseException:
             self.close()
             raise
 
-    def _next(self) -> StreamUpdate:
-        call = self._call
-        while call is not None:
-            found = self._shared.next(call)
-            if found is None:
-                break
-            place, update = found
-            if update.error is None:
-                return StreamUpdate(place, update.token_ids, update.text, update.completion)
-            self._errors.append(update.error)
-        if self._errors:
-            first, *more = self._errors
-            self._errors = []
-            if more:
-                first.add_note(f"{len(more)} more requests of this call failed")
-            raise first
-        raise StopIteration
+    def _raise_errors(self) -> NoReturn:
+        first, *more = self._errors
+        self._errors = []
+        if more:
+            first.add_note(f"{len(more)} more requests of this call failed")
+        raise first
 
     def close(self) -> None:
-        """Abort what is left; idempotent."""
+        """Abort unfinished requests. Idempotent."""
         call, self._call, self._requests = self._call, None, None
         if call is not None:
             self._shared.abandon(call)

@@ -28,7 +28,7 @@ class WaitingRequests:
 
     @property
     def first(self) -> Request:
-        """Whose turn is next. Raises StopIteration when nobody waits."""
+        """The next request. Raises StopIteration when the queue is empty."""
         return next(iter(self._requests))
 
     def append(self, request: Request) -> None:
@@ -51,18 +51,18 @@ class WaitingRequests:
             self.appendleft(request)
 
     def popleft(self) -> Request:
-        """Take out whose turn is next. Raises KeyError when nobody waits."""
+        """Remove and return the next request. Raises KeyError when the queue is empty."""
         return self._requests.popitem(last=False)[0]
 
     def remove(self, request: Request) -> None:
-        """Take out a request, wherever it stands. Raises KeyError when it does not wait."""
+        """Remove a request at any place. Raises KeyError when it is not in the queue."""
         del self._requests[request]
 
     def clear(self) -> None:
-        """Nobody waits."""
+        """Empty the queue."""
         self._requests.clear()
 
     def move_to_end(self, requests: Sequence[Request]) -> None:
-        """These, which wait, come behind all others, in this order. Raises KeyError when one does not wait."""
+        """Move these requests behind all others, in this order. Raises KeyError when one is not in the queue."""
         for request in requests:
             self._requests.move_to_end(request)

@@ -1,1 +1,1 @@
-"""A round on the device. What varies: operator by operator or from CUDA graphs, one head or several modules."""
+"""A round on the device, operator by operator or from CUDA graphs, with one head or several modules."""

@@ -1,4 +1,4 @@
-"""The device's part of a round: its protocol, and what goes in and out of it."""
+"""Executor: the protocol of the device's part of a round, with its inputs and results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specdec.rounds.verification import TargetArrays
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What capturing cost.
+    """Number, time and memory of the captured graphs.
 
     Attributes:
         graphs: number of graphs for the buckets' rounds; sampled_graphs: those that only rounds with sampled rows run,
@@ -71,7 +71,7 @@ class ChainedVerification(Verification):
 
     Attributes:
         launch_next: launches the verification of the same rows after it. The bonus tokens of those arrays are ignored:
-            they are copied on the device. Returns what `Executor.send` would have, and the verification.
+            they are copied on the device. Returns the sent round and its verification.
     """
 
     launch_next: Callable[[TargetArrays, SamplingRound | None], tuple[Round, Verification]]
@@ -91,7 +91,7 @@ class DraftBuffers:
     """Where rounds from graphs find their drafts: at fixed places, by row of the verification before.
 
     Attributes:
-        loop: has the buffer of drafts. drawn: what drafts of sampled rows were drawn from; None where none are drawn.
+        loop: has the buffer of drafts. drawn: distributions of the drafts of sampled rows; None if none are drawn.
     """
 
     loop: StaticLoop
@@ -103,7 +103,7 @@ class CapturesLate(Protocol):
     """An executor that may compile and capture between rounds, too.
 
     Attributes:
-        before_capture: called before it does; raises where the model is not what it was.
+        before_capture: called before it does; raises if the model has changed.
     """
 
     before_capture: Callable[[], None] | None
@@ -122,7 +122,7 @@ class Executor(Protocol):
 
     @property
     def reads(self) -> HostReads:
-        """What starts and finishes the rounds' device-to-host reads."""
+        """Starts and finishes the rounds' device-to-host reads."""
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
         """Lay out a round and send it; `draft` is None when no draft loop starts from aux hidden states."""

@@ -32,7 +32,7 @@ class Recorder(Protocol):
     """Makes a graph of a launch, in a pool of memory: see `record`."""
 
     def __call__(self, launch: Callable[[], T], pool: Any) -> tuple[Any, T]:
-        """The graph, and what the launch returned."""
+        """The graph, and the result of the launch."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class PassGraph:
 
     One graph for both parts: between two, the device would pause for about as long as a kernel of theirs takes.
 
-    drawn: None where sampled rows, too, are drafted for greedily. x: of both, what the next step reads; None after the
-        draft prefill, which leaves it in the loop's buffer.
+    drawn: None if drafts of sampled rows are greedy, too. x: of both, the input of the next step; None after the draft
+        prefill, which leaves it in the loop's buffer.
     """
 
     greedy: torch.cuda.CUDAGraph
@@ -85,7 +85,7 @@ class DraftGraphs:
 class Bucket:
     """The graphs of one number of rows.
 
-    token_ids [rows·(K+1)] is what the verification reads, logits [rows·(K+1), V] and result [rows] what it writes;
+    token_ids [rows·(K+1)]: input of the verification; logits [rows·(K+1), V], result [rows]: its outputs;
     logit_index: [rows, K+1]; num_drafts: [rows]. decide: decides the sampled rows of that result again.
     """
 
@@ -114,7 +114,7 @@ class Bucket:
 class EmptyRound:
     """A round without rows in a bucket's shape, at the addresses that its graphs will read.
 
-    prefill: the head's attention in each pass after the verification; steps: that of the draft steps; () without a
+    prefill: the head's attention in each pass after the verification; steps: of each draft step; () without a
     head. carried: see `StaticPrefill`.
     """
 
@@ -125,7 +125,7 @@ class EmptyRound:
 
 
 def step_rows(rows: int) -> int:
-    """Rows of the draft steps in a bucket: a single one would be compiled once more, so a padding row stands beside it.
+    """Rows of the draft steps in a bucket: at least two, because one row would be compiled once more.
 
     >>> step_rows(1), step_rows(8)
     (2, 8)
@@ -168,7 +168,7 @@ class DraftCapture:
         return DraftGraphs(tuple(planners), prefill, self._capture_steps(rows, round_, recorder))
 
     def proposal(self, sources: torch.Tensor | None) -> Proposal | None:
-        """What sampled rows are drafted from; sources: [rows] int64, their rows among the drafts."""
+        """Draft distributions of sampled rows; sources: [rows] int64, their rows among the drafts."""
         return None if self.sampled is None or sources is None else self.sampled.proposal(sources)
 
     def _recorded(self, launch: Callable[[bool], torch.Tensor | None], recorder: Recorder) -> PassGraph:
@@ -198,7 +198,7 @@ class DraftCapture:
     def _prefill(
         self, result: PackedResult, round_: EmptyRound, planned: Sequence[PlannedBatch], compiled: bool = True
     ) -> Chosen:
-        """Over every token row of the verification, which stand query_len apart, up to the last accepted one."""
+        """Over every token row of the verification (query_len for each row), up to the last accepted one."""
         rows, query_len = result.tokens.shape
         first = torch.arange(0, rows * query_len, query_len, device=result.packed.device)
         inputs = StaticPrefill(result.tokens.reshape(-1), first + result.num_accepted, round_.carried)
@@ -223,7 +223,7 @@ def compile_bucket(
     round_: EmptyRound,
     extras: Sequence[RoundExtra],
 ) -> None:
-    """Run everything of one bucket once without attention: what is captured is compiled then, whatever the bucket.
+    """Run everything of one bucket once without attention: this compiles the code that every bucket captures.
 
     It needs no kernel of the attention backend's, so it can run while these are being built.
     """
@@ -263,9 +263,9 @@ def capture_bucket(
 ) -> Bucket:
     """Capture everything of one bucket. `model`: the compiled target; every row of it is decided.
 
-    It is asked for rows by their logits indices, as rounds of any shape do, so that it is compiled once.
+    It takes logits indices, as in rounds of any shape, so that it is compiled once.
 
-    recorder: what makes graphs, `record` unless given; with `rehearse` all is launched once, and there are none.
+    recorder: makes graphs, default `record`; with `rehearse` all is launched once, without graphs.
     """
     recorder = recorder or partial(record, group=target.group)
     device = round_.target
@@ -274,7 +274,7 @@ def capture_bucket(
     planned = planner.plan(device.metadata)
     graph, (logits, greedy, packed) = recorder(partial(_verify, target, model, drafts, device, planned, extras), pool)
     result = PackedResult(packed)
-    with compiler_settings():  # the head's: what it says decides no token
+    with compiler_settings():  # the head's: it decides no token
         draft = None if drafts is None else drafts.capture(result, round_, planner, recorder)
     proposal = None if drafts is None else drafts.proposal(device.sources)
     index, own = device.logit_index, sampling.first(rows)

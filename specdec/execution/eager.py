@@ -1,4 +1,4 @@
-"""What runs on the device in a round, launch by launch: the transfer, the draft loop, and the verification."""
+"""EagerExecutor: runs a round operator by operator: the transfer, the draft loop, the verification."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class EagerExecutor:
         return self._transfer.transfers
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
-        """Everything of a round in one host-to-device copy; sampling parameters where a sampled row is decided."""
+        """Make a round's arrays and send them in one copy; sampling parameters only if a sampled row is decided."""
         if sampling is not None and not sampling.decided.arrays.any_sampled:
             sampling = None
-        return Round(target, self._transfer.send(draft, target, sampling), None)
+        drafting = None if draft is None or self.drafter is None else self.drafter.loop.arrays(draft)
+        return Round(target, self._transfer.send(target.inputs, drafting, sampling), None)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> Draft | None:
         """See `Executor.draft`."""

@@ -3,10 +3,9 @@
 Rounds in which every row verifies have a fixed shape; others run by segments (`ragged.py`), and then the same steps.
 
 The draft prefill is launched right after the verification, before the host knows what was accepted (see
-`drafters/loops/chain_passes.py`, and `static.py` of `modules` beside it). So while the host reads the verification
-result and lays out the draft steps, the device is at work; each step is planned while the one before runs; commit,
-schedule and the next verification follow while the steps run. That makes two transfers per round instead of one, three
-with sampled rows.
+`drafters/loops/chain_passes.py` and `module_passes.py`). So the device is busy while the host reads the result and lays
+out the draft steps; each step is planned while the one before runs; commit, schedule and the next verification follow
+while the steps run. This takes two transfers per round instead of one, three with sampled rows.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -82,13 +81,11 @@ log = logging.getLogger("specdec")
 class GraphExecutor:
     """Runs all rounds from CUDA graphs: verifications in one fixed shape for each bucket of rows, others by segments.
 
-    Made, then captured.
+    The constructor compiles; then call `capture`. With a head, for greedy and for sampled rows, the draft prefill is
+    launched after the verification, before its result is read, and the draft steps run from the graphs of a bucket.
 
-    before_capture: called before anything is compiled or captured; raises where the model is not what it was. Replays
-    read its weights alone.
-
-    Whether rows are greedy or sampled, with a head the draft prefill is launched after the verification, before that is
-    read, and the draft steps run from the graphs of a bucket.
+    before_capture: called before anything is compiled or captured; raises if the model has changed. (Replays read its
+        weights alone.)
     """
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
@@ -101,11 +98,7 @@ class GraphExecutor:
             InvalidInputError: the head's draft loop has no static form.
         """
         started, self._memory = time.perf_counter(), torch.cuda.memory_reserved()
-        if (invariant := target.runner.batch_invariant) and mixtures(target.hf_model):
-            raise UnsupportedModelError(
-                f"{type(target.hf_model).__name__} is a mixture of experts, whose matmuls are not batch-invariant; "
-                "use backend='flashinfer'"
-            )
+        invariant = _is_invariant(target)
         model = compiled_model(target.hf_model)
         self._target, self._extras = target, config.extras
         device = target.hf_model.device
@@ -136,14 +129,7 @@ class GraphExecutor:
         self._prefill: RaggedPrefill | None = None
         with self._alterations.undone_on_error(), self._compiling():
             if drafter is not None and drafting:
-                self._loop = _static_form(target, drafter, config)
-                self._steps = {n: self._loop.steps(static_shape(config, step_rows(n))) for n in rows}
-                if config.draws_drafts:
-                    self._drawn = SampledDrafts(drafter.head, self._loop, self._sampling.device, target.vocab_size)
-                drafts = DraftCapture(self._loop, self._drawn, drafter.runner, self._pool)
-                self._prefill = RaggedPrefill(
-                    self._loop, self._num_modules, drafter.runner, config, self._pool, self._compiling, target.group
-                )
+                drafts = self._draft_forms(drafter, config, rows)
             self._drafts = drafts
             self.draft_buffers = None if self._loop is None else DraftBuffers(self._loop, self._drawn)
             self._fused = self._fuse(rows[-1], drafter, drafts)
@@ -152,6 +138,18 @@ class GraphExecutor:
                 log.info("compiling")
                 compile_bucket(target, model, drafts, self._empty_round(rows[0]), config.extras)
         self._seconds = time.perf_counter() - started
+
+    def _draft_forms(self, drafter: Drafter, config: EngineConfig, rows: Sequence[int]) -> DraftCapture:
+        """Make the static form of the draft loop and buffers of sampled drafts; returns the capture of both."""
+        target = self._target
+        self._loop = loop = _static_form(target, drafter, config)
+        self._steps = {n: loop.steps(static_shape(config, step_rows(n))) for n in rows}
+        if config.draws_drafts:
+            self._drawn = SampledDrafts(drafter.head, loop, self._sampling.device, target.vocab_size)
+        self._prefill = RaggedPrefill(
+            loop, self._num_modules, drafter.runner, config, self._pool, self._compiling, target.group
+        )
+        return DraftCapture(loop, self._drawn, drafter.runner, self._pool)
 
     def capture(self) -> None:
         """Capture the graphs of every bucket, once.
@@ -189,15 +187,11 @@ class GraphExecutor:
 
     def _captured(self, rows: int, recorder: Recorder | None = None) -> Bucket:
         """Everything of one bucket; recorder: see `capture_bucket`."""
-        round_, sampling, parts = (
-            self._empty_round(rows),
-            self._sampling.device,
-            (self._target, self._model, self._drafts),
-        )
-        return capture_bucket(*parts, round_, sampling, self._extras, self._pool, recorder)
+        parts = self._target, self._model, self._drafts, self._empty_round(rows), self._sampling.device
+        return capture_bucket(*parts, self._extras, self._pool, recorder)
 
     def _rehearse(self) -> None:
-        """Launch once what rounds launch, in buckets and, of sampled rows, in any shape."""
+        """Launch all kernels of rounds once, in buckets and, of sampled rows, in any shape."""
         most, *others = self._fixed
         logits = self._captured(most, rehearse).logits
         rehearse_decisions(logits, most, self._query_len - 1, self._sampling.device, self._drawn)
@@ -205,7 +199,7 @@ class GraphExecutor:
             self._captured(n, rehearse)
 
     def release(self) -> None:
-        """Leave the model and the head as they were: rounds run another way."""
+        """Restore the model and the head, because another executor runs the rounds."""
         self._alterations.undo()
 
     def _num_graphs(self) -> tuple[int, int, int]:
@@ -242,7 +236,7 @@ class GraphExecutor:
         """See `Executor.send`. `draft` is None: every round with a head drafts before it is read."""
         rows = self._bucket_of(target)
         if rows is None:
-            return Round(target, self._transfer.send(target), None, sampling)
+            return Round(target, self._transfer.send(target.inputs), None, sampling)
         self._send_verification(rows, target)
         return Round(target, None, rows, sampling)
 
@@ -280,7 +274,7 @@ class GraphExecutor:
             return Verification(read, aux_hidden_states)
         num_carried = self._prefill.num_rows
         ahead = ahead_inputs(round_.target, self._num_modules, num_carried)  # made while the device verifies
-        sent = self._transfer.send_ahead(round_.target, ahead, device)
+        sent = self._transfer.send_ahead(round_.target.inputs, ahead, device)
         accepted, chosen = self._prefill.run(result, sent, device.logits_indices)
         if round_.sampled and self._drawn is not None:
             self._drawn.choose(0, chosen, accepted)
@@ -393,6 +387,16 @@ class GraphExecutor:
         result = PackedResult.zeros(rows, self._query_len - 1, target.hf_model.device)
         run = partial(drafts.run_plainly, result, round_)
         return count + fuse_siblings(drafter.head, run, self._alterations)
+
+
+def _is_invariant(target: Target) -> bool:
+    """Whether the attention backend is batch-invariant. Raises UnsupportedModelError if it is and the model is not."""
+    if target.runner.batch_invariant and mixtures(target.hf_model):
+        raise UnsupportedModelError(
+            f"{type(target.hf_model).__name__} is a mixture of experts, whose matmuls are not batch-invariant; "
+            "use backend='flashinfer'"
+        )
+    return target.runner.batch_invariant
 
 
 def _static_form(target: Target, drafter: Drafter, config: EngineConfig) -> StaticLoop:

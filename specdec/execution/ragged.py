@@ -123,12 +123,12 @@ class RaggedTarget:
         return graph.logits[:rows]
 
     def _between(self, metadata: CommonAttentionMetadata) -> Between:
-        """What a batch launches between the graphs; planned now."""
+        """Plan a batch's attention and recurrences between the graphs."""
         planned = self._target.runner.plan(metadata)
         return Between(partial(self._target.runner.attend, planned), self._target.recur(planned))
 
     def capture_expected(self, rows: Iterable[int]) -> None:
-        """Capture the largest bucket and the smallest, and those of so many rows that decode, see `mixed_bucket`.
+        """Capture the largest bucket, the smallest, and those for these numbers of decoding rows, see `mixed_bucket`.
 
         Only rounds in which no row decodes have more tokens than these: each row gets one token of them, at most.
         """
@@ -223,10 +223,10 @@ class RaggedPrefill:
     def run(
         self, result: PackedResult, ahead: DeviceAhead, logits_indices: torch.Tensor
     ) -> tuple[torch.Tensor, Chosen]:
-        """Draft 1 of every row, and what the steps start from, into the loop's buffers.
+        """Write draft 1 of every row, and the inputs of the steps, into the loop's buffers.
 
         Returns:
-            [B] int64 accepted drafts of each row, and what was chosen for as many rows as there can be.
+            [B] int64 accepted drafts of each row, and the choices for the largest number of rows.
         """
         count, rows = len(ahead.token_ids), len(ahead.last_row)
         graph = self._graph(token_bucket(count, self._most_tokens))

@@ -27,7 +27,7 @@ class Readback:
     group: Group = ALONE
 
     def wait(self) -> np.ndarray:
-        """A copy of the tensor. What was launched after the verification goes on meanwhile.
+        """Wait, and return a copy of the tensor. Launches after the verification continue meanwhile.
 
         Raises:
             RanksLostError: another process of the group is lost.
@@ -40,19 +40,18 @@ class Readback:
 class HostReads:
     """Starts reads into a ring of two pinned buffers; one that was waited for may be overwritten two reads later.
 
-    The one seam for benchmarks and tests that want other verification results than the model's, or to see them. To be
-    set while no request runs:
+    Benchmarks and tests may watch or replace verification results by two hooks, set while no request runs.
 
     Attributes:
         before_read: called with every result and num_drafts [J], both on the device, before the copy is queued; may
-            write into the result there, and must not wait for the device. What is launched after it, the draft prefill
-            and a chained verification, reads what it wrote. Of several processes only the first one's counts.
+            write into the result there, and must not wait for the device. Later launches, the draft prefill and a
+            chained verification, read the written result. Of several processes only the first one's counts.
         after_read: called with every result on the host and num_drafts [J]; returns the result that counts. Without
             drafts it must keep the tokens: the next verification may have read them on the device already.
     """
 
     def __init__(self, max_numel: int, device: torch.device, group: Group = ALONE) -> None:
-        """max_numel: elements of the largest tensor that will be read, int64. group: all read what its first does."""
+        """max_numel: elements of the largest tensor, int64. group: all read the result of its first process."""
         self._group = group
         self._on_cuda = device.type == "cuda"
         count = _RING if self._on_cuda else 0
@@ -63,13 +62,13 @@ class HostReads:
         self.after_read: Callable[[Outcome, np.ndarray], Outcome] | None = None
 
     def start(self, result: PackedResult, num_drafts: torch.Tensor) -> Readback:
-        """Queues the copy after what was launched so far. num_drafts: [J] int64 on the device, of the rows decided."""
+        """Queue the copy after all launches so far. num_drafts: [J] int64 on the device, of the decided rows."""
         if self.before_read is not None:
             self.before_read(result, num_drafts)
         packed = result.packed
         self._group.share(packed)
         if not self._on_cuda:
-            return Readback(packed.clone(), None)  # what is launched next may write to the same place
+            return Readback(packed.clone(), None)  # the next launch may write to the same place
         slot = self._started % _RING
         self._started += 1
         host = self._pinned[slot][: packed.numel()].view(packed.shape)

@@ -1,4 +1,4 @@
-"""A sent round, as the executor that sent it knows it."""
+"""Round: a round that an executor has sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampled rows of rounds that run from graphs: what was decided greedily for all rows is decided again for those.
+"""Sampled rows of rounds that run from graphs: all rows are decided greedily, then sampled rows once more.
 
 Kernels that meet a greedy row return at once, so greedy and sampled rows share a batch; rounds without sampled rows do
 not launch them.
@@ -41,7 +41,7 @@ class SampledDrafts:
         All that is kept of it is written by the kernels that draw: each launch between them would cost as much as one
         of theirs.
 
-        num_accepted: with draft 1, [R] int64 of any stride, on the device: what the verification before it accepts.
+        num_accepted: with draft 1, [R] int64 of any stride, on the device: accepted drafts of the last verification.
             Rows of `chosen` that are not among these are greedy.
         """
         rows = len(chosen.ids)
@@ -64,7 +64,7 @@ class SampledDrafts:
         return self._logits is not None and self._logits.dtype != torch.float32
 
     def kept(self, place: int, count: int) -> dict[str, torch.Tensor]:
-        """Copies of what the first drafts of a sampled row were drawn from: [count, Vd], [count, 4]."""
+        """Copies of the logits and statistics that a row's first drafts were drawn from: [count, Vd], [count, 4]."""
         assert self._logits is not None
         stats = self._filtered.stats[place, :count]
         return {"draft_logits": self._logits[place, :count].clone(), "draft_stats": stats.clone()}
@@ -83,7 +83,7 @@ class SampledDrafts:
         self._filtered.stats[place, :count] = stats
 
     def proposal(self, sources: torch.Tensor) -> Proposal | None:
-        """What rows [J] were drafted from; sources: [J] int64 their rows here. None before the first draft."""
+        """Draft distributions of rows [J]; sources: [J] int64 their rows here. None before the first draft."""
         return None if self._logits is None else Proposal(self._logits, self._filtered, self._inverse, sources)
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:

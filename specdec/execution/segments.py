@@ -1,5 +1,5 @@
-"""A launch with attention in it as CUDA graphs of what lies between the attentions. The recurrences of hybrid models
-are cut out in the same way.
+"""SegmentedGraph: a launch as CUDA graphs of the parts between its attentions, which run outside the graphs. The
+recurrences of hybrid models are cut out in the same way.
 
 Attention of a round with prompts has no fixed shape: its plan, its kernels and their grids depend on the rows. All the
 rest depends on the number of tokens alone. So the launch is captured up to an attention, from there to the next one,
@@ -30,7 +30,7 @@ AttendInto = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 
 @dataclass(frozen=True)
 class Between:
-    """What a batch launches between two graphs: its attention, and its recurrences where the target has any."""
+    """The launches between two graphs: a batch's attention, and its recurrences if the target has any."""
 
     attend: AttendInto
     recur: Recur | None = None
@@ -38,7 +38,7 @@ class Between:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention between two graphs: see `LayerAttend`. out [T, Hq, Dv] is what the next graph reads."""
+    """One attention between two graphs: see `LayerAttend`. out [T, Hq, Dv]: input of the next graph."""
 
     layer: int
     query: torch.Tensor
@@ -54,7 +54,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class RecurrenceCall:
-    """One recurrence between two graphs: `name` of `Recur`, its inputs. out [T, …] is what the next graph reads."""
+    """One recurrence between two graphs: `name` of `Recur`, its inputs. out [T, …]: input of the next graph."""
 
     name: str
     call: int
@@ -79,7 +79,7 @@ class SegmentedGraph:
         return len(self._graphs)
 
     def replay(self, plan: Callable[[], Between]) -> None:
-        """Run the launch again on the tokens of a batch; what it gives for the padding is noise.
+        """Run the launch again on the tokens of a batch; results of padding are noise.
 
         plan: makes the batch's attention; it is called when the first graph is launched, so that the device is at work.
         """
@@ -107,7 +107,7 @@ class _Cutter:
         self._open = True
 
     def end(self) -> None:
-        """Idempotent: what interrupts a capture between two graphs, or keeps one from beginning, is what is raised."""
+        """End the capture. Idempotent: an exception between two graphs is raised as it is."""
         if self._open:
             self._open = False
             self.graphs[-1].capture_end()

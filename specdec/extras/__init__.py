@@ -1,1 +1,1 @@
-"""What only some engines' rounds have: see `specdec.rounds.extras`."""
+"""Extras: features with arrays that only some engines' rounds have, see `specdec.rounds.extras`."""

@@ -1,4 +1,4 @@
-"""The extra of longrope models: requests that read their first tokens with the long factors, see
+"""LongFactors: the extra of longrope models, for requests that read their first tokens with the long factors. See
 `specdec.wrapped.long_rope`."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specdec.wrapped.long_rope import LongRopeRule, RotaryPositions
 
 @dataclass(frozen=True)
 class LongFactors(RoundExtra):
-    """A longrope target that takes requests beyond its short factors. rule: which of them have long ones when."""
+    """A longrope target that serves requests beyond its short factors. rule: which requests use long factors when."""
 
     rule: LongRopeRule
 

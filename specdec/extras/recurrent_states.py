@@ -1,4 +1,4 @@
-"""The extra of recurrent layers: how much of each row its states hold, and what a round puts into them."""
+"""RecurrentStates: the extra of recurrent layers: tokens folded into each row's states, and updates by a round."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Requests from prompt to text. What varies: kinds of prompts, sampling and stopping; nothing of rounds or devices."""
+"""Requests from prompt to text: kinds of prompts, sampling and stopping. Independent of rounds and devices."""

@@ -1,4 +1,4 @@
-"""What a generation_config means here: a caller's transformers.GenerationConfig, and the model's own.
+"""SamplingParams from a generation_config: a caller's transformers.GenerationConfig, and the model's own.
 
 Greedy decoding is "the model's own output" only if nothing else changes the arg max. transformers' `generate` applies
 the model's generation_config.json (penalties, suppressed tokens, …) to every call; what of it this library
@@ -150,7 +150,7 @@ def sampling_of_model(model: Any) -> dict[str, Any]:
 
 
 def check_own_config(model: PreTrainedModel, stop: Collection[str], use: Use) -> None:
-    """Refuse what transformers' greedy `generate` would do because of the model's own generation_config, and we do not.
+    """Refuse settings of the model's own generation_config that change transformers' greedy output, but not ours.
 
     Raises:
         InvalidInputError: such a field is set; the message names it.
@@ -224,7 +224,7 @@ def _refuse_unsupported(config: GenerationConfig, merged: GenerationConfig) -> N
 
 
 def _asked_for(config: GenerationConfig) -> dict[str, Any]:
-    """What a caller's config asks for beside tokens; a model's own may have the same fields."""
+    """Outputs beside tokens that a caller's config requests; a model's own may have the same fields."""
     neutral = config._get_default_generation_params()
     values = {name: getattr(config, name, None) for name in _CALLS_ONLY}
     return {name: v for name, v in values.items() if v is not None and v is not False and v != neutral.get(name)}

@@ -1,4 +1,4 @@
-"""What a caller may give as prompts, turned into token ids."""
+"""Prompts: text, ids, chat messages or tensors, turned into token ids."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from specdec.errors import UNNAMED_ERRORS, InvalidInputError
 from specdec.values import is_whole, short
 
 _TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
-"""A template is a program: jinja's own errors, and what its expressions raise on values they do not expect."""
+"""Exceptions of a chat template: jinja's own, and those of its expressions on unexpected values."""
 
 _MEDIA = re.compile(r"(input_)?(image|video|audio|file)(_url)?")
-"""What a part of a message is called, by its type or by the field that holds it, when it is no text."""
+"""Names of message parts that are no text, by their type or by the field that holds them."""
 
 
 def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
@@ -52,7 +52,7 @@ def for_template(messages: Sequence[Any], tokenizer: Any) -> list[Any]:
 
 _PROBE = "Anna"
 _parts_only: dict[str, bool] = {}
-"""What `_reads_parts_only` found, by template."""
+"""Results of `_reads_parts_only`, by template."""
 
 
 def _reads_parts_only(tokenizer: Any) -> bool:
@@ -118,7 +118,7 @@ _BESIDE = {"attention_mask", "token_type_ids", "special_tokens_mask", "length"}
 """Fields allowed next to input_ids in a BatchEncoding: the mask is read, the others mean nothing to most causal models
 (for the rest see `submission`)."""
 _MEDIA_TYPES = "mm_token_type_ids"
-"""What a processor gives beside the ids: 0 for text, others for images, videos and sound."""
+"""A processor's output beside the ids: 0 for text, others for images, videos and sound."""
 _MASK_HINT = (
     "padding is described by an attention_mask: give the tokenizer's whole BatchEncoding (or a dict of input_ids and "
     "attention_mask), or the rows without padding"
@@ -144,7 +144,7 @@ def split_prompts(prompts: Prompts) -> list[Any]:
     """One prompt or many -> a list of prompts; of an empty list or an array of no rows an empty one.
 
     Raises:
-        InvalidInputError: what was given is no prompt.
+        InvalidInputError: the value is no prompt.
     """
     if isinstance(prompts, Mapping):
         return list(_batch_rows(prompts))
@@ -370,7 +370,7 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """What was given, named and never printed whole."""
+    """A short description of a value for messages."""
     if hasattr(value, "tolist"):
         return f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))} (give its .tolist())"
     if isinstance(value, Mapping):

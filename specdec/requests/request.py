@@ -22,7 +22,7 @@ class Completion:
     Attributes:
         text: `tokenizer.decode(token_ids, skip_special_tokens=True)`, cut before a stop string.
         token_ids: new tokens, the eos id or the token that completed a stop string included.
-        prompt_token_ids: what the model read.
+        prompt_token_ids: the prompt as the model read it.
         finish_reason: "eos" (an eos id), "stop" (a stop string or one of stop_token_ids), "length" (a limit).
         stats: the request's rounds and times.
         drafts: draft ids of every recorded round, when SamplingParams.return_drafts was set.
@@ -57,7 +57,7 @@ NOTHING_YET = Progress()
 
 @dataclass(frozen=True)
 class Update:
-    """What one round brought for one request.
+    """New tokens and text of one request, from one round.
 
     Attributes:
         request_id: as returned by `Engine.submit`.
@@ -104,7 +104,7 @@ class Request:
     """A request inside the engine, compared by identity. `row` is its RowTable row, -1 while it waits.
 
     `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted). `progress` is
-    what has been reported. `variant`: of its keys and values, see `specdec.rounds.extras.RoundExtra`; decided when it
+    how much was reported. `variant`: of its keys and values, see `specdec.rounds.extras.RoundExtra`; decided when it
     gets a row. `has_pages`: it waits, and its keys and values are in pages already; `leaves`: it leaves the batch with
     its first token (see `specdec.engine.guests`). Of two requests that wait for their first row the one with the lower
     `turn` gets it first.
@@ -136,7 +136,7 @@ class Request:
     turn: int = -1
 
     def rewind(self) -> None:
-        """Back to what was reported, and waiting: what came after is generated anew."""
+        """Reset to the reported tokens, waiting; later tokens are generated again."""
         del self.new_tokens[self.progress.num_tokens :]
         del self.rounds[self.progress.num_rounds :]
         del self.drafts[self.progress.num_rounds :]

@@ -1,4 +1,4 @@
-"""What a generation did: the rounds of every request, and the numbers drawn from them."""
+"""RequestStats, AcceptanceStats: the rounds of a request, and acceptance over rounds."""
 
 from __future__ import annotations
 

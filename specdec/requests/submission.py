@@ -50,7 +50,7 @@ def submissions(prompts: Prompts, params: Params, model: PreTrainedModel, tokeni
     """The requests of one call: `n` in a row of every prompt, in order.
 
     Args:
-        use: what of the model's own generation_config applies. Its eos ids always do, as they are now.
+        use: whether the model's own generation_config applies. Its current eos ids always do.
 
     Raises:
         InvalidInputError: a bad prompt, bad parameters, or a model's generation_config that cannot be honoured.
@@ -69,7 +69,7 @@ def check_each(requests: Sequence[S], check: Callable[[S], object]) -> None:
     """Check the requests of one call, each prompt's once: its samples are alike.
 
     Raises:
-        InvalidInputError: what `check` raises; of several prompts it says which.
+        InvalidInputError: raised by `check`; names the prompt if there are several.
     """
     one_each = [request for request in requests if not request.sample_index]
     for i, request in enumerate(one_each):

@@ -1,4 +1,4 @@
-"""From tokens to text while they arrive: what may be shown, and where a stop string ends the request.
+"""TextStream: the text of a growing sequence of tokens, and the place where a stop string ends it.
 
 A request ends with the first token after which its text contains a stop string. Its text after n tokens is
 `tokenizer.decode(first n tokens, skip_special_tokens=True)` without U+FFFD at the end (a character that is not finished
@@ -29,7 +29,7 @@ _CLEANING = 4
 _CLEANED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're"
 
 _UNDECODABLE = (IndexError, KeyError, TypeError, OverflowError)
-"""What tokenizers raise for ids that they do not know: by table, by dictionary, by joining None, in Rust."""
+"""Exceptions of tokenizers for unknown ids: from a table, a dictionary, joining None, Rust."""
 
 
 class Tokenizer(Protocol):
@@ -43,7 +43,7 @@ class Spelling:
     """How one token is written.
 
     Attributes:
-        special: of a token that leaves no text, a special one: what it looks like; None of any other.
+        special: the written form of a special token, which leaves no text; None for others.
         byte: of a byte token.
     """
 
@@ -230,7 +230,10 @@ __all__ = ["TextStream", "Tokenizer", "Vocabulary"]
 
 
 class TextStream:
-    """The text of one request. Shown text is final and never goes beyond the text that the request ends with."""
+    """The text of one request. Shown text is final and never goes beyond the text that the request ends with.
+
+    num_shown: characters shown so far.
+    """
 
     def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = ()) -> None:
         self._vocabulary = vocabulary
@@ -240,15 +243,10 @@ class TextStream:
     def _start(self) -> None:
         self._detokenizer = Detokenizer(self._vocabulary)
         self._known = 0
-        self._sent = 0  # characters shown
+        self.num_shown = 0
         self._unsent = ""  # final text after them that the detokenizer has left behind
         self._specials: list[tuple[int, str]] = []  # (characters before it, as it is written) of each special token
         self._cut: int | None = None
-
-    @property
-    def num_shown(self) -> int:
-        """Characters shown so far."""
-        return self._sent
 
     def rewind(self, token_ids: Sequence[int], num_shown: int) -> None:
         """Back to where only these new tokens were read, and `num_shown` characters of their text shown."""
@@ -268,7 +266,7 @@ class TextStream:
         for n in range(self._known + 1, num + 1):
             special = self._vocabulary.spelling(token_ids[n - 1]).special
             if special:
-                self._specials.append((self._sent + len(self._text().rstrip(UNFINISHED)), special))
+                self._specials.append((self.num_shown + len(self._text().rstrip(UNFINISHED)), special))
             self._read(token_ids, n)
             self._cut = self._find()
             if self._cut is not None:
@@ -277,7 +275,7 @@ class TextStream:
 
     def show(self) -> str:
         """Text that has become certain since the last call: complete characters, no part of a stop string."""
-        final = self._detokenizer.start + self._detokenizer.stable - self._sent
+        final = self._detokenizer.start + self._detokenizer.stable - self.num_shown
         text = self._text()[: max(final, 0)]
         if self._stops:
             text = text[: self._held_from(text)]
@@ -285,26 +283,26 @@ class TextStream:
         return text
 
     def _mark_shown(self, count: int) -> None:
-        self._sent += count
+        self.num_shown += count
         self._unsent = self._unsent[count:]
         if self._specials:
-            self._specials = [(at, special) for at, special in self._specials if at >= self._sent]
+            self._specials = [(at, special) for at, special in self._specials if at >= self.num_shown]
 
     def finish(self, token_ids: Sequence[int]) -> tuple[str, str]:
         """The whole text of a request that ended with these new tokens, and the part that was not shown yet."""
         text = self._vocabulary.decode(list(token_ids))[: self._cut]
-        return text, text[self._sent :]
+        return text, text[self.num_shown :]
 
     def _read(self, token_ids: Sequence[int], num: int) -> None:
         moved = self._detokenizer.settle()
         if moved:
-            self._unsent += moved[max(self._sent - (self._detokenizer.start - len(moved)), 0) :]
+            self._unsent += moved[max(self.num_shown - (self._detokenizer.start - len(moved)), 0) :]
         self._detokenizer.push(token_ids[self._known : num])
         self._known = num
 
     def _text(self) -> str:
         """The text that is not shown yet."""
-        return self._unsent + self._detokenizer.tail[max(self._sent - self._detokenizer.start, 0) :]
+        return self._unsent + self._detokenizer.tail[max(self.num_shown - self._detokenizer.start, 0) :]
 
     def _find(self) -> int | None:
         """Number of characters before the first stop string, if there is one."""
@@ -313,7 +311,7 @@ class TextStream:
         if self._specials:
             woven, places = self._woven(text)
             found += [places[at] for at in (woven.find(stop) for stop in self._stops) if at >= 0]
-        return self._sent + min(found) if found else None
+        return self.num_shown + min(found) if found else None
 
     def _held_from(self, text: str) -> int:
         """Where the longest end of `text` begins that may become a stop string."""
@@ -327,7 +325,7 @@ class TextStream:
         """`text` with the special tokens in it written out; and for each of its places the place in `text`."""
         pieces, places, done = [], [], 0
         for at, special in self._specials:
-            place = at - self._sent
+            place = at - self.num_shown
             if place > len(text):
                 break
             place = max(place, done)

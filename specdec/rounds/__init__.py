@@ -1,1 +1,1 @@
-"""All arrays of a round, as numpy. What varies: ragged or fixed shape, and what is known when they are made."""
+"""All arrays of a round, as numpy, of ragged or fixed shape, made before or after the verification is read."""

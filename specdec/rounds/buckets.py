@@ -1,4 +1,4 @@
-"""Sizes of a round's arrays: rounded up to buckets, the largest there can be, and those of fixed shapes."""
+"""Sizes of a round's arrays: rounded up to buckets, the largest, and those of fixed shapes."""
 
 from __future__ import annotations
 

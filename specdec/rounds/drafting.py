@@ -1,4 +1,4 @@
-"""From the schedule and the row table to what a draft loop starts from, and how many drafts each row may have."""
+"""Inputs of a draft loop, from the schedule and the row table; and the number of drafts of each row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draft_input(
     page_size: int,
     reading: bool = True,
 ) -> DraftInput | None:
-    """What the draft loop after a verification starts from; None when no row has anything for the head to read.
+    """Inputs of the draft loop after a verification; None when the head has nothing to read.
 
     The head reads the drafting rows, in the order of the schedule, then the prompts not read to their end.
     block_table: [R, P] of the head's pages, by RowTable row. reading: False for the drafting rows alone.

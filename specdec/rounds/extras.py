@@ -1,8 +1,8 @@
-"""RoundExtra: what only some engines' rounds have, on all of its way through a round.
+"""RoundExtra: the interface of a feature with arrays or row columns that only some engines' rounds have.
 
 Recurrent states and positions of long rotary embeddings are extras (`specdec/extras/`). An extra may have columns of a
 row, arrays that travel with a round's one copy, a change of the logits before they are decided, and may read a request
-again from its start. The round itself knows of none of them.
+again from its start. The round itself names none of them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RoundExtra:
         return ExtraColumns()
 
     def section(self, fixed: bool) -> MakeSection | None:
-        """Its arrays beside those of a verification's attention; None where nothing is sent.
+        """Its arrays beside those of a verification's attention; None if it sends none.
 
         fixed: in rounds of one fixed shape, which are written in place and read by captured graphs.
         """
@@ -68,8 +68,8 @@ class RoundExtra:
     def adjust(self, logits: torch.Tensor, round_: DecidedRows) -> torch.Tensor:
         """The logits [R', V] by which the verification is decided, from the target's; in place or new.
 
-        It runs in every form of a round. In captured graphs it is launched once and replayed: so it reads what changes
-        from the round's tensors, never from the host. `drafted_prefixes` says what stands before each row.
+        It runs in every form of a round. Captured graphs replay its launches, so it must read values that change from
+        the round's tensors, never from the host. `drafted_prefixes` gives the tokens before each row.
         """
         return logits
 
@@ -91,7 +91,7 @@ LONG_FACTORS = 1
 
 @dataclass(frozen=True)
 class DraftedPrefixes:
-    """What stands before each of the R' logits rows of a verification, on the device.
+    """The tokens before each of the R' logits rows of a verification, on the device.
 
     Attributes:
         owner: [R'] int64, which of the J decided rows it is of: these are the first of the batch's rows.

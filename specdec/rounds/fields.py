@@ -1,4 +1,4 @@
-"""The round's arrays in the staging arena: where they are, and what arrived.
+"""Sections: where the arrays of a round lie in the staging arena, and their device views.
 
 (A draft loop has a section of its own: `drafters/loops/chain_staged.py`, `drafters/loops/module_staged.py`.)
 """
@@ -71,7 +71,7 @@ class PassesSection:
         return found
 
     def values(self, batches: Sequence[HostBatch], carried: CarriedRows[np.ndarray] | None) -> dict[str, np.ndarray]:
-        """What is sent of a round of any shape."""
+        """The arrays of a round of any shape, by their names in the arena."""
         first, *later = batches
         found = self._first.values(first)
         for section, batch in zip(self._later, later, strict=True):
@@ -81,7 +81,7 @@ class PassesSection:
     def buffers(
         self, host: Mapping[str, np.ndarray], target: BatchArrays[np.ndarray]
     ) -> tuple[list[BatchArrays[np.ndarray]], CarriedRows[np.ndarray] | None]:
-        """One of the arena's host buffers: of every pass, and of what is carried. target: the verification's."""
+        """Host buffers of every pass, and of the carried rows. target: the verification's."""
         first = self._first.of(host)
         own = replace(target, slot_mapping=first.slot_mapping, page_indices=first.page_indices)
         later = [section.buffers(host) for section in self._later]
@@ -90,13 +90,13 @@ class PassesSection:
     def metadata(
         self, target: CommonAttentionMetadata, batches: Sequence[HostBatch], staged: Staged
     ) -> tuple[CommonAttentionMetadata, ...]:
-        """The attention of every pass as it arrived. target: the verification's."""
+        """The attention of every pass on the device. target: the verification's."""
         first, *later = batches
         passes = (section.metadata(batch, staged) for section, batch in zip(self._later, later, strict=True))
         return (on_pages(target, self._first, first, staged.views), *passes)
 
     def carried(self, staged: Staged) -> CarriedRows[torch.Tensor] | None:
-        """What the passes carry as it arrived; None of one pass."""
+        """The carried rows on the device; None for one pass."""
         return self._carried.of(staged.views) if self._later else None
 
 
@@ -142,7 +142,7 @@ class DeviceRound(VerificationArrays[torch.Tensor]):
 
 
 class VerificationSection:
-    """A verification in the arena: its attention, and what else its forward and acceptance read.
+    """A verification in the arena: its attention, and the other arrays of its forward and acceptance.
 
     Attributes:
         batch: its attention's part. own: the other arrays. fields: the places of all.
@@ -156,11 +156,11 @@ class VerificationSection:
         self.fields = (*self.batch.fields, *self.own.fields)
 
     def values(self, target: TargetInputs) -> dict[str, np.ndarray]:
-        """What is sent."""
+        """Its arrays by their names in the arena."""
         return self.batch.values(target.batch) | self.own.values(target)
 
     def of(self, batch: HostBatch, staged: Staged) -> DeviceRound:
-        """What arrived of a verification with this attention; greedy."""
+        """A verification with this attention on the device; without sampling."""
         round_: DeviceRound = self.own.of(staged.views, DeviceRound, metadata=self.batch.metadata(batch, staged))
         return round_
 
@@ -187,11 +187,11 @@ class AheadSection:
         return target_sizes(rows, tokens, pages, 0) | self._passes.sizes(rows, tokens, pages)
 
     def values(self, ahead: AheadInputs) -> dict[str, np.ndarray]:
-        """What is sent."""
+        """Its arrays by their names in the arena."""
         return self._own.values(ahead) | self._passes.values(ahead.batches, ahead.carried)
 
     def of(self, ahead: AheadInputs, target: CommonAttentionMetadata, staged: Staged) -> DeviceAhead:
-        """What arrived; target: the attention of the verification."""
+        """The device side; target: the attention of the verification."""
         passes = self._passes.metadata(target, ahead.batches, staged)
         found: DeviceAhead = self._own.of(
             staged.views, DeviceAhead, passes=passes, carried=self._passes.carried(staged)
@@ -215,14 +215,14 @@ class SamplingSection:
         return {"sampling.drafts": drafts, "sampling.twice": 2 * drafts}
 
     def values(self, sampling: SamplingRound) -> dict[str, np.ndarray]:
-        """What is sent of the decided rows and of the drafts that they verify."""
+        """The arrays of the decided rows and of the drafts that they verify."""
         drafts, own = sampling.max_drafts, sampling.decided
         accept, following = own.accept_uniforms(drafts), own.next_uniforms(drafts + 1)
         uniforms = Uniforms(accept, following, sampling.draft_uniforms())
         return self._parameters.values(own.arrays) | self._uniforms.values(uniforms)
 
     def write(self, sampling: SamplingRound, host: Mapping[str, np.ndarray]) -> None:
-        """Into one of the arena's host buffers, all rows; those that are not there are greedy."""
+        """Write all rows into one of the arena's host buffers; padding rows are greedy."""
         count, places, uniforms = len(sampling.first), self._parameters.of(host), self._uniforms.of(host)
         for name, place in vars(places).items():
             place[:count] = getattr(sampling.arrays, name)
@@ -233,7 +233,7 @@ class SamplingSection:
         ahead[:count] = sampling.ahead_uniforms(ahead.shape[1])
 
     def of(self, views: Mapping[str, torch.Tensor], filters: bool) -> DeviceSampling:
-        """What arrived; filters: whether any row restricts its support."""
+        """The device side; filters: whether any row restricts its support."""
         tensors = SamplingTensors(filters, *vars(self._parameters.of(views)).values())
         found: DeviceSampling = self._uniforms.of(views, DeviceSampling, tensors=tensors)
         return found

@@ -16,7 +16,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Role(IntEnum):
-    """What a uniform is for."""
+    """The decision that a uniform is used for."""
 
     DRAFT = 1
     ACCEPT = 2
@@ -55,8 +55,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 class SamplingRound:
     """A round with sampled rows: parameters, and uniforms by position.
 
-    The token that draft j+1 proposes stands j+1 after the bonus token; so does the next token when j drafts were
-    accepted.
+    Draft j+1 is j+1 positions after the bonus token; so is the next token when j drafts were accepted.
 
     Attributes:
         arrays: [B] sampling parameters. keys: [B] uint64.

@@ -12,17 +12,17 @@ from specdec.requests.sampling import SamplingArrays, SamplingParams
 
 
 class ExtraColumns:
-    """What an extra keeps by row, beside the columns of a `RowTable`; see `specdec.rounds.extras.RoundExtra`.
+    """Columns of an extra, beside those of a `RowTable`; see `specdec.rounds.extras.RoundExtra`.
 
-    All of it follows from the table's own columns and a request's parameters: rows and columns are made anew from the
-    requests after an interrupt, and a request that was preempted opens its row again. This one keeps nothing.
+    They follow from the table's columns and a request's parameters, because rows are rebuilt from the requests after an
+    interrupt, and a preempted request opens its row again. This class has no columns.
     """
 
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
         """A request with these parameters has got a row; the table's columns are set."""
 
     def scheduled(self, table: RowTable, schedule: Schedule) -> BatchExtra | None:
-        """What the verification of a schedule brings for the device; None where its rows need nothing."""
+        """Arrays for the verification of a schedule; None if its rows need none."""
 
     def after(
         self,
@@ -37,7 +37,7 @@ class ExtraColumns:
         of the same rows.
 
         Args:
-            last: what `scheduled` or `after` gave for that one. schedule: of the new one; start: [B] its first
+            last: the result of `scheduled` or `after` for that one. schedule: of the new one; start: [B] its first
                 positions.
             num_accepted: [B] drafts that the last one accepts; tokens: [B, n+1] these, then its next bonus tokens. None
                 where it is not read: then it has no drafts, and only the device has the new tokens. Its own bonus
@@ -45,13 +45,13 @@ class ExtraColumns:
         """
 
     def commit(self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None) -> None:
-        """A verification of these rows [B], which brought this, is committed; the table's columns are advanced."""
+        """Called after the commit of a verification of these rows [B] with these arrays; the table is advanced."""
 
     def check_leaving(self, table: RowTable, row: int) -> None:
         """In check mode, before a request leaves its row for another engine.
 
         Raises:
-            InvariantError: what the row brings along does not hold all tokens that were read.
+            InvariantError: the row's columns do not cover all tokens that were read.
         """
 
 
@@ -61,7 +61,7 @@ class RowTable:
     Columns:
         tokens [R, L] int32: committed tokens by position (prompt, then new ones; the last is the bonus token).
         length [R]: committed tokens. computed [R]: target KV length; length - computed tokens wait to be read.
-        begin [R]: the first position that the row reads itself; what is before it is from the prefix cache.
+        begin [R]: the first position that the row reads itself; earlier ones are from the prefix cache.
         head_computed [R]: positions of which the head has read the target's states; it may have read more.
         prefill [R]: tokens the row reads in chunks before it decodes: the whole prompt, whose last position gives the
             first token; after a preemption all but the bonus token that the row had drafts from.
@@ -70,7 +70,7 @@ class RowTable:
             a length. variant [R]: of its keys and values; for both see `specdec.rounds.extras.RoundExtra`.
         drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
         key [R] uint64: randomness. eos [R, E] int64: ids that end it, then -1. temperature, top_k, top_p, min_p [R].
-        extras: those of what only some engines' rounds have.
+        extras: the columns of the engine's extras.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, extras: Iterable[ExtraColumns] = ()) -> None:
@@ -152,7 +152,7 @@ class RowTable:
         return self.computed[rows] < self.prefill[rows]
 
     def pending(self, rows: np.ndarray) -> np.ndarray:
-        """[R] int64, committed tokens that each row reads next: what is left of its prefill, else its bonus token."""
+        """[R] int64, committed tokens that each row reads next: the rest of its prefill, else its bonus token."""
         return np.where(self.prefilling(rows), self.prefill[rows], self.length[rows]) - self.computed[rows]
 
     def committed(self, row: int) -> np.ndarray:
@@ -160,7 +160,7 @@ class RowTable:
         return self.tokens[row, : self.length[row]].copy()
 
     def any_sampled(self, rows: np.ndarray) -> bool:
-        """Whether any of these rows is not greedy. Every round asks it, so only temperatures are read."""
+        """Whether any of these rows is not greedy. Called every round, so only temperatures are read."""
         return bool(np.count_nonzero(self._sampling.temperature[rows]))
 
     def sampling(self, rows: np.ndarray) -> SamplingArrays:

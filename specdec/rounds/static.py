@@ -1,7 +1,7 @@
 """Verifications of one fixed shape, written straight into the buffers that captured CUDA graphs read.
 
 Every row gets exactly `query_len` tokens (K+1) and the batch exactly `rows` rows. Attention is causal, so the tokens
-after a row's own change nothing for it: they stand at position 0 and write to slot 0 of the null page.
+after a row's own do not affect it: they have position 0 and write to slot 0 of the null page.
 
     a row at position 20 with 1 of K=3 drafts, page size 16: tokens bonus, draft, -, - ; slots s(20), s(21), 0, 0 ;
     seq_len 24 (what the kernel masks by), two pages
@@ -38,7 +38,7 @@ Carried = CarriedRows[torch.Tensor] | None
 
 
 class _Pages:
-    """Where the pages of one group stand: slots [rows, query_len], the flat list of pages, and the batch over them."""
+    """Buffers of one cache group: slots [rows, query_len], the flat list of pages, and the batch over them."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class _Pages:
 
 
 class _WindowedPages:
-    """Where the pages of one of the target's windowed cache groups stand: lists that begin near the window."""
+    """Buffers of one of the target's windowed cache groups, whose page lists begin near the window."""
 
     def __init__(self, buffers: BatchArrays[np.ndarray], window: int, shape: StaticShape) -> None:
         self._window = window
@@ -200,10 +200,10 @@ class FixedTarget:
         self._places = [_TargetPlace(host, shape, *sections, windows) for host in hosts]
 
     def device(self, target: TargetArrays) -> tuple[DeviceRound, tuple[CommonAttentionMetadata, ...], Carried]:
-        """Send a verification, and give the views of what arrived: the same addresses every round.
+        """Send a verification and return its device views, at the same addresses every round.
 
         Returns:
-            The verification, and the draft prefill after it: its attention in each pass, and what it carries.
+            The verification; the attention of each pass of the draft prefill after it; and its carried rows.
         """
         batch, passes, staged = self.send(target)
         places = self._shape.rows * (self._shape.query_len - 1)

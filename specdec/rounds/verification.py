@@ -1,4 +1,4 @@
-"""The numpy arrays of a verification: who is in it, what each row reads, and the layout of its tokens.
+"""TargetArrays: a verification as numpy arrays: its rows, their tokens and drafts, and the token layout.
 
 Pure functions of the schedule, the row table and the block tables. How they get to the device: `transfer.py`.
 """
@@ -71,7 +71,7 @@ class RoundTables(NamedTuple):
 
 @dataclass(frozen=True)
 class VerificationArrays(Generic[A]):
-    """What one target forward and the acceptance of its drafts read, beside its attention.
+    """Arrays for one target forward and the acceptance of its drafts, beside its attention.
 
     Attributes:
         token_ids: [T] int64, 0 where a draft comes.
@@ -99,7 +99,7 @@ class TargetInputs(VerificationArrays[np.ndarray]):
 
 @dataclass(frozen=True)
 class TargetArrays:
-    """Who is in the next verification, and what each row reads: committed tokens, then drafts.
+    """The rows of a verification, and the tokens that each reads: committed tokens, then drafts.
 
     Attributes:
         start: [B] first position. num_new: [B] committed tokens. drafts: [B] n_i, some in the first num_drafting rows.
@@ -113,7 +113,7 @@ class TargetArrays:
         sources: [R] int64 rows of `Draft.token_ids` that hold the drafting rows' drafts; None where row i is row i.
         begins: [B] the first position that each row reads itself, see `RowTable.begin`; None where all begin at 0.
         num_arrived: see `Schedule.num_arrived`.
-        extras: what each of the engine's extras brings, None where nothing; see `ExtraColumns.scheduled`.
+        extras: arrays of each of the engine's extras or None; see `ExtraColumns.scheduled`.
     """
 
     start: np.ndarray
@@ -244,7 +244,7 @@ def target_after(
 
     Args:
         pages: of these rows. drafts: [B] of the new one.
-        num_accepted: [B] what the last one accepts, 0 while it is not read; tokens: [B, n+1] these drafts, then its
+        num_accepted: [B] accepted drafts of the last one, 0 while it is unread; tokens: [B, n+1] these drafts, then its
             next bonus tokens; None where only the device has them.
     """
     read = tokens_accepted(target.num_new, num_accepted)
@@ -273,7 +273,7 @@ def target_after(
 
 
 def empty_target(config: EngineConfig) -> TargetArrays:
-    """A verification without rows: padded, it is what graphs are captured on."""
+    """A verification without rows: graphs are captured on it, padded."""
     none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
     nobody = np.zeros((1, config.num_speculative_tokens + 1), np.int32)  # as wide as K+1 tokens need at most
     windowed = tuple(WindowedTable(pool.window, nobody, none) for pool in config.windowed)

@@ -1,1 +1,1 @@
-"""Pure functions HostBatch -> HostBatch, before any builder sees a batch. What varies: which rows a kernel is given."""
+"""Pure functions HostBatch -> HostBatch that choose the rows of a kernel, before any builder plans the batch."""

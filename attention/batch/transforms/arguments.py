@@ -1,4 +1,4 @@
-"""What a caller may give a transform: whole numbers, and batches that it can keep whole."""
+"""Checks of a transform's arguments: whole numbers, and batches whose rows it keeps whole."""
 
 from __future__ import annotations
 

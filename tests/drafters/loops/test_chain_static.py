@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from attention.batch.host import HostBatch
 from drafters.loops.base import DraftingRows, LoopSize, StaticPrefill, StaticShape
-from drafters.loops.chain_arrays import StepArrays, draft_steps
+from drafters.loops.chain_arrays import draft_steps, step_arrays
 from drafters.loops.chain_passes import EaglePasses, FixedSteps, StaticChain
 from drafters.loops.chain_staged import StepSection
 from tests.drafters.eagle3.test_head import make_head
@@ -61,7 +61,7 @@ def test_they_equal_the_index_arithmetic_one_round_after_the_other(rounds: list[
 @given(rows_lists, st.sampled_from([1, 3, 16]))
 def test_they_equal_what_a_ragged_round_sends(rows: Rows, page_size: int) -> None:
     own = drafting_rows(rows, page_size)
-    ragged = StepSection().values(StepArrays(own))
+    ragged = StepSection().arrays.values(step_arrays(own).sent)
     assert bool(ragged) == (own.num_steps > 0)
     _, staged = FixedSteps(shape(page_size), CPU).send(own)
     for name in ("step.positions", "step.seq_lens", "step.slot_mapping", "step.last_page_len") if ragged else ():

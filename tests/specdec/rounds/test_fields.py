@@ -89,7 +89,8 @@ def test_the_examples_in_the_docstrings() -> None:
 def test_a_round_is_one_copy_with_and_without_its_draft_loop(drafting: bool) -> None:
     """Two rows after a verification of K=2: one keeps all its drafts, the other none."""
     config = EngineConfig(2, 64, 2, 16, 4, 40)
-    transfer = RoundTransfer(ChainLoop(table_head(tiny_llama())), config, torch.device("cpu"))
+    loop = ChainLoop(table_head(tiny_llama()))
+    transfer = RoundTransfer(loop, config, torch.device("cpu"))
     table, pages = RowTable(2, 64), np.arange(1, 33, dtype=np.int32).reshape(2, 16)
     for row, length in enumerate((12, 7)):
         table.tokens[row, :length] = np.arange(length) + 100 * (row + 1)
@@ -108,7 +109,8 @@ def test_a_round_is_one_copy_with_and_without_its_draft_loop(drafting: bool) -> 
         block_table=pages,
         page_size=4,
     )
-    sent = transfer.send(draft if drafting else None, target_arrays(schedule, table, RoundTables(pages, None, 4)), None)
+    target = target_arrays(schedule, table, RoundTables(pages, None, 4))
+    sent = transfer.send(target.inputs, loop.arrays(draft) if drafting else None, None)
     assert transfer.transfers == 1
     device = sent.verification
     assert device.token_ids.tolist() == [111, 0, 0, 206, 0] and device.draft_places.tolist() == [1, 2, 4]

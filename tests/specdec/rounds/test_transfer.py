@@ -46,8 +46,9 @@ def arrays(temperature: float = 0.0) -> tuple[DraftInput | None, TargetArrays, S
 
 def sent(temperature: float = 0.0, with_draft: bool = True) -> tuple[SentRound, RoundTransfer]:
     draft, target, sampling = arrays(temperature)
-    transfer = RoundTransfer(ChainLoop(table_head(tiny_llama())), CONFIG, CPU)
-    return transfer.send(draft if with_draft else None, target, sampling), transfer
+    loop = ChainLoop(table_head(tiny_llama()))
+    transfer = RoundTransfer(loop, CONFIG, CPU)
+    return transfer.send(target.inputs, loop.arrays(draft) if with_draft else None, sampling), transfer
 
 
 def verification(temperature: float = 0.0) -> DeviceRound:
@@ -157,9 +158,9 @@ def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: 
     draft, target, sampling = arrays(0.7)
     target = replace(target, sources=ROWS)
     loop = ChainLoop(table_head(tiny_llama()))
-    RoundTransfer(loop, CONFIG, CPU).send(draft, target, sampling)
+    RoundTransfer(loop, CONFIG, CPU).send(target.inputs, loop.arrays(draft), sampling)
     transfer = AheadTransfer(1, CONFIG, CPU)
-    transfer.send_ahead(target, ahead_inputs(target), transfer.send(target).verification)
+    transfer.send_ahead(target.inputs, ahead_inputs(target), transfer.send(target.inputs).verification)
     assert transfer.transfers == 2
     for arena in noted:
         ((names, fields),) = arena.sent
