@@ -133,15 +133,10 @@ def _width(queries: int) -> int:
 
 @triton.jit
 def _place_of(  # type: ignore[no-untyped-def]
-    page_indptr_ptr,
-    shared_ptr,
-    rows,
-    program,
-    wanted,
-    LEAST_PAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-    CASCADE: tl.constexpr,
-):
+    page_indptr_ptr, shared_ptr,
+    rows, program, wanted,
+    LEAST_PAGES: tl.constexpr, ROWS: tl.constexpr, CASCADE: tl.constexpr,
+):  # fmt: skip
     """page_indptr [B+1], shared [B] -> the row of a program, its number of parts, which of them is the program's, and
     how many parts the rows before have that are in several parts; B for a program too many.
 
@@ -180,35 +175,16 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     page_indptr_ptr,  # [B+1] int32
     last_page_len_ptr,  # [B] int32
     shared_ptr,  # [B] int32, see `attention.kernels.cascade_kernel.SharedKeys`, as the next two
-    prefix_sums_ptr,
-    prefix_stats_ptr,
+    prefix_sums_ptr, prefix_stats_ptr,
     sums_ptr,  # [places, M, D] float32: parts of the weighted sum of values
     stats_ptr,  # [places, 2, M] float32: their maxima and sums of weights
     arrived_ptr,  # [places] int32: parts that are done, at the first one's place; zeros between launches
-    scale_log2,
-    query_len,
-    query_token,
-    query_head,
-    page_stride,
-    slot_stride,
-    head_stride,
-    rows,
-    wanted,
-    QUERY_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TILE_QUERIES: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    LEAST_PAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    CASCADE: tl.constexpr,
-    PREFIX_PARTS: tl.constexpr,
-    PREFIX_TILE: tl.constexpr,
-    PREFIX_LEAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    scale_log2, query_len, query_token, query_head, page_stride, slot_stride, head_stride, rows, wanted,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, LEAST_PAGES: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, CASCADE: tl.constexpr, PREFIX_PARTS: tl.constexpr, PREFIX_TILE: tl.constexpr,
+    PREFIX_LEAST: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     GROUP: tl.constexpr = QUERY_HEADS // KV_HEADS
     kv_head = tl.program_id(0)
@@ -320,41 +296,15 @@ def launch_packed(
     if checking():
         require(len(scratch.arrived) >= 2 * wanted * heads, "too little room for the parts of rows")
     _packed_kernel[(heads, rows + wanted)](
-        query,
-        pages,
-        layer.values,
-        out,
-        page_indices,
-        page_indptr,
-        last_page_len,
-        page_indptr if shared is None else shared.pages,
-        scratch.sums if shared is None else shared.sums,
-        scratch.stats if shared is None else shared.stats,
-        scratch.sums,
-        scratch.stats,
-        scratch.arrived,
-        key.scale * math.log2(math.e),
-        query_len,
-        query.stride(0),
-        query.stride(1),
-        pages.stride(0),
-        pages.stride(slot),
-        pages.stride(head),
-        rows,
-        wanted,
-        QUERY_HEADS=key.num_q_heads,
-        KV_HEADS=key.num_kv_heads,
-        DIM=key.head_dim_k,
-        PAGE_SIZE=pages.shape[slot],
-        TILE_QUERIES=width,
-        TILE_KEYS=tiles.keys,
-        LEAST_PAGES=max(1, tiles.least_keys // pages.shape[slot]),
-        ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)),
-        STAGES=tiles.stages,
-        CASCADE=shared is not None,
-        PREFIX_PARTS=1 if shared is None else shared.tiling.parts,
+        query, pages, layer.values, out, page_indices, page_indptr, last_page_len,
+        page_indptr if shared is None else shared.pages, scratch.sums if shared is None else shared.sums,
+        scratch.stats if shared is None else shared.stats, scratch.sums, scratch.stats, scratch.arrived,
+        key.scale * math.log2(math.e), query_len, query.stride(0), query.stride(1), pages.stride(0), pages.stride(slot),
+        pages.stride(head), rows, wanted, QUERY_HEADS=key.num_q_heads, KV_HEADS=key.num_kv_heads, DIM=key.head_dim_k,
+        PAGE_SIZE=pages.shape[slot], TILE_QUERIES=width, TILE_KEYS=tiles.keys,
+        LEAST_PAGES=max(1, tiles.least_keys // pages.shape[slot]), ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)),
+        STAGES=tiles.stages, CASCADE=shared is not None, PREFIX_PARTS=1 if shared is None else shared.tiling.parts,
         PREFIX_TILE=1 if shared is None else shared.tiling.tile.keys,
-        PREFIX_LEAST=1 if shared is None else shared.tiling.least_keys,
-        num_warps=tiles.warps,
+        PREFIX_LEAST=1 if shared is None else shared.tiling.least_keys, num_warps=tiles.warps,
         **dependent_launch(query.device),
-    )
+    )  # fmt: skip

@@ -125,36 +125,15 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     state_ptr,  # [slots, H, Dv, Dk] float32
     ring_k_ptr,  # [slots, R, Hk, Dk]
     ring_v_ptr,  # [slots, R, H, Dv]
-    query_start_loc_ptr,
-    slots_ptr,
-    start_ptr,
-    replay_ptr,
-    num_new_ptr,
+    query_start_loc_ptr, slots_ptr, start_ptr, replay_ptr, num_new_ptr,
     total_tokens,  # T
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    state_slot,
-    ring_k_slot,
-    ring_v_slot,
-    RING_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    RING_HEADS: tl.constexpr,
-    DIM_K: tl.constexpr,
-    DIM_V: tl.constexpr,
-    WIDTH_K: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PIECE: tl.constexpr,
-    READ_STAGES: tl.constexpr,
-    CHANGE_STAGES: tl.constexpr,
+    q_token, q_head, k_token, k_head, v_token, v_head, state_slot, ring_k_slot, ring_v_slot,
+    RING_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, RING_HEADS: tl.constexpr,
+    DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr, BLOCK_DV: tl.constexpr, PIECE: tl.constexpr,
+    READ_STAGES: tl.constexpr, CHANGE_STAGES: tl.constexpr,
     REPLAY: tl.constexpr,  # whether a row may replay
-    PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     CHUNK: tl.constexpr = 16
     PIECES: tl.constexpr = WIDTH_K // PIECE
     EXACT: tl.constexpr = PRECISION == "tf32"  # keys and queries are TF32 numbers
@@ -249,43 +228,13 @@ def launch_delta_short(
     width_k = max(16, triton.next_power_of_2(dim_k))
     facts = launch_solve(q, k, g, beta, scale, l2_normalize, ring, rows)
     _short_kernel[(triton.cdiv(dim_v, tiles.block_dv), heads, len(rows.slots) + 1)](
-        q,
-        k,
-        v,
-        facts,
-        out,
-        state,
-        ring.k,
-        ring.v,
-        rows.query_start_loc,
-        rows.slots,
-        rows.start,
-        rows.replay,
-        rows.num_new,
-        len(v),
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        state.stride(0),
-        ring.k.stride(0),
-        ring.v.stride(0),
-        RING_SIZE=ring.k.shape[1],
-        HEADS=heads,
-        KEY_HEADS=key_heads,
-        RING_HEADS=ring.k.shape[2],
-        DIM_K=dim_k,
-        DIM_V=dim_v,
-        WIDTH_K=width_k,
-        BLOCK_DV=tiles.block_dv,
-        PIECE=min(tiles.piece, width_k),
-        READ_STAGES=tiles.stages[0],
-        CHANGE_STAGES=tiles.stages[1],
-        REPLAY=ring.k.shape[1] > 1,
-        PRECISION=precision_of(k.dtype),
-        num_warps=tiles.warps,
-        num_stages=1,
-        **dependent_launch(v.device),
-    )
+        q, k, v, facts, out, state, ring.k, ring.v, rows.query_start_loc, rows.slots, rows.start, rows.replay,
+        rows.num_new, len(v), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], state.stride(0), ring.k.stride(0),
+        ring.v.stride(0), RING_SIZE=ring.k.shape[1], HEADS=heads, KEY_HEADS=key_heads, RING_HEADS=ring.k.shape[2],
+        DIM_K=dim_k, DIM_V=dim_v, WIDTH_K=width_k, BLOCK_DV=tiles.block_dv, PIECE=min(tiles.piece, width_k),
+        READ_STAGES=tiles.stages[0], CHANGE_STAGES=tiles.stages[1], REPLAY=ring.k.shape[1] > 1,
+        PRECISION=precision_of(k.dtype), num_warps=tiles.warps, num_stages=1, **dependent_launch(v.device),
+    )  # fmt: skip
 
 
 ONE_CHUNK = True

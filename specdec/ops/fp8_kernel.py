@@ -152,12 +152,9 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, I]
     out_ptr,  # [T, I] contiguous, e4m3
     scale_ptr,  # [T, G] contiguous, float32
-    width,
-    groups,
-    x_stride,
-    GROUPS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    width, groups, x_stride,
+    GROUPS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)  # [G]
@@ -177,16 +174,9 @@ def launch_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = x.new_empty(tokens, groups, dtype=torch.float32)
     if tokens:
         _quantise_kernel[(tokens, triton.cdiv(groups, _GROUPS_A_PROGRAM))](
-            x,
-            out,
-            scales,
-            width,
-            groups,
-            x.stride(0),
-            GROUPS=_GROUPS_A_PROGRAM,
-            num_warps=4,
+            x, out, scales, width, groups, x.stride(0), GROUPS=_GROUPS_A_PROGRAM, num_warps=4,
             **dependent_launch(x.device),
-        )
+        )  # fmt: skip
     return out, scales
 
 
@@ -214,23 +204,11 @@ def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
     weight_ptr,  # [O, I] e4m3
     weight_scale_ptr,  # [O / 128, G] float32
     out_ptr,  # [S, T, O] contiguous
-    tokens,
-    rows,
-    width,
-    share,
-    x_stride,
-    x_scale_token,
-    x_scale_group,
-    weight_stride,
-    weight_scale_row,
+    tokens, rows, width, share, x_stride, x_scale_token, x_scale_group, weight_stride, weight_scale_row,
     weight_scale_group,
-    TILE_TOKENS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    WEIGHT_FIRST: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr, WEIGHT_FIRST: tl.constexpr, AT_ONCE: tl.constexpr,
+    WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)  # [M]
     first_row = tl.program_id(1) * TILE_ROWS
     row = first_row + tl.arange(0, TILE_ROWS)  # [N]
@@ -283,10 +261,8 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     parts_ptr,  # [S, count] float32, contiguous
     out_ptr,  # [count] contiguous
     count,
-    SPLITS: tl.constexpr,
-    SIZE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    SPLITS: tl.constexpr, SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)  # [SIZE]
     inside = place < count
     wait_for_predecessor(DEPENDENT)
@@ -316,28 +292,11 @@ def launch_fp8_matmul(
     parts = out if splits == 1 else x.new_empty(splits, tokens, rows, dtype=torch.float32)
     dependent = dependent_launch(x.device)
     _fp8_matmul_kernel[(_ceil(tokens, tile.tokens), _ceil(rows, tile.rows), splits)](
-        x if x.stride(1) == 1 else x.contiguous(),
-        x_scale,
-        weight,
-        weight_scale,
-        parts,
-        tokens,
-        rows,
-        width,
-        share,
-        x.stride(0) if x.stride(1) == 1 else width,
-        *x_scale.stride(),
-        weight.stride(0),
-        *weight_scale.stride(),
-        TILE_TOKENS=tile.tokens,
-        TILE_ROWS=tile.rows,
-        WEIGHT_FIRST=tile.weight_first,
-        AT_ONCE=tile.at_once,
-        WHOLE=width % (_BLOCK * tile.at_once) == 0,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **dependent,
-    )
+        x if x.stride(1) == 1 else x.contiguous(), x_scale, weight, weight_scale, parts, tokens, rows, width, share,
+        x.stride(0) if x.stride(1) == 1 else width, *x_scale.stride(), weight.stride(0), *weight_scale.stride(),
+        TILE_TOKENS=tile.tokens, TILE_ROWS=tile.rows, WEIGHT_FIRST=tile.weight_first, AT_ONCE=tile.at_once,
+        WHOLE=width % (_BLOCK * tile.at_once) == 0, num_warps=tile.warps, num_stages=tile.stages, **dependent,
+    )  # fmt: skip
     if splits > 1:
         _sum_kernel[(_ceil(out.numel(), _SUM_SIZE),)](
             parts, out, out.numel(), SPLITS=splits, SIZE=_SUM_SIZE, num_warps=_SUM_WARPS, **dependent
