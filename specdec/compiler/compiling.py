@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import _config as size_config
 
 import attention.hf.custom_op  # noqa: F401 (registers the operator)
+from attention.hf.custom_op import opaque_operator
 from specdec.compiler.passes import Rewriting
 from specdec.errors import SpecdecError
 from specdec.wrapped.alterations import Alterations
@@ -159,15 +160,10 @@ def _module_of(module: GraphModule, region: _Region) -> GraphModule:
     return GraphModule(module, graph)
 
 
-@torch.library.custom_op("specdec::stored", mutates_args=())
+@opaque_operator(lambda x: torch.empty_like(x))
 def stored(x: torch.Tensor) -> torch.Tensor:
     """A copy that the compiler cannot compute again where it is read."""
     return x.clone()
-
-
-@stored.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
 
 
 def store_cos_sin(model: nn.Module, alterations: Alterations) -> int:

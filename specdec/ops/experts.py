@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from attention.hf.custom_op import opaque_operator
 from specdec.ops.fp8 import fp8_quantise, reference_matmul, unrounded_linear
 
 CAPTURABLE = "specdec"
@@ -62,7 +63,7 @@ def _multiply(experts: Any, kind: str, x: torch.Tensor, index: torch.Tensor) -> 
     return out + getattr(experts, f"{kind}_bias")[index] if experts.has_bias else out
 
 
-@torch.library.custom_op("specdec::expert_matmul", mutates_args=())
+@opaque_operator(lambda x, stack, index: x.new_empty(*index.shape, stack.shape[1]))
 def expert_matmul(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """x [T, 1 or k, I], stack [E, O, I], index [T, k] int64 -> stack[index] · x [T, k, O], summed in float32."""
     if not x.is_cuda:
@@ -75,11 +76,6 @@ def expert_matmul(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> 
         part = slice(start, start + tokens)
         launch_expert_matmul(x[part].contiguous(), stack, index[part].contiguous(), out[part])
     return out
-
-
-@expert_matmul.register_fake
-def _(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(*index.shape, stack.shape[1])
 
 
 def mixtures(*roots: nn.Module) -> list[Any]:
@@ -149,7 +145,9 @@ def _multiply_unrounded(experts: Any, kind: str, x: torch.Tensor, index: torch.T
     return out
 
 
-@torch.library.custom_op("specdec::fp8_expert_matmul", mutates_args=())
+@opaque_operator(
+    lambda x, x_scale, stack, stack_scale, index, dtype: x.new_empty(*index.shape, stack.shape[1], dtype=dtype)
+)
 def fp8_expert_matmul(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -176,15 +174,3 @@ def fp8_expert_matmul(
         chosen = token, place if x.shape[1] == width else torch.zeros_like(place)
         out[token, place] = reference_matmul(x[chosen], x_scale[chosen], stack[expert], stack_scale[expert], dtype)
     return out
-
-
-@fp8_expert_matmul.register_fake
-def _(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    stack: torch.Tensor,
-    stack_scale: torch.Tensor,
-    index: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty(*index.shape, stack.shape[1], dtype=dtype)

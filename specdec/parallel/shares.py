@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
 
+from attention.hf.custom_op import opaque_operator
 from specdec.errors import SpecdecError
 from specdec.parallel.collectives import Collectives
 from specdec.parallel.plan import Plan, Share, pattern_of
@@ -55,7 +56,7 @@ def _current() -> Collectives:
     return found
 
 
-@torch.library.custom_op("specdec::sum_ranks", mutates_args=())
+@opaque_operator(lambda x: x.new_empty(x.shape))
 def sum_ranks(x: torch.Tensor) -> torch.Tensor:
     """The sum of all ranks' x, the same bits on each of them.
 
@@ -65,12 +66,7 @@ def sum_ranks(x: torch.Tensor) -> torch.Tensor:
     return _current().sum(x)
 
 
-@sum_ranks.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("specdec::gather_ranks", mutates_args=())
+@opaque_operator(lambda x, size: x.new_empty(*x.shape[:-1], size * x.shape[-1]))
 def gather_ranks(x: torch.Tensor, size: int) -> torch.Tensor:
     """x [..., C] of each of `size` ranks -> [..., size·C], in the order of ranks.
 
@@ -79,11 +75,6 @@ def gather_ranks(x: torch.Tensor, size: int) -> torch.Tensor:
     """
     found = _current().gather(x)
     return found.movedim(0, -2).reshape(*x.shape[:-1], size * x.shape[-1])
-
-
-@gather_ranks.register_fake
-def _(x: torch.Tensor, size: int) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], size * x.shape[-1])
 
 
 _SUM: Any = torch.ops.specdec.sum_ranks.default
