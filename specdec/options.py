@@ -53,11 +53,7 @@ def _about(kind: Kind, help: str, commands: frozenset[str] = _EVERYWHERE, letter
 
 
 def option_of(option: Field[Any]) -> Option:
-    """What is said about a field of LoadOptions.
-
-    Raises:
-        TypeError: nothing is; every field of the class needs it.
-    """
+    """What is said about a field of LoadOptions. Raises TypeError: nothing is; every field of the class needs it."""
     found = option.metadata.get("option")
     if not isinstance(found, Option):
         raise TypeError(f"the field {option.name!r} of LoadOptions has no Option: give it metadata=_about(…)")
@@ -183,8 +179,7 @@ class LoadOptions:
         ),
     )
     tensor_parallel_size: int = field(
-        default=1,
-        metadata=_about(Whole(1), "GPUs of this machine that the target is divided among.", _NO_TRAINING),
+        default=1, metadata=_about(Whole(1), "GPUs of this machine that the target is divided among.", _NO_TRAINING)
     )
     seed: int = field(
         default=0, metadata=_about(Whole(*SEEDS), "Randomness of requests without a seed of their own.", _NO_TRAINING)

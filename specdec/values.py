@@ -81,11 +81,7 @@ def real(name: str, value: Any, allowed: str) -> float:
 
 
 def share(name: str, value: Any) -> float:
-    """A number in (0, 1].
-
-    Raises:
-        InvalidInputError: another value.
-    """
+    """A number in (0, 1]. Raises InvalidInputError: another value."""
     allowed = "more than 0, at most 1"
     number = real(name, value, allowed)
     if not 0 < number <= 1:
@@ -94,22 +90,14 @@ def share(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A bool, Python's or numpy's; "yes" and 1 are not read as True.
-
-    Raises:
-        InvalidInputError: another value.
-    """
+    """A bool, Python's or numpy's; "yes" and 1 are not read as True. Raises InvalidInputError: another value."""
     if not _is_bool(value) or getattr(value, "ndim", 0) > 0:
         raise InvalidInputError(f"{name}={short(value)}: allowed are True and False")
     return bool(value)
 
 
 def choice(name: str, value: Any, allowed: Collection[str]) -> str:
-    """One of some words.
-
-    Raises:
-        InvalidInputError: another word or type.
-    """
+    """One of some words. Raises InvalidInputError: another word or type."""
     if not isinstance(value, str) or value not in allowed:
         raise InvalidInputError(f"{name}={short(value)}: allowed are {', '.join(allowed)}")
     return value

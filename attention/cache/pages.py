@@ -31,11 +31,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages.
-
-        Raises:
-            OutOfPagesError: fewer are free; nothing was taken.
-        """
+        """Take `count` pages. Raises OutOfPagesError: fewer are free; nothing was taken."""
         if count > len(self._free):
             raise OutOfPagesError(f"{count} pages wanted, {len(self._free)} of {self.num_pages - 1} are free")
         cut = len(self._free) - count

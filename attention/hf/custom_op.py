@@ -64,12 +64,7 @@ def opaque_operator(
 
 @opaque_operator(lambda q, k, v, *others: q.new_empty(q.shape[0], q.shape[1], v.shape[2]), "attend")
 def opaque_attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    channel: int,
-    layer: int,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, channel: int, layer: int
 ) -> torch.Tensor:
     """query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None -> [T, Hq, Dv].
 

@@ -94,12 +94,7 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
 
 
 def short_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    silu: bool,
-    ring: torch.Tensor,
-    rows: StateRows,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, ring: torch.Tensor, rows: StateRows
 ) -> torch.Tensor:
     """Causal convolution of every channel over a row's positions: [T, C] in x's dtype; `ring` is written.
 

@@ -125,11 +125,7 @@ class LocalTransport:
             self._granted.pop(lease, None)
 
     def read(self, plan: ReadPlan) -> LocalRead:
-        """See `Transport.read`.
-
-        Raises:
-            TransferError: the engine is not open in this process.
-        """
+        """See `Transport.read`. Raises TransferError: the engine is not open in this process."""
         source = _open.get(plan.source.engine)
         if source is None:
             raise TransferError(
@@ -187,11 +183,7 @@ class LocalRead:
         self._source, self._bounds, self._plan = source, bounds, plan
 
     def wait(self, deadline: float) -> None:
-        """See `Read.wait`.
-
-        Raises:
-            TransferTimeoutError: the deadline was over before it began.
-        """
+        """See `Read.wait`. Raises TransferTimeoutError: the deadline was over before it began."""
         if time.monotonic() >= deadline:
             raise TransferTimeoutError("the deadline of a read was over before it began")
         self._source.copy(self._bounds, self._plan)

@@ -213,11 +213,7 @@ def open_folder(path: str | Path) -> CheckpointFolder:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        HeadLoadError: the file is missing, is no JSON or no object.
-    """
+    """Read a JSON object. Raises HeadLoadError: the file is missing, is no JSON or no object."""
     if kind := what_else(file):
         raise HeadLoadError(f"{file} is {kind}, not a file")
     try:

@@ -241,11 +241,7 @@ def _vocabulary(config: Config, shapes: Shapes) -> list[Field]:
         raise HeadLoadError(f"missing: lm_head.weight [{draft.value}, hidden size] (the draft vocabulary is reduced)")
     if not has_lm_head and lookup(config, LM_HEAD_FLAG) is False:
         raise HeadLoadError(f"config.json says {LM_HEAD_FLAG} = False, but the checkpoint has no lm_head.weight")
-    return [
-        draft,
-        _own_embed(shapes),
-        Field("own_lm_head", has_lm_head, _presence("lm_head.weight", shapes)),
-    ]
+    return [draft, _own_embed(shapes), Field("own_lm_head", has_lm_head, _presence("lm_head.weight", shapes))]
 
 
 def _own_embed(shapes: Shapes) -> Field:
@@ -339,8 +335,4 @@ def _aux_layers_to_config(spec: Eagle3Spec) -> dict[str, Any]:
     if not spec.has_fc:
         return {"eagle_config": {"use_aux_hidden_state": False}}
     nested = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [b - 1 for b in spec.aux_layers]}
-    return {
-        "eagle_config": nested,
-        AUX_LAYERS: list(spec.aux_layers),
-        "num_aux_hidden_states": len(spec.aux_layers),
-    }
+    return {"eagle_config": nested, AUX_LAYERS: list(spec.aux_layers), "num_aux_hidden_states": len(spec.aux_layers)}

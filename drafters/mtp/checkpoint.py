@@ -209,11 +209,7 @@ def _layout(folder: CheckpointFolder) -> Layout:
 
 
 def _family_of(folder: CheckpointFolder) -> Family:
-    """The family of a checkpoint's modules.
-
-    Raises:
-        HeadLoadError: there is none, or one that is not read.
-    """
+    """The family of a checkpoint's modules. Raises HeadLoadError: there is none, or one that is not read."""
     family = _family(folder)
     if family is not None:
         return family

@@ -110,12 +110,7 @@ QWEN = Family(
 NEMOTRON = Family(
     "Nemotron-H-style",
     r"(?:.*\.)?mtp\.layers\.(?P<k>\d+)\.(?P<rest>.+)",
-    {
-        "0.enorm.": "enorm.",
-        "0.hnorm.": "hnorm.",
-        "0.eh_proj.": "eh_proj.",
-        f"{_LAST}final_layernorm.": "norm.",
-    },
+    {"0.enorm.": "enorm.", "0.hnorm.": "hnorm.", "0.eh_proj.": "eh_proj.", f"{_LAST}final_layernorm.": "norm."},
     others="blocks.",
     numbered=True,
 )

@@ -230,11 +230,7 @@ class AnswerStore:
         self.answers[index] = token_ids
 
     def sync(self) -> None:
-        """Wait until all answers are on the disk.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Wait until all answers are on the disk. Raises OSError: they cannot be written."""
         sync(self._file.fileno())
         self._synced = time.monotonic()
 

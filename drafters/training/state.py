@@ -147,11 +147,7 @@ def restore(run: Run, learner: Learner[TrainedHead], console: Console) -> tuple[
 
 
 def keep_evaluation(checkpoint: Path, evaluation: Mapping[str, float]) -> None:
-    """Write the finished head's evaluation next to its last checkpoint.
-
-    Raises:
-        RunFolderError: it cannot be written.
-    """
+    """Write the finished head's evaluation next to its last checkpoint. Raises RunFolderError: it cannot be written."""
     write_file(checkpoint / _EVALUATION, (json.dumps(dict(evaluation)) + "\n").encode())
 
 

@@ -158,11 +158,7 @@ class RunStore:
 
 
 def _locked(folder: Path) -> FileLock:
-    """The folder's lock, held.
-
-    Raises:
-        RunStoreError: another run holds it, or the file system knows no locks.
-    """
+    """The folder's lock, held. Raises RunStoreError: another run holds it, or the file system knows no locks."""
     lock = FileLock(folder / LOCK, thread_local=False)
     try:
         with _named(folder / LOCK):

@@ -47,11 +47,7 @@ class LazyCommand:
     short_help: str
 
     def load(self) -> click.Command:
-        """Import the module and return the command.
-
-        Raises:
-            BadInput: a package that it needs is not installed.
-        """
+        """Import the module and return the command. Raises BadInput: a package that it needs is not installed."""
         module, _, attribute = self.target.partition(":")
         try:
             command: click.Command = getattr(importlib.import_module(module), attribute)

@@ -157,12 +157,7 @@ class Link:
     """An open transport of a model: each rank's regions, and what must be equal at the other end."""
 
     def __init__(
-        self,
-        model: Any,
-        guests: MovingRequests,
-        own: Transport,
-        transport: str | Transport,
-        options: Mapping[str, Any],
+        self, model: Any, guests: MovingRequests, own: Transport, transport: str | Transport, options: Mapping[str, Any]
     ) -> None:
         """Open it, on all ranks. Between two rounds.
 

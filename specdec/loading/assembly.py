@@ -68,9 +68,7 @@ class Parts:
 
 
 def choose_prefix_caching(
-    loop: DraftLoop[Any, Any] | None,
-    asked: bool | Literal["auto"],
-    recurrent: bool = False,
+    loop: DraftLoop[Any, Any] | None, asked: bool | Literal["auto"], recurrent: bool = False
 ) -> str:
     """ "on", or "off: " and the reason.
 

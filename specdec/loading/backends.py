@@ -240,11 +240,7 @@ def uncaptured_state(model: nn.Module) -> str:
     return f"the model has {found}, which a replayed graph does not call" if found else ""
 
 
-def check_graphs(
-    backend: AttentionBackend,
-    loop: DraftLoop[Any, Any] | None,
-    cuda_graphs: bool,
-) -> None:
+def check_graphs(backend: AttentionBackend, loop: DraftLoop[Any, Any] | None, cuda_graphs: bool) -> None:
     """Refuse what cannot run from CUDA graphs, and what cannot run without.
 
     Args:

@@ -95,12 +95,7 @@ class Division:
 
 
 def divide_cache(
-    asked: int | None,
-    device: torch.device,
-    sizes: TokenBytes,
-    rows: Rows,
-    utilization: float,
-    state_bytes: int = 0,
+    asked: int | None, device: torch.device, sizes: TokenBytes, rows: Rows, utilization: float, state_bytes: int = 0
 ) -> Division:
     """Tokens of the KV cache: `asked` in the first group; else max_num_seqs rows of max_model_len, or what fits.
 

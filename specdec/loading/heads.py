@@ -138,11 +138,7 @@ def resolve_head(draft: str | Path, target_name: str | None) -> str:
 
 
 def target_facts(probed: TargetProbe) -> TargetFacts:
-    """What a head's loader must know of its target.
-
-    Raises:
-        HeadLoadError: the target has no output embedding.
-    """
+    """What a head's loader must know of its target. Raises HeadLoadError: the target has no output embedding."""
     model = probed.model
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     if output is None:

@@ -182,11 +182,7 @@ def scales_in_words(checkpoint: Checkpoint | None, used: str) -> str | None:
 
 
 def _files_of(checkpoint: Checkpoint) -> Path:
-    """The folder that a checkpoint was read from, a hub model's in the local cache.
-
-    Raises:
-        OSError: there is none.
-    """
+    """The folder that a checkpoint was read from, a hub model's in the local cache. Raises OSError: there is none."""
     if checkpoint.is_folder:
         return Path(checkpoint.path)
     where = {"revision": checkpoint.revision, "_raise_exceptions_for_missing_entries": False}

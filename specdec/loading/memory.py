@@ -11,12 +11,7 @@ import torch
 
 from attention.hf.weights import stored_bytes
 from specdec.config import EngineConfig
-from specdec.errors import (
-    CacheTooSmallError,
-    InvalidInputError,
-    ModelLoadError,
-    OutOfDeviceMemoryError,
-)
+from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError, OutOfDeviceMemoryError
 
 _RESERVE_BYTES = 4 << 30
 _ID_BYTES = 4

@@ -46,10 +46,7 @@ from specdec.wrapped.probing import TargetProbe, probe_target
 
 
 def load_parts(
-    target: str | Path | PreTrainedModel,
-    draft: str | Path | Head | None,
-    options: LoadOptions,
-    group: Group = ALONE,
+    target: str | Path | PreTrainedModel, draft: str | Path | Head | None, options: LoadOptions, group: Group = ALONE
 ) -> Parts:
     """Load target and head, and settle every size, before memory is taken for any of them.
 

@@ -16,12 +16,7 @@ from specdec.user_warnings import warn_user
 from specdec.values import short
 from specdec.wrapped.long_rope import find_long_rope
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 def resolve_device(device: Any) -> torch.device:
@@ -73,11 +68,7 @@ DEFAULT_DRAFTS = 5
 
 
 def num_drafts(asked: int | None, head: Head | None) -> int:
-    """K: the given one, else 5 with a head and 0 without.
-
-    Raises:
-        InvalidInputError: drafts without a head.
-    """
+    """K: the given one, else 5 with a head and 0 without. Raises InvalidInputError: drafts without a head."""
     if head is None and asked:
         raise InvalidInputError(f"num_speculative_tokens={asked} needs a draft head: give draft=…")
     if asked is None:

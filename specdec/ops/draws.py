@@ -62,12 +62,7 @@ class Filtered:
 
 
 def filter_rows(
-    logits: torch.Tensor,
-    peaks: torch.Tensor,
-    sampling: Parameters,
-    out: Filtered,
-    *,
-    index: torch.Tensor | None = None,
+    logits: torch.Tensor, peaks: torch.Tensor, sampling: Parameters, out: Filtered, *, index: torch.Tensor | None = None
 ) -> None:
     """What the filters leave of the rows with temperature > 0, as `target_probs` has it; other rows of `out` stay.
 

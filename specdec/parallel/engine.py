@@ -20,14 +20,7 @@ import torch
 from specdec.engine.engine import Engine
 from specdec.errors import RanksLostError, SpecdecError
 from specdec.parallel.collectives import RankGoneError
-from specdec.parallel.messages import (
-    Abort,
-    Arrange,
-    Forget,
-    Run,
-    Step,
-    Submit,
-)
+from specdec.parallel.messages import Abort, Arrange, Forget, Run, Step, Submit
 from specdec.parallel.ranks import HeldInterrupt, Ranks
 from specdec.requests.request import Update
 from specdec.requests.sampling import SamplingParams
@@ -49,11 +42,7 @@ class LeadingEngine(Engine):
         sample_index: int = 0,
         eos_token_ids: Sequence[int] | None = None,
     ) -> int:
-        """See `Engine.submit`; a request that is refused is told to nobody.
-
-        Raises:
-            RanksLostError: a rank is lost.
-        """
+        """See `Engine.submit`; a request that is refused is told to nobody. Raises RanksLostError: a rank is lost."""
         self.check(token_ids, params)
         with self.all_ranks():
             self._link.send(Submit(list(token_ids), params, sample_index, eos_token_ids))

@@ -58,11 +58,7 @@ def _current() -> Collectives:
 
 @opaque_operator(lambda x: x.new_empty(x.shape))
 def sum_ranks(x: torch.Tensor) -> torch.Tensor:
-    """The sum of all ranks' x, the same bits on each of them.
-
-    Raises:
-        SpecdecError: this rank runs alone.
-    """
+    """The sum of all ranks' x, the same bits on each of them. Raises SpecdecError: this rank runs alone."""
     return _current().sum(x)
 
 
