@@ -53,33 +53,14 @@ class Tiling:
 def tiling(units: int, width: int, dim: int, multiprocessors: int, shared_bytes: int) -> Tiling:
     """The tiling for so many rows times KV heads, with tiles of `width` queries and heads of `dim` numbers.
 
-    Few units: one program a multiprocessor, which reads far ahead where it has the memory. Of a hundred choices on an
-    H200 the best or near it, 32 query heads over 8, µs, this kernel and FlashInfer's: one row of 640 keys and 4 tokens
-    7.1 and 10.4, 8 rows 12.0 and 16.9; with 6 tokens 32 rows 26.4 and 31.1, 128 rows 88 and 104.
+    Few units: one program a multiprocessor, which reads far ahead where it has the memory: the best of a hundred
+    choices on an H200 or near it (32 query heads over 8, one row of 640 keys and 4 tokens: 7.1 µs, FlashInfer 10.4).
 
-    More units, tiles of 16 queries: at most 96 KiB of keys and values on their way in a program, so that two run on a
-    multiprocessor, and up to four shares each, so that none is left with a long one. With 128 KiB one ran alone. µs on
-    an H200, one token a row where nothing else is said: fa2, this tiling and the one before it (128 keys, shares for
-    two programs each; from four units a multiprocessor on 32 keys):
-
-    ============================== ===== ===== ======
-    dim, heads a KV head, rows      fa2   this  before
-    ============================== ===== ===== ======
-    128, 4, 32 x 2048               68.9  70.4  86.7
-    128, 4, 32 x 640                27.9  28.8  30.7
-    128, 4, 20 x 2048               51.0  50.2  52.7
-    128, 4, 64 x 2048              130.2 126.9 146.4
-    128, 4, 128 x 2048             253.2 243.3 263.1
-    128, 2, 32 x 2048              129.3 124.7 140.7
-    128, 8, 128 x 2048             131.3 127.3 144.6
-    128, 16, 128 x 2048             71.4  71.7  87.7
-    128, 4, 32 x 2048, 4 tokens     68.7  71.1  85.5
-    128, 4, 32 x 640, 4 tokens      28.5  29.7  31.3
-    64, 4, 32 x 2048                41.4  39.3  46.8
-    64, 16, 128 x 2048              42.1  40.2  47.6
-    ============================== ===== ===== ======
-
-    So a decode takes this kernel wherever it serves the layer: fa2 is at most 4 % faster, and has to be planned.
+    More units, tiles of 16 queries: at most 96 KiB of keys and values in flight in a program, so that two run on a
+    multiprocessor (with 128 KiB one ran alone), and up to four shares each, so that none is left with a long one. A
+    decode of 32 rows of 2,048 keys, 4 query heads a KV head: 70.4 µs, with 128 keys and two shares 86.7, FlashInfer's
+    fa2 68.9. As fa2 is at most 4 % faster and has to be planned, a decode takes this kernel wherever it serves the
+    layer.
 
     >>> tiling(32 * 8, 16, 128, 132, 232_448)
     Tiling(keys=64, warps=2, stages=4, each=4, least_keys=256)

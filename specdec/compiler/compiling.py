@@ -1,12 +1,11 @@
 """torch.compile of target and head: the compiler's settings, and a backend that compiles equal layers once.
 
-The backend cuts a graph at its attentions and compiles what lies between two of them the first time only. Nothing is
-lost by the cuts: the compiler cannot look into an attention. A region reaches from one attention to the
-next, over the border between two layers, so that a norm keeps the residual sum before it. Parameters are inputs of a
-region, which is why one compiled region serves all layers that are alike.
+The backend cuts a graph at its attentions, which the compiler cannot look into, and compiles what lies between two of
+them the first time only. Parameters are inputs of such a region, so one region serves all layers that are alike; it
+crosses the border between two layers, so that a norm keeps the residual sum before it.
 
-Source: vllm-project/vllm cuts at attentions too (vllm/compilation/backends.py, "piecewise" compilation); several graphs
-of one trace go through the compiler one by one as in torch/_dynamo/backends/distributed.py (DDPOptimizer).
+Source: vllm-project/vllm, vllm/compilation/backends.py ("piecewise" compilation); torch/_dynamo/backends/distributed.py
+(DDPOptimizer), for several graphs of one trace.
 """
 
 from __future__ import annotations

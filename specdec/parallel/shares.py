@@ -1,13 +1,10 @@
-"""From a model that transformers has divided to plain modules over this rank's share.
+"""Turns a model that transformers has divided among ranks into plain modules over this rank's share.
 
-transformers plans and reads: every rank reads its part of each divided parameter. Its distributed tensors and replaced
-forwards are taken off again. What stays is the model's own classes with fewer heads and narrower layers, hooks that sum
-partial results, and an lm_head that multiplies its own rows and gathers; so the probe, the KV cache, MLA's absorbed
-form, the compiler and CUDA graphs need to know nothing of ranks.
-
-Sums and gathers between ranks are operators that torch.compile does not look into, and that CUDA graphs hold. Compiled
-code finds what carries them when it runs: `exchanging`. The compiler's graph of a share is changed in one way: two sums
-between ranks become one.
+transformers plans, and every rank reads its part of each divided parameter. Its distributed tensors and replaced
+forwards are taken off again: what stays is the model's own classes with fewer heads and narrower layers, hooks that sum
+partial results, and an lm_head that multiplies its own rows and gathers. So probe, KV cache, compiler and CUDA graphs
+know nothing of ranks. Sums and gathers are opaque operators, which find what carries them when they run (`exchanging`).
+A graph pass makes one of two sums that are added.
 """
 
 from __future__ import annotations

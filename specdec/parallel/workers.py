@@ -1,13 +1,10 @@
 """The processes of ranks 1 … N-1, on the side of rank 0: told what to do, watched, and ended with it.
 
-There is one set of them in a process, however many tensor-parallel models are open: torch has one default group. Calls
-go one way, over a socket pair with each process; nobody answers them. What comes back are a process's first words, that
-it has loaded, and its last ones. A process that ends unasked is noticed by a thread that reads its socket: the next
-call raises RanksLostError, and what waits for the process on the device is aborted.
-
-The processes run `python -m specdec.parallel.worker`: nothing of the user's program is imported there. They have a
-session of their own, so Ctrl-C in a terminal is rank 0's alone, and they end when their socket does, however rank 0
-ended.
+A process has one set of them, however many tensor-parallel models are open: torch has one default group. Calls go one
+way, over a socket pair with each; what comes back are that it has loaded, answers about moved requests, and last words.
+A thread notices a process that ends: the next call raises RanksLostError, and what waits for it on the device is
+aborted. They run `python -m specdec.parallel.worker`, import nothing of the user's program, have a session of their own
+(Ctrl-C reaches rank 0 alone), and end when their socket does.
 """
 
 from __future__ import annotations

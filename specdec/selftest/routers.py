@@ -1,12 +1,9 @@
 """Self-test of a mixture's routers: another expert than the reference's is allowed only where two nearly tie.
 
-In half precision hidden states of two paths differ by rounding. Where a router's last chosen expert and the best of the
-others are closer than that, the paths take different experts, and the token's logits are those of other experts. With 8
-chosen of 256 experts that is every tenth token in each layer: in a model of a few layers most tokens have one, and no
-median over tokens helps. So the eager forward is run once more, and its routers are given the choices of the paged
-forward where these differ. What differs then is no choice, and is compared as in a model without experts: the logits,
-and the states that each mixture reads, which show an error of attention in the layer in which it arises. How many
-choices differ is limited, too: a router that goes wrong of itself has few of them right.
+In half precision hidden states of two paths differ by rounding, and where a router's last chosen expert and the next
+one are closer than that, the paths take different experts: with 8 of 256 experts every tenth token in each layer. So
+the eager forward runs once more with the paged forward's choices where these differ. Then logits, and the states that
+each mixture reads, are compared as in a model without experts. The number of different choices is limited, too.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Whether quantised layers round their activations to 8 bits, which they do not in the self-test of logits.
+"""Layers in FP8 as ours, and whether quantised layers of any library round their activations to 8 bits.
 
-That test compares attentions: two forwards that differ by a last bit after the first one. In a layer that rounds what
-it reads to 8 bits such a bit moves roundings, each by a whole step, and over 32 layers that comes to a third of the
-logits: more than what a wrong slot in a deep model may make. So the test compares the same model without that rounding,
-by the limit of its dtype.
-
-Of three kinds of layers: our own in FP8 (`specdec.wrapped.fp8`) ask `are_rounded`; those of compressed-tensors round in
-a forward of their own, which calls that of their class; weights of torchao say how their inputs are rounded.
+They do not in the self-test of logits, which compares attentions: there two forwards differ by last bits, each such bit
+can move a rounding to 8 bits by a whole step, and over 32 layers that comes to a third of the logits. So the test
+compares the same model without that rounding. Our own layers ask `are_rounded`; those of compressed-tensors round in a
+forward of their own, which calls that of their class; weights of torchao say how their inputs are rounded.
 """
 
 from __future__ import annotations
