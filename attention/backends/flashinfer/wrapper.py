@@ -1,9 +1,7 @@
 """One FlashInfer paged-attention wrapper: which kernel it is, how that is built, and planning it from host arrays.
 
-FlashInfer builds a module of eight large files, four masks over paged and over contiguous keys, of which we launch one:
-causal, paged. Two modules at once would keep sixteen cores busy for more than a minute. Here a module has the one file
-that we launch, unchanged, and the host code with the other kernels left out: asked for one of them, it raises. It has a
-name of its own, so that FlashInfer's modules are whole for everybody else in the process.
+FlashInfer builds a module of eight large files, of which we launch one: causal, paged. Here a module has that file,
+unchanged, and the host code without the other kernels (asked for one, it raises), under a name of its own.
 
 Source: flashinfer-ai/flashinfer, flashinfer/jit/attention/modules.py (gen_batch_prefill_module), csrc/batch_prefill.cu,
 csrc/batch_prefill_sm90.cu.
@@ -209,6 +207,18 @@ def splits_kv(key: AttentionSpec, rows: int, device: torch.device) -> bool:
     return rows < least_unsplit(key, device)
 
 
+def _rows_of_a_page(fixed: FixedShape | None, device: torch.device) -> dict[str, torch.Tensor]:
+    """The index arrays of rows with one page each, by which a wrapper is planned when it is made."""
+    rows, query_len = (1, 1) if fixed is None else (fixed.rows, fixed.query_len)
+    ones = torch.arange(rows + 1, dtype=torch.int32)
+    return {
+        "qo_indptr": ones * query_len if fixed is None else (ones * query_len).clamp(max=fixed.num_tokens),
+        "paged_kv_indptr": ones,
+        "paged_kv_indices": torch.zeros(rows, dtype=torch.int32, device=device),  # not copied: that would wait
+        "paged_kv_last_page_len": torch.ones(rows, dtype=torch.int32),
+    }
+
+
 class Kernel:
     """One FlashInfer wrapper: holds one plan at a time.
 
@@ -235,16 +245,11 @@ class Kernel:
         self.generation = 0
         self._planned: bytes | None = None
         self._scale = key.scale if key.has_sinks else None
-        rows, query_len = (1, 1) if fixed is None else (fixed.rows, fixed.query_len)
         uniform = None if fixed is None else fixed.uniform_query_len
         self._is_uneven = fixed is not None and uniform is None
         self._splits = fixed is None or route != "fa2" or splits_kv(key, fixed.least_busy_rows, workspace.device)
-        ones = torch.arange(rows + 1, dtype=torch.int32)
-        starts = ones * query_len if fixed is None else (ones * query_len).clamp(max=fixed.num_tokens)
-        page_indices = torch.zeros(rows, dtype=torch.int32, device=workspace.device)  # not copied: that would wait
-        buffers = (starts, ones, page_indices, torch.ones(rows, dtype=torch.int32))
-        names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
-        fixed_buffers = dict(zip(names, (b.to(workspace.device) for b in buffers), strict=True)) if fixed else {}
+        buffers = _rows_of_a_page(fixed, workspace.device)
+        fixed_buffers = {f"{name}_buf": x.to(workspace.device) for name, x in buffers.items()} if fixed else {}
         variant = _sink_variant(group.format.dtype_for(dtype), key, dtype) if key.has_sinks else {}
         self._wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(
             workspace, group.layout, use_cuda_graph=fixed is not None, backend=route, **fixed_buffers, **variant
@@ -255,7 +260,7 @@ class Kernel:
         if not key.has_sinks:
             self._wrapper._jit_module = module  # a plan takes this one, and builds none of its own
         self._wrapper.plan(
-            *buffers,
+            *buffers.values(),
             key.num_q_heads,
             key.num_kv_heads,
             key.head_dim_k,
@@ -350,9 +355,8 @@ class Kernel:
 def building(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype, route: Route) -> Build:
     """The build of the kernel for queries of `dtype` and a cache of dtype `cache`, begun at the first call.
 
-    It gives the module that a wrapper is planned with; with sinks it ends in FlashInfer's cache of modules, which a
-    wrapper asks under the same arguments when it is made. That cache has no lock, so nobody may make a wrapper before
-    the build is awaited.
+    It gives the module that a wrapper is planned with; with sinks it ends in FlashInfer's cache of modules, which has
+    no lock: await the build before making a wrapper, which asks that cache under the same arguments.
     """
     features = (key.window is not None, key.softcap is not None, key.has_sinks)
     kind = (route, dtype, cache, key.head_dim_k, key.head_dim_v, *features)
@@ -363,10 +367,8 @@ def building(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype, route: 
 
             variant = _sink_variant(cache, key, dtype)
             return get_customize_batch_prefill_module(route, *variant["jit_args"], **variant["jit_kwargs"])
-        dims, positions = (key.head_dim_k, key.head_dim_k), 0
-        half_reduction = False
-        dtypes = (dtype, cache, dtype, torch.int32)
-        return causal_module(route, *dtypes, *dims, positions, *features[:2], half_reduction)
+        dtypes, dims = (dtype, cache, dtype, torch.int32), (key.head_dim_k, key.head_dim_k)
+        return causal_module(route, *dtypes, *dims, 0, *features[:2], False)  # 0: positions; False: half reduction
 
     return in_background(kind, kernel_name(cache, key, dtype, route), make)
 

@@ -140,7 +140,7 @@ def places_in_32_bits(  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("kernel", ["packed", "invariant"])
 def test_offsets_of_32_bits_would_be_noticed(kernel: str, in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: `key_places` without its int64."""
-    monkeypatch.setattr(f"attention.kernels.{kernel}.key_places", places_in_32_bits)
+    monkeypatch.setattr(f"attention.kernels.{kernel}_kernel.key_places", places_in_32_bits)
     assert error(kernel, "NHD") > 0.1
 
 
