@@ -61,12 +61,9 @@ class CacheGroup:
     """Layers that share page ownership (one set of block tables). A draft head always has its own group.
 
     Attributes:
-        name: for messages.
-        attention_specs: one per layer, in layer order.
-        num_pages: pages of the group's pool, page 0 (the null page) included.
-        page_size: tokens per page.
+        name: for messages. attention_specs: one per layer, in layer order. format: how keys and values are stored.
+        num_pages: pages of the group's pool, page 0 (the null page) included. page_size: tokens per page.
         layout: order inside a page: NHD = [page_size, Hkv, D], HND = [Hkv, page_size, D].
-        format: how keys and values are stored.
     """
 
     name: str

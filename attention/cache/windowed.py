@@ -53,7 +53,6 @@ class WindowedTables(BlockTables):
         return first, pages
 
     def detach(self, row: int) -> list[int]:
-        """See `BlockTables.detach`."""
         pages = super().detach(row)
         self._first[row] = 0
         return pages

@@ -192,7 +192,6 @@ class StateSection(ExtraSection):
         self._most_replayed = most_replayed
 
     def of(self, metadata: CommonAttentionMetadata, views: Mapping[str, torch.Tensor]) -> StateRows | None:
-        """See `ExtraSection.of`."""
         own = metadata.host.extra(StateIndex)
         if own is None:
             return None
@@ -201,6 +200,5 @@ class StateSection(ExtraSection):
         return found
 
     def buffers(self, host: Mapping[str, np.ndarray]) -> StateIndex:
-        """See `ExtraSection.buffers`."""
         found: StateIndex = self.arrays.of(host, StateIndex, most_replayed=self._most_replayed)
         return found

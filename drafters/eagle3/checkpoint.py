@@ -69,14 +69,13 @@ def load_eagle3(
     device: torch.device | str,
     overrides: Eagle3Overrides = _NO_OVERRIDES,
 ) -> Eagle3Head:
-    """Load an EAGLE-3 head in any of the layouts of `drafters.eagle3.formats`, ready for inference.
+    """Load an EAGLE-3 head in any of the layouts of `drafters.eagle3.formats`, ready for inference on the target's
+    device.
 
     Args:
         path: a folder, or a model's name on the Hugging Face hub.
         target: the model that the head will draft for; its tensors are shared, not copied.
-        dtype: of the head's weights, usually the target's.
-        device: of the head's weights, the target's.
-        overrides: choices against the checkpoint's configuration.
+        dtype, device: of the head's weights, usually the target's. overrides: choices against the configuration.
 
     Raises:
         HeadLoadError: files are missing, tensors are missing, unknown, of another shape or not finite, the layout is
@@ -106,15 +105,11 @@ def describe_eagle3(path: str | Path, target: TargetFacts, overrides: Eagle3Over
 
 
 def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
-    """Write config.json and model.safetensors in the layout that SGLang, vLLM and `load_eagle3` read.
+    """Write config.json and model.safetensors in the layout that SGLang, vLLM and `load_eagle3` read; returns the
+    folder.
 
-    Shared tensors of the target are not written; d2t and t2d always are.
-
-    Args:
-        dtype: of the stored weights; None keeps the head's.
-
-    Returns:
-        The folder.
+    Shared tensors of the target are not written; d2t and t2d always are. dtype: of the stored weights; None keeps the
+    head's.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -327,10 +322,7 @@ def fresh_eagle3(spec: Eagle3Spec, target: TargetFacts, counts: torch.Tensor, se
     """A head with random float32 weights on the target's device; its lm_head starts as the target's rows.
 
     Args:
-        spec: the head to make.
-        target: shares its embedding (and lm_head when the spec says so).
         counts: [V] how often the target wrote each token; the draft vocabulary is the most frequent Vd of them.
-        seed: of the weights.
 
     Raises:
         HeadMismatchError, InvalidInputError: spec and target do not fit.

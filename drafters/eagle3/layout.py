@@ -56,12 +56,10 @@ class TargetSizes:
 
 
 def canonical_names(names: list[str], deep_norm: str = "hidden_norm") -> dict[str, str]:
-    """Map the head's parameter names to the names in the files.
+    """Map the head's parameter names to the names in the files, without rotary buffers (`rotary_buffers`).
 
-    `layers.0.` becomes `midlayer.`; the pre-attention norm of a further layer may be called `hidden_norm`
-    (SGLang) or `input_layernorm` (vLLM, speculators). Where both are stored, `deep_norm` says which it is.
-
-    Rotary buffers, which older releases of transformers stored, are left out: see `rotary_buffers`.
+    `layers.0.` becomes `midlayer.`; the pre-attention norm of a further layer may be called `hidden_norm` (SGLang) or
+    `input_layernorm` (vLLM, speculators). Where both are stored, `deep_norm` says which it is.
 
     Raises:
         HeadLoadError: two tensors are the same parameter.
@@ -95,11 +93,7 @@ def _parameter_name(short: str) -> str:
 def resolve_spec(
     config: Config, shapes: Shapes, target: TargetSizes, overrides: Eagle3Overrides
 ) -> tuple[Eagle3Spec, tuple[Field, ...]]:
-    """Resolve every field of the spec, with its source.
-
-    Args:
-        config: config.json of the head.
-        shapes: tensor shapes by canonical name.
+    """Resolve every field of the spec, with its source. shapes: of the tensors, by canonical name.
 
     Raises:
         HeadMismatchError: made for a target of another hidden size or vocabulary.
@@ -201,13 +195,8 @@ def resolve_sizes(config: Config, target: TargetSizes) -> list[Field]:
 
 
 def resolve_num_layers(config: Config, shapes: Shapes, target: TargetSizes) -> Field:
-    """Decoder layers, counted by their tensors.
-
-    Many published heads of one layer have their target's config.json with the target's number of layers in it
-    (SafeAILab's Vicuna heads, AngelSlim's templates): that number says nothing of the head.
-
-    Args:
-        shapes: tensor shapes by canonical name.
+    """Decoder layers, counted by their tensors; shapes: by canonical name. Many published heads of one layer have their
+    target's config.json with the target's number of layers (SafeAILab's Vicuna heads, AngelSlim's templates).
 
     Raises:
         HeadLoadError: the configuration has another number.
@@ -282,10 +271,8 @@ def _feedback(config: Config, overrides: Eagle3Overrides, written: Format) -> Fi
 
 
 def spec_to_config(spec: Eagle3Spec, dtype: str) -> dict[str, Any]:
-    """config.json of a head in the SpecForge/SGLang layout; top-level layer ids are added for vLLM.
-
-    Args:
-        dtype: what the weights are stored in, e.g. "bfloat16".
+    """config.json of a head in the SpecForge/SGLang layout; top-level layer ids are added for vLLM. dtype: of the
+    stored weights, e.g. "bfloat16".
 
     Raises:
         InvalidInputError: its rotary embedding counts positions in a way that this layout does not have.

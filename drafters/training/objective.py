@@ -116,11 +116,8 @@ def chain_mask(answer: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def draft_targets(logits: torch.Tensor, target_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's distribution as the head can express it.
-
-    Args:
-        logits: [B, S, V] of the target.
-        target_ids: [Vd] int64, the draft vocabulary.
+    """The target's distribution as the head can express it, from its logits [B, S, V] and the draft vocabulary [Vd]
+    int64.
 
     Returns:
         Probabilities [B, S, Vd] float32, restricted to the draft vocabulary and renormalised; and [B, S] bool, whether

@@ -131,7 +131,6 @@ class Departed(Update):
 
     @property
     def last(self) -> bool:
-        """See `Update.last`."""
         return True
 
 

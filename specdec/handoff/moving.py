@@ -50,11 +50,9 @@ class MovingRequests(Guests):
 
     @property
     def leaving(self) -> bool:
-        """See `Guests.leaving`."""
         return self._departures.expected
 
     def begin_round(self) -> None:
-        """See `Guests.begin_round`."""
         if self.held.active:
             self.held.begin_round()
             self.settle()
@@ -64,35 +62,28 @@ class MovingRequests(Guests):
         self.held.pause(bool(self._engine.scheduler.waiting))
 
     def settle(self) -> None:
-        """See `Guests.settle`."""
         if self.held.active:
             self.held.settle(self._engine.scheduler.pools(), self.held.due())
 
     def keep(self, pools: Sequence[BlockTables], waiting: Sequence[Request]) -> None:
-        """See `Guests.keep`."""
         self._arrivals.forget()
         self._departures.forget(waiting)
         self.held.keep(pools)
 
     def enter(self, schedule: Schedule) -> Schedule:
-        """See `Guests.enter`."""
         return self._arrivals.enter(self._engine, schedule, self.tensors)
 
     def discard(self, request: Request) -> None:
-        """See `Guests.discard`."""
         self._departures.expect_no_more(request)
         self._arrivals.discard(self._engine, request)
 
     def join(self, round_: Round, draft: Draft | None) -> Draft | None:
-        """See `Guests.join`."""
         return self._arrivals.join(round_, draft, self.tensors)
 
     def leave(self, owners: Sequence[Request | None], drafts_of: DraftsOf) -> None:
-        """See `Guests.leave`."""
         self._departures.leave(self._engine, owners, self.tensors, drafts_of)
 
     def reported(self, request: Request, update: Update) -> Update:
-        """See `Guests.reported`."""
         return self._departures.reported(request, update)
 
     def submit_leaving(self, request: Leaving) -> int:

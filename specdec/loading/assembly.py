@@ -42,15 +42,13 @@ class Parts:
     """What an engine is built of. Only the weights take memory yet.
 
     Attributes:
-        probed: the target. head: the draft head that fits it, or None.
+        probed: the target. head: the draft head that fits it, or None. backend: computes attention.
         checkpoint: where the target was read from; None for a loaded model without a name.
         tokenizer: the target's, or the one that was given; None where there is none.
-        backend: computes attention.
         config: sizes and limits; with prefix caching where it can be done.
         format: how the target's keys and values are stored. layout: order inside a page, of the head's cache too.
         prefix_caching: "on", or "off: " and the reason. cascade: likewise, of cascade attention.
-        cache_tokens: tokens of the KV cache, as asked for or as they fit.
-        cache_bytes: what all caches and the states of recurrent layers will take.
+        cache_tokens: tokens of the KV cache. cache_bytes: of all caches and the states of recurrent layers.
     """
 
     probed: TargetProbe

@@ -81,9 +81,9 @@ def check_sizes_fit(
     """Refuse sizes that memory could never hold, before the first of them is allocated.
 
     Args:
-        token_bytes: of the KV caches of target and head; windowed_bytes: of the pools of the target's windowed groups,
-            whose layers are not among those. staging_bytes: of one buffer for the largest round. state_bytes: of the
-            recurrent states of all rows.
+        token_bytes: of the KV caches of target and head, without windowed groups; windowed_bytes: of the pools of
+            those.
+        staging_bytes: of one buffer for the largest round. state_bytes: of the recurrent states of all rows.
 
     Raises:
         CacheTooSmallError: the KV caches are larger than what a GPU has free, or the machine has.

@@ -64,7 +64,6 @@ class LeadingEngine(Engine):
             super().abort(request_ids)
 
     def forget_prefixes(self) -> None:
-        """See `Engine.forget_prefixes`."""
         with self.all_ranks():
             self._link.send(Forget())
             super().forget_prefixes()

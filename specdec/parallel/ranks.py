@@ -122,16 +122,13 @@ class Ranks(Group):
         self.collectives.hold(graph)
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """See `Group.least`."""
         return self.collectives.least(values)
 
     def gather(self, rows: list[list[int]]) -> list[list[list[int]]]:
-        """See `Group.gather`."""
         found: list[list[list[int]]] = self.collectives.gather(torch.tensor(rows, device=self.device)).tolist()
         return found
 
     def copies(self, name: str) -> int:
-        """See `Group.copies`."""
         if self.part is None or name in self.part.divided:
             return 1
         return self.part.repeated.get(name, self.size)
@@ -149,7 +146,6 @@ class Ranks(Group):
             )
 
     def check_whole(self, call: str, instead: str) -> None:
-        """See `Group.check_whole`."""
         raise InvalidInputError(
             f"{call}: with tensor_parallel_size={self.size} this process has one share of the weights; {instead}"
         )
@@ -160,7 +156,6 @@ class Ranks(Group):
         return self._engine(self, *parts)
 
     def run(self, function: Callable[..., Any], engine: Any, *arguments: Any) -> Any:
-        """See `Group.run`."""
         return engine.run(f"{function.__module__}:{function.__name__}", *arguments)
 
     def facts(self) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Check that a wrapped model still is what the engine was built around: weights, settings, hooks.
 
-The engine runs the user's own model and reads its weights at every forward, so new values in place (`load_state_dict`,
-an optimiser's step, an adapter merged in place) are used from the next round on, in captured graphs too: those
-read the same memory. What it has taken over at loading is another matter: the dtype and device of its caches, which
-modules attend, what is hooked, the vocabulary, and in graphs the weights' addresses.
+The engine runs the user's own model, so new values in place (`load_state_dict`, an optimiser's step) count from the
+next round on, in captured graphs too. What it has taken over at loading may not change: dtype and device of its caches,
+which modules attend, what is hooked, the vocabulary, and in graphs the weights' addresses.
 """
 
 from __future__ import annotations
