@@ -233,11 +233,7 @@ def _in_words(scheme: Mapping[str, Any]) -> str:
 def _read(file: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ):  # there is none for most; a damaged one is refused by `check_target_folder`
+    except (OSError, ValueError, RecursionError):  # most have none; `check_target_folder` refuses a damaged one
         return {}
     return found if isinstance(found, dict) else {}
 
