@@ -55,8 +55,7 @@ class PageAllocator:
     def check_holders(self, held: Counter[int]) -> None:
         """Every page has exactly one owner: the free list or a row.
 
-        Args:
-            held: of every page, in how many places of rows it stands.
+        held: of every page, in how many places of rows it stands.
 
         Raises:
             InvariantError: a page is owned twice, or lost.

@@ -53,8 +53,7 @@ class Read(Protocol):
     def wait(self, deadline: float) -> None:
         """Until every byte is there.
 
-        Args:
-            deadline: `time.monotonic` seconds.
+        deadline: `time.monotonic` seconds.
 
         Raises:
             TransferTimeoutError: they are not by then; see `settled`.

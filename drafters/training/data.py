@@ -183,8 +183,7 @@ class AnswerStore:
     def __init__(self, path: Path, key: str) -> None:
         """Read `path`, when there is one.
 
-        Args:
-            key: identifies prompts, target and limits.
+        key: identifies prompts, target and limits.
 
         Raises:
             RunFolderError: the file cannot be read or repaired.

@@ -68,8 +68,7 @@ class Learner(Generic[TrainedHead]):
 class Run:
     """What a checkpoint must agree with.
 
-    Attributes:
-        folder: of the checkpoints; config: of the run; data: digest of the answers it learns from and measures on.
+    folder: of the checkpoints; config: of the run; data: digest of the answers it learns from and measures on.
     """
 
     folder: Path

@@ -59,8 +59,7 @@ class LazyCommand:
 class LazyGroup(click.Group):
     """A click group of lazy commands, in the order given. Errors of the `SpecdecError` tree end with one message.
 
-    Attributes:
-        lazy: the commands by name.
+    lazy: the commands by name.
     """
 
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **kwargs: Any) -> None:
@@ -132,8 +131,7 @@ class Plugin:
 def find_plugins(taken: Iterable[str], root: Path = ROOT) -> Mapping[str, Plugin]:
     """The commands that packages add, by name; those of this distribution first.
 
-    Args:
-        taken: names of built-in commands. root: the folder of this distribution's packages.
+    taken: names of built-in commands. root: the folder of this distribution's packages.
 
     Raises:
         PluginError: two commands have one name.

@@ -79,9 +79,8 @@ class _Late:
 class Due:
     """What is to be released now. Clocks and peers decide it, so of several ranks rank 0 finds it for all.
 
-    Attributes:
-        leases: of requests that were read, or that nobody will read. reads: numbers of reservations whose late reads
-            write to nothing any more.
+    leases: of requests that were read, or that nobody will read. reads: numbers of reservations whose late reads write
+    to nothing any more.
     """
 
     leases: tuple[str, ...]

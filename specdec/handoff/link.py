@@ -66,8 +66,7 @@ class RankEnd:
     def __init__(self, model: Any, held: HeldPages, transport: Transport, engine: str) -> None:
         """Make the pages of a `SpeculativeModel` readable.
 
-        Args:
-            held: of the engine. engine: its name, which no other engine has; the same on all of its ranks.
+        held: of the engine. engine: its name, which no other engine has; the same on all of its ranks.
 
         Raises:
             InvalidInputError: the layers' heads are not divided alike. TransferError: it cannot be opened.

@@ -138,8 +138,7 @@ class Departed(Update):
 class Leaving(Submission):
     """A request that leaves its engine with its first token.
 
-    Attributes:
-        seconds: for which its pages are held then.
+    seconds: for which its pages are held then.
     """
 
     seconds: float
@@ -154,8 +153,7 @@ class Leaving(Submission):
 class Resumption:
     """A request from another engine.
 
-    Attributes:
-        arrival: the number of its pages and its tensors, see `MovingRequests.resume`; None to read its tokens again.
+    arrival: the number of its pages and its tensors, see `MovingRequests.resume`; None to read its tokens again.
     """
 
     moved: MovedRequest

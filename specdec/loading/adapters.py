@@ -57,8 +57,7 @@ def unwrapped(target: Any) -> Any:
 def check_kinds(name: str, configs: Iterable[Any]) -> None:
     """Refuse adapters that are not computed by the layers alone.
 
-    Args:
-        configs: of peft, or adapter_config.json as read.
+    configs: of peft, or adapter_config.json as read.
 
     Raises:
         UnsupportedModelError: the message names the kind.
@@ -175,8 +174,7 @@ def _config(checkpoint: Checkpoint, what: str) -> Mapping[str, Any] | None:
 def import_peft(name: str) -> Any:
     """The package peft.
 
-    Args:
-        name: of the adapter that needs it.
+    name: of the adapter that needs it.
 
     Raises:
         ModelLoadError: it is not installed.
@@ -238,8 +236,7 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
 def _check_vocabulary(model: PreTrainedModel, adapter: Adapter, tensors: Mapping[str, Any]) -> None:
     """Refuse an adapter with embeddings of more or fewer tokens than the base has: tokens were added before training.
 
-    Args:
-        tensors: of the adapter, by name.
+    tensors: of the adapter, by name.
 
     Raises:
         ModelLoadError: the message says how such an adapter is loaded.

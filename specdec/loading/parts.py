@@ -50,9 +50,8 @@ def load_parts(
 ) -> Parts:
     """Load target and head, and settle every size, before memory is taken for any of them.
 
-    Args:
-        target, draft: see `SpeculativeModel.from_pretrained`. group: the processes that
-            load it together, all of which call it.
+    target, draft: see `SpeculativeModel.from_pretrained`. group: the processes that load it together, all of which call
+    it.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;

@@ -198,8 +198,7 @@ class DividedRows(nn.Linear):
 
     The user's own `nn.Linear` of another class: its weight stays whole, heads and a tied embedding share it.
 
-    Attributes:
-        size: N. first, count: the rank's rows, every rank's count the same; the last rows may lie beyond the weight.
+    size: N. first, count: the rank's rows, every rank's count the same; the last rows may lie beyond the weight.
     """
 
     size: int

@@ -16,8 +16,7 @@ GRAPH_PASSES: list[Callable[[Any], None]] = []
 class Reading:
     """How a checkpoint is read: here all of it.
 
-    Attributes:
-        options: further arguments of transformers' `from_pretrained`.
+    options: further arguments of transformers' `from_pretrained`.
     """
 
     options: Mapping[str, Any] = {}

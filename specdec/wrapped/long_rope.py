@@ -68,8 +68,7 @@ class LongRopeRule(NamedTuple):
 class RotaryPositions(Generic[A]):
     """Positions of a batch's tokens as the rotary modules of a longrope model get them, where they are not its own.
 
-    Attributes:
-        positions: [T] int64, see `LongRopeRule.encoded`. what: see `attention.batch.host.BatchExtra`.
+    positions: [T] int64, see `LongRopeRule.encoded`. what: see `attention.batch.host.BatchExtra`.
     """
 
     positions: A = array(np.int64, "tokens")
