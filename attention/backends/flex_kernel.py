@@ -119,15 +119,9 @@ def attend_blocks(
         return visible
 
     mask = BlockMask.from_kv_blocks(
-        partly,
-        partly_blocks,
-        whole,
-        whole_blocks,
-        BLOCK_SIZE=(kernel.tile, page_size),
-        mask_mod=seen,
-        seq_lengths=(query.shape[2], keys.shape[2]),
-        compute_q_blocks=False,
-    )
+        partly, partly_blocks, whole, whole_blocks, BLOCK_SIZE=(kernel.tile, page_size), mask_mod=seen,
+        seq_lengths=(query.shape[2], keys.shape[2]), compute_q_blocks=False,
+    )  # fmt: skip
     options: Any = {"BACKEND": "TRITON", "BLOCK_M": kernel.tile, "BLOCK_N": keys_per_tile}
     attended: Any = flex_attention(
         query,

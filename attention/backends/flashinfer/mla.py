@@ -142,18 +142,9 @@ class MlaKernel:
             self.building.wait()
             self._module = _module(self._dtype, self.device)
         self._module.run(
-            self._workspace,
-            plan.work.remote,
-            plan.info,
-            query[..., :LATENT_DIM],
-            query[..., LATENT_DIM:],
-            latent,
-            rope,
-            plan.page_indices,
-            out,
-            None,
-            *self._tail,
-        )
+            self._workspace, plan.work.remote, plan.info, query[..., :LATENT_DIM], query[..., LATENT_DIM:], latent,
+            rope, plan.page_indices, out, None, *self._tail,
+        )  # fmt: skip
 
 
 class MlaBuilder:

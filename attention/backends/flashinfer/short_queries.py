@@ -142,16 +142,9 @@ def whole_batch(metadata: CommonAttentionMetadata) -> Part:
     """All rows as one part."""
     host = metadata.host
     return Part(
-        host.query_start_loc,
-        host.page_indptr,
-        host.seq_lens,
-        metadata.query_start_loc,
-        metadata.page_indptr,
-        metadata.last_page_len,
-        metadata.page_indices,
-        0,
-        host.num_tokens,
-    )
+        host.query_start_loc, host.page_indptr, host.seq_lens, metadata.query_start_loc, metadata.page_indptr,
+        metadata.last_page_len, metadata.page_indices, 0, host.num_tokens,
+    )  # fmt: skip
 
 
 def split_batch(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
@@ -170,13 +163,7 @@ def _part(metadata: CommonAttentionMetadata, first: int, last: int, token: int, 
     host, rows, starts = metadata.host, slice(first, last), slice(first, last + 1)
     own, on_device = host.query_start_loc[starts], metadata.query_start_loc[starts]
     return Part(
-        own - token if token else own,
-        host.page_indptr[starts],
-        host.seq_lens[rows],
-        on_device - token if token else on_device,
-        metadata.page_indptr[starts],
-        metadata.last_page_len[rows],
-        metadata.page_indices,
-        token,
-        stop,
-    )
+        own - token if token else own, host.page_indptr[starts], host.seq_lens[rows],
+        on_device - token if token else on_device, metadata.page_indptr[starts], metadata.last_page_len[rows],
+        metadata.page_indices, token, stop,
+    )  # fmt: skip

@@ -174,16 +174,9 @@ class Part:
     def at(self, host: HostBatch) -> Part:
         """As many rows of other lengths, planned from a whole batch; its device arrays lie where these do."""
         return Part(
-            host.query_start_loc,
-            host.page_indptr,
-            host.seq_lens,
-            self.device_query_start_loc,
-            self.device_page_indptr,
-            self.device_last_page_len,
-            self.device_page_indices,
-            self.start,
-            self.stop,
-        )
+            host.query_start_loc, host.page_indptr, host.seq_lens, self.device_query_start_loc, self.device_page_indptr,
+            self.device_last_page_len, self.device_page_indices, self.start, self.stop,
+        )  # fmt: skip
 
 
 def most_tiles(key: AttentionSpec, device: torch.device) -> int:
@@ -257,20 +250,10 @@ class Kernel:
         if not key.has_sinks:
             self._wrapper._jit_module = module  # a plan takes this one, and builds none of its own
         self._wrapper.plan(
-            *buffers.values(),
-            key.num_q_heads,
-            key.num_kv_heads,
-            key.head_dim_k,
-            group.page_size,
-            causal=True,
-            sm_scale=key.scale,
-            window_left=window_left,
-            logits_soft_cap=key.softcap,
-            q_data_type=dtype,
-            kv_data_type=group.format.dtype_for(dtype),
-            uniform_q_len=uniform,
-            disable_split_kv=not self._splits,
-        )
+            *buffers.values(), key.num_q_heads, key.num_kv_heads, key.head_dim_k, group.page_size, causal=True,
+            sm_scale=key.scale, window_left=window_left, logits_soft_cap=key.softcap, q_data_type=dtype,
+            kv_data_type=group.format.dtype_for(dtype), uniform_q_len=uniform, disable_split_kv=not self._splits,
+        )  # fmt: skip
         if not key.has_sinks:
             self._wrapper._jit_module = None  # which would be called with other arguments
         self._is_fixed = fixed is not None
@@ -303,16 +286,10 @@ class Kernel:
         tokens = part.stop - part.start
         before = wrapper._plan_info
         wrapper._plan_info = wrapper._cached_module.plan(
-            wrapper._float_workspace_buffer,
-            wrapper._int_workspace_buffer,
-            wrapper._pin_memory_int_workspace_buffer,
-            torch.from_numpy(part.query_start_loc),
-            torch.from_numpy(part.page_indptr),
-            torch.from_numpy(part.seq_lens),
-            tokens,
-            len(part.seq_lens),
-            *self._plan_tail,
-        )
+            wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer,
+            torch.from_numpy(part.query_start_loc), torch.from_numpy(part.page_indptr), torch.from_numpy(part.seq_lens),
+            tokens, len(part.seq_lens), *self._plan_tail,
+        )  # fmt: skip
         if self._is_fixed and checking():
             require(list(before) == list(wrapper._plan_info), "a plan changed the launch that a graph has captured")
         self._copied.record()
