@@ -347,7 +347,9 @@ class SpeculativeModel:
         self.group.check_whole("refresh()", "save new weights and load them again")
         with self._shared.between_rounds() as idle:
             if not idle:
-                raise InvalidInputError("requests run on the old weights; finish or close them before refresh()")
+                raise InvalidInputError(
+                    "requests are running on the old weights; finish or close them before refresh()"
+                )
             self._live.check()
             self.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
             with interrupts_as_they_are():

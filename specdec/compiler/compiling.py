@@ -22,7 +22,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import _config as size_config
 
-import attention.hf.custom_op  # noqa: F401 (registers the operator)
+import attention.recurrence.hf_calls  # noqa: F401 (registers operators)
 from attention.hf.custom_op import opaque_operator
 from specdec.compiler.passes import Rewriting
 from specdec.errors import SpecdecError

@@ -196,7 +196,7 @@ def _draft_weights(x, column, stats, temperature, min_p, vocab):  # type: ignore
     return tl.where(column < vocab, _weights(probability(x, column, stats, LOG2E / temperature, min_p)), 0)
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(do_not_specialize=["step", "accepted_stride"])
 def _draft_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [R, V]
     ids_ptr,  # [R] int64

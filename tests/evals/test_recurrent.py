@@ -112,7 +112,7 @@ def test_lossless(saved: Any, evaluate: Any, name: str) -> None:
 def test_lossless_fails_where_accepted_drafts_are_not_replayed(
     saved: Any, evaluate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.rounds.verification.replay_of", lambda start, folded: 0 * start)
+    monkeypatch.setattr("specdec.extras.recurrent_states.replay_of", lambda start, folded: 0 * start)
     asked = ("--data", "arithmetic", "--limit", "4", "--max-new-tokens", "32", "--k", "3", "--mode", "greedy")
     code, text, _ = evaluate("lossless", saved("mamba2"), *asked)
     assert code == 1 and "FAIL" in text, text

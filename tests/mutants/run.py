@@ -393,6 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     if given.json is not None:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(_as_json(judged), indent=1))
     print(*table(judged), sep="\n")
     return 0 if all(each.right for each in judged) else 1

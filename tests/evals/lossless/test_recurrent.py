@@ -30,7 +30,7 @@ def test_a_mamba2_target_says_the_same_with_and_without_drafts(
     texts = [greedy_text("mamba2", prompt, asking.params.max_new_tokens) for prompt in prompts]
     model = wrap(tiny_hybrid("mamba2"), RecallHead(texts, 0.7), num_speculative_tokens=3, max_model_len=128)
     if planted:
-        monkeypatch.setattr("specdec.rounds.verification.replay_of", lambda start, folded: 0 * start)
+        monkeypatch.setattr("specdec.extras.recurrent_states.replay_of", lambda start, folded: 0 * start)
     executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": model})))
     answers = run_chunk({"main": model}, arms, data.questions, asking)
     kept = {arm.name: [a for a in answers if a.arm == arm.name] for arm in arms}

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from evals.acceptance.acceptance import Plan, run, settings, sweep
 from evals.acceptance.metrics import METRICS
-from evals.report.page import render
+from evals.report import page
 from evals.report.terminal import RunProgress, cautions, headline, print_acceptance, show, untried
 from evals.runs.conversations import Configuration, ModelSpec, Worker
 from evals.runs.executor import LocalExecutor
@@ -80,7 +80,7 @@ def test_table_prints_every_metric_with_its_definition(plant: SimpleNamespace, t
 @pytest.mark.slow
 def test_page_says_the_same_and_loads_nothing(plant: SimpleNamespace, tmp_path: Path) -> None:
     document = document_of(plant, tmp_path, sweep((1, 3)))
-    text = render(document)
+    text = page.render(document)
     parsed = Page(text)
     assert parsed.open == []
     for metric in METRICS:
@@ -106,7 +106,7 @@ def test_page_says_the_same_and_loads_nothing(plant: SimpleNamespace, tmp_path: 
 def test_comparison_without_a_baseline_renders_too(plant: SimpleNamespace, tmp_path: Path) -> None:
     document = document_of(plant, tmp_path, (Configuration("one", 1), Configuration("three", 3)))
     assert "three less one, paired" in printed(document)
-    assert "three less one, paired" in render(document)
+    assert "three less one, paired" in page.render(document)
 
 
 def told(speedup: tuple[float, float | None, float | None], same: int = 8, **more: Any) -> dict[str, Any]:
@@ -172,17 +172,17 @@ def test_progress_counts_questions_and_pools_tau(plant: SimpleNamespace, tmp_pat
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 def test_page_in_a_real_browser(plant: SimpleNamespace, tmp_path: Path) -> None:
     """Every picture has a size, nothing is wider than the window, and no error is logged."""
-    page = tmp_path / "report.html"
+    file = tmp_path / "report.html"
     probe = (
         "<script>addEventListener('load', () => { const svgs = [...document.querySelectorAll('figure svg')];"
         "document.body.dataset.probe = JSON.stringify({svgs: svgs.length,"
         "smallest: Math.min(...svgs.map(s => Math.min(s.clientWidth, s.clientHeight))),"
         "wide: document.documentElement.scrollWidth - innerWidth}); })</script>"
     )
-    page.write_text(render(document_of(plant, tmp_path, sweep((1, 3)))) + probe, "utf-8")
+    file.write_text(page.render(document_of(plant, tmp_path, sweep((1, 3)))) + probe, "utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--window-size=1280,900"]
     done = subprocess.run(
-        [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()],
+        [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri()],
         capture_output=True,
         text=True,
         timeout=120,
