@@ -171,7 +171,7 @@ def _operator(name: str) -> Callable[..., torch.Tensor]:
         served: torch.Tensor = getattr(recur, name)(call, *given)
         return served
 
-    schema = f"({_SCHEMAS[name]}, int channel, int call) -> Tensor"
+    schema = f"({_SCHEMAS[name]}, SymInt channel, SymInt call) -> Tensor"
     operator = torch.library.custom_op(f"specdec::{name}", serve, mutates_args=(), schema=schema)
     operator.register_fake(lambda *inputs: empty_output(name, inputs))
     return operator
