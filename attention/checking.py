@@ -28,10 +28,6 @@ def check_mode(enabled: bool) -> Iterator[None]:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise InvariantError with `message` unless `condition` holds.
-
-    Raises:
-        InvariantError: the condition is false.
-    """
+    """Raise InvariantError with `message` unless `condition` holds."""
     if not condition:
         raise InvariantError(message)

@@ -37,8 +37,7 @@ def windows_of(specs: Sequence[AttentionSpec], longest: int) -> tuple[int, ...]:
     The layers that reach furthest get none, they are the first group: those without a window, and without such layers
     those with the largest.
 
-    Args:
-        longest: most tokens of a request; a window that covers them all is none.
+    longest: most tokens of a request; a window that covers them all is none.
 
     >>> full = AttentionSpec(1, 1, 8, 8, 1.0)
     >>> near, far = (AttentionSpec(1, 1, 8, 8, 1.0, window=w) for w in (16, 64))
@@ -67,10 +66,7 @@ def layers_by_group(specs: Sequence[AttentionSpec], windows: Sequence[int]) -> t
 
 def split_group(group: CacheGroup, windowed: Sequence[tuple[int, int]]) -> tuple[CacheGroup, ...]:
     """A group of all layers as the first group and one for each of `windowed`, pairs (window, pages of its pool).
-
-    Raises:
-        InvalidInputError: no layer has such a window, or none is left for the first group.
-    """
+    Raises InvalidInputError: no layer has such a window, or none is left for the first group."""
     by_group = layers_by_group(group.attention_specs, [window for window, _ in windowed])
     if not all(by_group):
         raise InvalidInputError(

@@ -61,17 +61,14 @@ class Eagle1Spec:
     """One EAGLE-1 (or EAGLE-2, which has the same weights) head, as its own checkpoint defines it.
 
     Attributes:
-        hidden_size: H, the target's.
-        intermediate_size: width of the head's MLP.
+        hidden_size: H, the target's. intermediate_size: width of the MLP. vocab_size: V.
         num_heads, num_kv_heads, head_dim: Hq, Hkv, D.
-        vocab_size: V.
         rms_norm_eps, rope: from the head's configuration.
-        fc_bias: `fc` has a bias.
         first_norm: the first layer has a norm before its attention (the published heads have none).
-        qkv_bias, o_bias, mlp_bias: biases of q, k and v, of the attention's output, of the MLP, in every layer.
-        qk_norm: RMSNorm per head on q and k before RoPE.
-        num_layers: decoder layers.
-        windowed_layers, window: layers whose queries see `window` positions only, their own included.
+        fc_bias, qkv_bias, o_bias, mlp_bias: biases of `fc`; of q, k and v, of the attention's output, of the MLP, in
+            every layer. qk_norm: RMSNorm per head on q and k before RoPE.
+        num_layers: decoder layers. windowed_layers, window: those whose queries see `window` positions only, their own
+            included.
     """
 
     hidden_size: int

@@ -28,11 +28,7 @@ class WorkerError(SpecdecError):
 
 
 def require(package: str, extra: str) -> None:
-    """Check that a package of an extra is installed, without importing it.
-
-    Raises:
-        MissingExtraError: it is not.
-    """
+    """Check that a package of an extra is installed, without importing it. Raises MissingExtraError: it is not."""
     if find_spec(package) is None:
         raise MissingExtraError(
             f"this needs the package {package!r}, which is not installed; "

@@ -50,20 +50,17 @@ class EngineConfig:
 
     Attributes:
         num_speculative_tokens: K, drafts a round (the bonus token not counted); 0 is no speculation.
-        max_model_len: most positions of one request (prompt and new tokens).
-        max_num_seqs: most requests in one batch (B).
+        max_model_len: most positions of one request. max_num_seqs: most requests in one batch (B).
         max_num_batched_tokens: most tokens of one target forward; longer prompts are read in chunks.
-        page_size: tokens a page.
-        num_pages: pages of the target's pool, the null page included: of its first group, where it has several.
-        seed: randomness of requests without a seed of their own.
-        draft_sampling: how drafts of sampled rows are chosen, see `DRAFT_SAMPLING`.
-        max_num_prefill_tokens: most prompt tokens of a target forward in which other rows decode, of all prompts
-            together: it bounds how much longer a prompt makes the time between two tokens of those rows. Where no row
-            decodes, `max_num_batched_tokens` alone holds.
+        page_size: tokens a page. num_pages: pages of the target's first group, the null page included.
+        seed: randomness of requests without a seed of their own. draft_sampling: see `DRAFT_SAMPLING`.
+        max_num_prefill_tokens: most prompt tokens of a target forward in which other rows decode: it bounds how much
+            longer prompts make the time between two tokens of those rows. Where none decodes, `max_num_batched_tokens`
+            holds.
         windowed: the target's further cache groups, see `attention.groups`.
         enable_prefix_caching: whether requests begin with pages that earlier ones left, see `attention.cache.prefix`.
-        keep_prefixes: whether those of earlier calls stay where a hook or parametrization of the target has state that
-            nobody can see, see `specdec.wrapped.versions`.
+        keep_prefixes: keep those of earlier calls where a hook or parametrization of the target has hidden state, see
+            `specdec.wrapped.versions`.
         extras: what only some engines' rounds have, see `specdec.rounds.extras.RoundExtra`; at most one of a class.
     """
 

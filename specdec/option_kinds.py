@@ -16,19 +16,12 @@ class Kind:
     """What values an option takes. The base class takes any: they are read where they are used (device, dtype)."""
 
     def read(self, name: str, value: Any) -> Any:
-        """The value as it is kept.
-
-        Raises:
-            InvalidInputError: another type, or outside what is allowed.
-        """
+        """The value as it is kept. Raises InvalidInputError: another type, or outside what is allowed."""
         return value
 
     def from_word(self, name: str, word: Any) -> Any:
-        """A value as a command line or lm-eval gives it, before it is read.
-
-        Raises:
-            InvalidInputError: a text that this kind cannot be written as.
-        """
+        """A value as a command line or lm-eval gives it, before it is read. Raises InvalidInputError: a text that this
+        kind cannot be written as."""
         return word
 
 
@@ -64,11 +57,7 @@ class Switch(Kind):
     """True, False or "auto"; as a word yes, no or auto."""
 
     def read(self, name: str, value: Any) -> bool | Literal["auto"]:
-        """See `Kind.read`.
-
-        Raises:
-            InvalidInputError: it is none of the three.
-        """
+        """See `Kind.read`. Raises InvalidInputError: it is none of the three."""
         if isinstance(value, str) and value == "auto":
             return "auto"
         try:
@@ -88,11 +77,7 @@ class Choice(Kind):
     hint: str = ""
 
     def read(self, name: str, value: Any) -> str:
-        """See `Kind.read`.
-
-        Raises:
-            InvalidInputError: it is none of the words.
-        """
+        """See `Kind.read`. Raises InvalidInputError: it is none of the words."""
         if self.hint and not (isinstance(value, str) and value in self.words):
             raise InvalidInputError(f"{name}={short(value)}: {self.hint}")
         return choice(name, value, self.words)
@@ -105,11 +90,7 @@ class Name(Kind):
     allowed: str
 
     def read(self, name: str, value: Any) -> str:
-        """See `Kind.read`.
-
-        Raises:
-            InvalidInputError: it is no text, or an empty one.
-        """
+        """See `Kind.read`. Raises InvalidInputError: it is no text, or an empty one."""
         text = str(value) if isinstance(value, PurePath) else value
         if not isinstance(text, str) or not text:
             raise InvalidInputError(f"{name}={short(value)}: allowed is {self.allowed}, or None")
@@ -128,11 +109,7 @@ class Scales(Kind):
         return scale_pairs(name, value)
 
     def from_word(self, name: str, word: Any) -> Any:
-        """See `Kind.from_word`.
-
-        Raises:
-            InvalidInputError: a part of the word is no pair.
-        """
+        """See `Kind.from_word`. Raises InvalidInputError: a part of the word is no pair."""
         if not isinstance(word, str):
             return word
         pairs = [tuple(pair.split(":")) for pair in word.split(";")]
@@ -146,11 +123,7 @@ class Overrides(Kind):
     """Keys and values; as words KEY=VALUE, one each or joined by ';', the value in JSON or a plain text."""
 
     def read(self, name: str, value: Any) -> dict[str, Any] | None:
-        """See `Kind.read`.
-
-        Raises:
-            InvalidInputError: it is no mapping of texts to values.
-        """
+        """See `Kind.read`. Raises InvalidInputError: it is no mapping of texts to values."""
         if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
             raise InvalidInputError(
                 f"{name}={short(value)}: allowed is a mapping of keys of the head's config.json to values, or None"
@@ -158,11 +131,7 @@ class Overrides(Kind):
         return dict(value) or None
 
     def from_word(self, name: str, word: Any) -> Any:
-        """See `Kind.from_word`.
-
-        Raises:
-            InvalidInputError: a word without '='.
-        """
+        """See `Kind.from_word`. Raises InvalidInputError: a word without '='."""
         if isinstance(word, Mapping) or word is None:
             return word
         words = word if isinstance(word, (list, tuple)) else [word]

@@ -53,11 +53,7 @@ def _about(kind: Kind, help: str, commands: frozenset[str] = _EVERYWHERE, letter
 
 
 def option_of(option: Field[Any]) -> Option:
-    """What is said about a field of LoadOptions.
-
-    Raises:
-        TypeError: nothing is; every field of the class needs it.
-    """
+    """What is said about a field of LoadOptions. Raises TypeError: nothing is; every field of the class needs it."""
     found = option.metadata.get("option")
     if not isinstance(found, Option):
         raise TypeError(f"the field {option.name!r} of LoadOptions has no Option: give it metadata=_about(…)")
@@ -183,8 +179,7 @@ class LoadOptions:
         ),
     )
     tensor_parallel_size: int = field(
-        default=1,
-        metadata=_about(Whole(1), "GPUs of this machine that the target is divided among.", _NO_TRAINING),
+        default=1, metadata=_about(Whole(1), "GPUs of this machine that the target is divided among.", _NO_TRAINING)
     )
     seed: int = field(
         default=0, metadata=_about(Whole(*SEEDS), "Randomness of requests without a seed of their own.", _NO_TRAINING)
@@ -218,11 +213,8 @@ class LoadOptions:
 
     @classmethod
     def from_words(cls: type[_Options], given: Mapping[str, Any]) -> _Options:
-        """Options by name, as a command line or lm-eval gives them; what is not given has its default.
-
-        Raises:
-            InvalidInputError: a name that is no option, or a value that is not allowed.
-        """
+        """Options by name, as a command line or lm-eval gives them; what is not given has its default. Raises
+        InvalidInputError: a name that is no option, or a value that is not allowed."""
         known = {each.name: option_of(each).kind for each in fields(cls)}
         unknown = sorted(set(given) - set(known))
         if unknown:

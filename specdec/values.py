@@ -49,8 +49,7 @@ def refuse_type(name: str, value: object, allowed: str) -> InvalidInputError:
 def whole(name: str, value: Any, least: int, most: int | None = MOST_COUNT, allowed: str = "") -> int:
     """A whole number: an int or a scalar with `__index__` (numpy, torch); no bool, no float, no str.
 
-    Args:
-        most: None for no end. allowed: for the message; default the range.
+    most: None for no end. allowed: for the message; default the range.
 
     Raises:
         InvalidInputError: another type, or outside [least, most].
@@ -67,11 +66,8 @@ def whole(name: str, value: Any, least: int, most: int | None = MOST_COUNT, allo
 
 
 def real(name: str, value: Any, allowed: str) -> float:
-    """A number: whatever has `__float__` (numpy and torch scalars, Decimal); no bool, no str, no array.
-
-    Raises:
-        InvalidInputError: another type, or too large for a float.
-    """
+    """A number: whatever has `__float__` (numpy and torch scalars, Decimal); no bool, no str, no array. Raises
+    InvalidInputError: another type, or too large for a float."""
     if _is_bool(value) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) > 0:
         raise refuse(name, value, allowed)
     try:
@@ -81,11 +77,7 @@ def real(name: str, value: Any, allowed: str) -> float:
 
 
 def share(name: str, value: Any) -> float:
-    """A number in (0, 1].
-
-    Raises:
-        InvalidInputError: another value.
-    """
+    """A number in (0, 1]. Raises InvalidInputError: another value."""
     allowed = "more than 0, at most 1"
     number = real(name, value, allowed)
     if not 0 < number <= 1:
@@ -94,33 +86,22 @@ def share(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A bool, Python's or numpy's; "yes" and 1 are not read as True.
-
-    Raises:
-        InvalidInputError: another value.
-    """
+    """A bool, Python's or numpy's; "yes" and 1 are not read as True. Raises InvalidInputError: another value."""
     if not _is_bool(value) or getattr(value, "ndim", 0) > 0:
         raise InvalidInputError(f"{name}={short(value)}: allowed are True and False")
     return bool(value)
 
 
 def choice(name: str, value: Any, allowed: Collection[str]) -> str:
-    """One of some words.
-
-    Raises:
-        InvalidInputError: another word or type.
-    """
+    """One of some words. Raises InvalidInputError: another word or type."""
     if not isinstance(value, str) or value not in allowed:
         raise InvalidInputError(f"{name}={short(value)}: allowed are {', '.join(allowed)}")
     return value
 
 
 def scale_pairs(name: str, value: Any) -> tuple[tuple[float, float], ...]:
-    """(scale of keys, scale of values) of each layer, from any sequence of pairs; none for None.
-
-    Raises:
-        InvalidInputError: no sequence of pairs of positive numbers.
-    """
+    """(scale of keys, scale of values) of each layer, from any sequence of pairs; none for None. Raises
+    InvalidInputError: no sequence of pairs of positive numbers."""
     if value is None:
         return ()
     try:

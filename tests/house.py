@@ -124,7 +124,10 @@ def single_heirs(root: Path) -> list[str]:
                 own[node.name] = node
                 bases.update(_base(base) for base in node.bases)
             elif isinstance(node, ast.Call):
-                made.add(_base(node.func))
+                given = [] if _base(node.func) in ("isinstance", "issubclass") else node.args
+                made.update(map(_base, [node.func, *given]))  # who is given a class makes instances of it
+            elif isinstance(node, ast.Assign) and any(_base(target) == "__class__" for target in node.targets):
+                made.add(_base(node.value))
     is_open = {name for name, node in own.items() if {"Protocol", "ABC", "Exception"} & set(map(_base, node.bases))}
     return sorted(n for n in own if bases[n] == 1 and n not in made | is_open and not n.endswith("Error"))
 

@@ -15,13 +15,12 @@ import pytest
 from tests import house
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_MODULES, MOST_OF_SPECDEC, MOST_LINES = 300, 150, 59_100
+MOST_MODULES, MOST_OF_SPECDEC, MOST_LINES = 300, 150, 57_000
 MOST_IN_A_ROOM = 24
-MOST_LINES_A_FILE, MOST_LINES_A_FUNCTION = 410, 71
+MOST_LINES_A_FILE, MOST_LINES_A_FUNCTION = 410, 45
 MOST_WITH_ONE_IMPORTER, MOST_NAMES_TWICE = 66, 18
 MOST_LINES_THAT_NAME_A_WING = 0.004
 """Share of the spine's lines."""
-MIXINS = {"Fp8Linear", "SamplingParameters"}
 IGNORED_FOLDERS = (
     *("__pycache__", "build", "develop-eggs", "dist", "downloads", "eggs", ".eggs", "lib", "lib64", "parts", "sdist"),
     *("var", "wheels", "htmlcov", "cover", "instance", "target", "profile_default", "env", "venv", "ENV", "site"),
@@ -75,7 +74,7 @@ def test_the_spine_names_no_wing() -> None:
 
 
 def test_classes_and_modules_are_not_cut_in_two() -> None:
-    assert set(house.single_heirs(ROOT)) <= MIXINS
+    assert house.single_heirs(ROOT) == []
     assert sum(len(own) == 1 for own in house.importers(ROOT).values()) <= MOST_WITH_ONE_IMPORTER
     names = Counter(path.name for path in house.modules(ROOT))
     assert sum(count > 1 for count in names.values()) <= MOST_NAMES_TWICE
@@ -90,7 +89,8 @@ def test_no_file_lies_where_tools_expect_output() -> None:
 def cottage(tmp_path: Path) -> Path:
     """A repository with two files of the spine and a room of its own."""
     sources = {
-        "specdec/engine/engine.py": "class Base:\n    pass\n\n\nclass Engine(Base):\n    pass\n",
+        "specdec/engine/engine.py": "class Base:\n    pass\n\n\nclass Engine(Base):\n    pass\n\n\n"
+        "class Made:\n    pass\n\n\nclass Heir(Made):\n    pass\n\n\ndef turn(x):\n    x.__class__ = Made\n",
         "specdec/rounds/rows.py": "from specdec.other.alone import f\n\n\ndef rows(handoff):\n    return f(handoff)\n",
         "specdec/other/alone.py": "def f(x):\n" + "    x += 1\n" * 50 + "    return x\n",
         "specdec/other/rows.py": "moved = 1\n",

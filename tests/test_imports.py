@@ -122,7 +122,6 @@ ROOMS = [
     "drafters/eagle.py",
     "drafters/eagle.py",
     "drafters/mtp",
-    "drafters/oracle.py",
     "drafters/training",
     "specdec/shadowing.py",
     "specdec/torch_state.py",

@@ -56,11 +56,7 @@ class Build:
         return f"ready after {self._seconds:.1f} s"
 
     def wait(self) -> Any:
-        """What `make` returned, when the kernel is ready.
-
-        Raises:
-            KernelBuildError: it could not be built.
-        """
+        """What `make` returned, when the kernel is ready. Raises KernelBuildError: it could not be built."""
         if not self.done:
             log.info("waiting for attention kernel: %s", self.name)
             self._done.wait()

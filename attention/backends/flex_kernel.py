@@ -49,11 +49,8 @@ class FlexKernel:
 
 @cache
 def function_of(kernel: FlexKernel) -> Attend:
-    """`attend_blocks` of one kernel: compiled at its first call, or in torch's eager form.
-
-    Raises:
-        UnsupportedAttentionError: at a call, torch's compiler is switched off.
-    """
+    """`attend_blocks` of one kernel: compiled at its first call, or in torch's eager form. Raises
+    UnsupportedAttentionError: at a call, torch's compiler is switched off."""
 
     width = tile_width(kernel)  # here, because the compiler cannot trace a greatest common divisor
 
@@ -122,15 +119,9 @@ def attend_blocks(
         return visible
 
     mask = BlockMask.from_kv_blocks(
-        partly,
-        partly_blocks,
-        whole,
-        whole_blocks,
-        BLOCK_SIZE=(kernel.tile, page_size),
-        mask_mod=seen,
-        seq_lengths=(query.shape[2], keys.shape[2]),
-        compute_q_blocks=False,
-    )
+        partly, partly_blocks, whole, whole_blocks, BLOCK_SIZE=(kernel.tile, page_size), mask_mod=seen,
+        seq_lengths=(query.shape[2], keys.shape[2]), compute_q_blocks=False,
+    )  # fmt: skip
     options: Any = {"BACKEND": "TRITON", "BLOCK_M": kernel.tile, "BLOCK_N": keys_per_tile}
     attended: Any = flex_attention(
         query,

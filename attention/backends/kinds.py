@@ -84,11 +84,7 @@ KINDS: dict[str, BackendKind] = {
 
 
 def register(name: str, kind: BackendKind) -> None:
-    """Let a further backend be chosen by name, in this process.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Let a further backend be chosen by name, in this process. Raises ValueError: the name is taken."""
     if name in KINDS:
         raise ValueError(f"there is a backend {name!r} already; names are {', '.join(KINDS)}")
     KINDS[name] = kind

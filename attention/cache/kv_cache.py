@@ -61,12 +61,9 @@ class CacheGroup:
     """Layers that share page ownership (one set of block tables). A draft head always has its own group.
 
     Attributes:
-        name: for messages.
-        attention_specs: one per layer, in layer order.
-        num_pages: pages of the group's pool, page 0 (the null page) included.
-        page_size: tokens per page.
+        name: for messages. attention_specs: one per layer, in layer order. format: how keys and values are stored.
+        num_pages: pages of the group's pool, page 0 (the null page) included. page_size: tokens per page.
         layout: order inside a page: NHD = [page_size, Hkv, D], HND = [Hkv, page_size, D].
-        format: how keys and values are stored.
     """
 
     name: str
@@ -146,11 +143,8 @@ def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tup
 
 
 def slots_view(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """View [num_pages, …] cache pages as [num_slots, Hkv, D].
-
-    Raises:
-        InvalidInputError: the layout is HND, where the rows of a slot are not contiguous.
-    """
+    """View [num_pages, …] cache pages as [num_slots, Hkv, D]. Raises InvalidInputError: the layout is HND, where the
+    rows of a slot are not contiguous."""
     if layout != "NHD":
         raise InvalidInputError(f"slots_view needs the NHD layout, not {layout}")
     return pages.view(-1, *pages.shape[2:])

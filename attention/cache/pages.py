@@ -31,11 +31,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages.
-
-        Raises:
-            OutOfPagesError: fewer are free; nothing was taken.
-        """
+        """Take `count` pages. Raises OutOfPagesError: fewer are free; nothing was taken."""
         if count > len(self._free):
             raise OutOfPagesError(f"{count} pages wanted, {len(self._free)} of {self.num_pages - 1} are free")
         cut = len(self._free) - count
@@ -59,8 +55,7 @@ class PageAllocator:
     def check_holders(self, held: Counter[int]) -> None:
         """Every page has exactly one owner: the free list or a row.
 
-        Args:
-            held: of every page, in how many places of rows it stands.
+        held: of every page, in how many places of rows it stands.
 
         Raises:
             InvariantError: a page is owned twice, or lost.
@@ -169,11 +164,8 @@ class BlockTables:
         self._set(owners, np.maximum(self._pages_of(num_tokens), self._counts[owners]))
 
     def validate(self) -> None:
-        """Every page has the holders that its allocator knows of, and page 0 has none.
-
-        Raises:
-            InvariantError: a page is owned twice, lost, or an entry that is none of its row's pages is not 0.
-        """
+        """Every page has the holders that its allocator knows of, and page 0 has none. Raises InvariantError: a page is
+        owned twice, lost, or an entry that is none of its row's pages is not 0."""
         held = Counter(page for row in np.flatnonzero(self._counts).tolist() for page in self._held_by(row))
         self.allocator.check_holders(held + self._detached if self._detached else held)
         others = np.count_nonzero(self.table) - held.total()

@@ -1,20 +1,17 @@
-"""The prefix cache: which pages hold the keys and values of which tokens, so that requests share what they begin with.
+"""The prefix cache: a tree of pages by their tokens, so that requests share the pages of what they begin with.
 
-A page is found by all token ids from the first to its last: a tree has one node for each page of tokens, its children
-by the bytes of the next page's ids. Ids are compared, not only hashed, so there are no collisions. What else decides
-what is written in a page is the row's variant, a number: each has a tree of its own. Weights are the same for all
-(`PrefixCache.clear` when they change), and there are no adapters or images.
+A page is found by all token ids from the first to its last: each node is one page of tokens, its children are found by
+the next page's ids, which are compared, not only hashed. A row's variant has a tree of its own. Weights are the same
+for all (`PrefixCache.clear` when they change).
 
-A head's entries at the last positions of a page depend on the next page's first tokens, too: `num_following` of them (1
-for a head that pairs the state at p with the token at p+1; M for M modules). So a node has a page of the target and a
-page of the head *for each* such continuation, always a pair. A request that drafts takes a pair when its own tokens go
-on in the same way, and then nothing is missing. The last page that its tokens share with others may go on differently:
-that one it reads again, by target and head, into a pair of its own, which is found from then on beside the other. A
-request without drafts needs the target's page only: it takes any, and leaves one without a page of the head.
+A head's entries at the last positions of a page depend on the next page's first `num_following` tokens (1 for a head
+that pairs the state at p with the token at p+1; M for M modules). So a node has a page of the target and a page of the
+head *for each* such continuation, always a pair. A request that drafts takes the pair whose continuation is its own; of
+the last page that it shares with others there may be none: it reads that page again, into a pair of its own. A request
+without drafts needs the target's page only: it takes any, and leaves one without a page of the head.
 
-Where sliding-window layers have groups of pages of their own, a node has a page of each such group, too, whatever
-follows: if it was not evicted, since each group has as many pages as its rows may need and no more. A request begins
-with as many pages as have, in every group, all pages that the next token's window reaches back to.
+A node also has a page in each group of sliding-window layers, if it was not evicted: such groups have only the pages
+that their rows may need. A request begins with as many pages as have, in every group, all that its next window reaches.
 """
 
 from __future__ import annotations
@@ -249,11 +246,8 @@ class PrefixCache:
         self._entries, self._head_entries = {}, {}
 
     def validate(self) -> None:
-        """Whether tree and allocators agree.
-
-        Raises:
-            InvariantError: a registered page has no entry, a node is not reached from the root, or is of no use.
-        """
+        """Whether tree and allocators agree. Raises InvariantError: a registered page has no entry, a node is not
+        reached from the root, or is of no use."""
         reached: list[_Node] = []
         stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:

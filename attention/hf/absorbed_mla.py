@@ -29,10 +29,8 @@ class AbsorbedAttention:
     """The absorbed form of one transformers attention module; reads the module's weights at every call.
 
     Attributes:
-        module: has `kv_b_proj` and `expand_kv`.
-        nope_dim: width of a head's query and key without rotary embedding.
-        value_dim: width of a head's value.
-        latent_dim: width of the latent, c_kv.
+        module: has `kv_b_proj` and `expand_kv`. latent_dim: width of the latent, c_kv.
+        nope_dim: width of a head's query and key without rotary embedding; value_dim: of its value.
     """
 
     module: nn.Module

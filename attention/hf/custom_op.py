@@ -46,28 +46,29 @@ class Channel(Generic[Served]):
         return _content.get(number)
 
 
-@torch.library.custom_op("specdec::attend", mutates_args=())
-def opaque_attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    channel: int,
-    layer: int,
-) -> torch.Tensor:
-    """query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None -> [T, Hq, Dv].
+def opaque_operator(
+    fake: Callable[..., Any], name: str = ""
+) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
+    """Register a function as the operator `specdec::<its name>`, which the compiler does not look into.
 
-    Raises:
-        UnsupportedAttentionError: nothing is carried on the channel: compiled code was called outside its engine.
+    fake: of the same arguments, the operator's results without content: the shapes and dtypes that the compiler needs.
     """
+
+    def register(function: Callable[..., Any]) -> Any:
+        operator = torch.library.custom_op(f"specdec::{name or function.__name__}", function, mutates_args=())
+        operator.register_fake(fake)
+        return operator
+
+    return register
+
+
+@opaque_operator(lambda q, k, v, *others: q.new_empty(q.shape[0], q.shape[1], v.shape[2]), "attend")
+def opaque_attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, channel: int, layer: int
+) -> torch.Tensor:
+    """query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None -> [T, Hq, Dv]. Raises
+    UnsupportedAttentionError: nothing is carried on the channel: compiled code was called outside its engine."""
     attend: LayerAttend | None = _content.get(channel)
     if attend is None:
         raise UnsupportedAttentionError("compiled attention was called outside SpeculativeModel")
     return attend(layer, query, key, value, sinks).contiguous()
-
-
-@opaque_attend.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, channel: int, layer: int
-) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])

@@ -1,23 +1,15 @@
 """What some models' attention does beside the interface: Llama 4's chunks and temperature, DeepSeek's indexer.
 
-Llama 4, whose layers do two things by positions of their own:
+Llama 4: attention in chunks is in the mask that transformers builds, and we ask for none; layer type and chunk size are
+in the module's configuration. Temperature tuning scales queries by positions that the module counts from 0 itself, so
+during a forward of ours the module leaves them as they are, and `GroupRunner` scales them by the real positions.
 
-- Attention in chunks stands in the mask that transformers builds for a layer of type `chunked_attention`. We ask for no
-  mask; the layer's type and the chunk size are in the configuration that the module holds.
-- Temperature tuning scales the queries of layers without rotary embedding by positions that the module counts itself,
-  from 0 in every forward without a cache of transformers'. Rows of a batch of ours begin anywhere, so during a forward
-  of ours the module leaves its queries as they are, and `GroupRunner` scales them by the real positions.
+DeepSeek-V3.2, GLM-5, …: an indexer chooses for each query the `index_topk` keys that it attends to. A row with no more
+tokens than that attends to all, so such rows are served as dense attention. A stand-in for the indexer returns an index
+of no keys; the attention module, which slices its mask, is given a mask of a single zero that is never read.
 
-Source: huggingface/transformers, models/llama4/modeling_llama4.py, Llama4TextAttention; masking_utils.py,
-create_chunked_causal_mask.
-
-Sparse attention with an indexer (DeepSeek-V3.2, GLM-5, …) is served as dense attention up to `index_topk` tokens. An
-indexer chooses for each query the `index_topk` keys that it attends to. Of a row with no more tokens than that it
-chooses all, so dense attention is the same, and the indexer need not run: a stand-in returns an index of no keys, which
-the layers that share it pass on. The attention module slices the mask that it gets, and there is none; it is given one
-of a single zero, which nobody reads.
-
-Source: transformers, models/deepseek_v32/modeling_deepseek_v32.py, models/glm_moe_dsa/modeling_glm_moe_dsa.py.
+Source: huggingface/transformers, models/llama4/modeling_llama4.py (Llama4TextAttention), masking_utils.py
+(create_chunked_causal_mask), models/deepseek_v32/modeling_deepseek_v32.py, models/glm_moe_dsa/modeling_glm_moe_dsa.py.
 """
 
 from __future__ import annotations

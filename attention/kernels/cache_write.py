@@ -17,27 +17,11 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     keys_ptr,  # [pages, page_size, Hkv, Dk], or [pages, Hkv, page_size, Dk]: see the strides
     values_ptr,  # as keys, Dv wide
     slot_ptr,  # [T] int64
-    key_token,
-    key_head,
-    value_token,
-    value_head,
-    page_stride,
-    slot_stride,
-    head_stride,
-    value_page,
-    value_slot,
-    value_head_stride,
-    key_inverse,
-    value_inverse,
-    limit,
-    EIGHT_BITS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    key_token, key_head, value_token, value_head, page_stride, slot_stride, head_stride, value_page, value_slot,
+    value_head_stride, key_inverse, value_inverse, limit,
+    EIGHT_BITS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
@@ -68,32 +52,12 @@ def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mappin
     _, heads, dim = key.shape
     pages, values, (slot, head) = layer.keys, layer.values, layer.slot_and_head
     _write_kernel[(len(slot_mapping),)](
-        key,
-        value,
-        pages,
-        values,
-        slot_mapping,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        pages.stride(0),
-        pages.stride(slot),
-        pages.stride(head),
-        values.stride(0),
-        values.stride(slot),
-        values.stride(head),
-        1 / layer.key_scale,
-        1 / layer.value_scale,
-        FP8_MAX,
-        EIGHT_BITS=pages.dtype == FP8,
-        PAGE_SIZE=pages.shape[slot],
-        HEADS=heads,
-        DIM=dim,
-        DIM_V=value.shape[2],
-        BLOCK=triton.next_power_of_2(heads * max(dim, value.shape[2])),
-        **dependent_launch(key.device),
-    )
+        key, value, pages, values, slot_mapping, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        pages.stride(0), pages.stride(slot), pages.stride(head), values.stride(0), values.stride(slot),
+        values.stride(head), 1 / layer.key_scale, 1 / layer.value_scale, FP8_MAX, EIGHT_BITS=pages.dtype == FP8,
+        PAGE_SIZE=pages.shape[slot], HEADS=heads, DIM=dim, DIM_V=value.shape[2],
+        BLOCK=triton.next_power_of_2(heads * max(dim, value.shape[2])), **dependent_launch(key.device),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -102,9 +66,8 @@ def _write_latent_kernel(  # type: ignore[no-untyped-def]
     pages_ptr,  # [pages, page_size, 1, D] contiguous
     slot_ptr,  # [T] int64
     key_token,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     column = tl.arange(0, BLOCK)  # [BLOCK]

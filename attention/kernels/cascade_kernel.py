@@ -119,26 +119,11 @@ def _prefix_kernel(  # type: ignore[no-untyped-def]
     shared_ptr,  # [B] int32
     sums_ptr,  # [parts, T, Hq, D] float32
     stats_ptr,  # [parts, T, Hq, 2] float32
-    scale_log2,
-    query_len,
-    query_token,
-    query_head,
-    page_stride,
-    slot_stride,
-    head_stride,
-    rows,
-    tokens,
-    QUERY_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TILE_QUERIES: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    LEAST_KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    scale_log2, query_len, query_token, query_head, page_stride, slot_stride, head_stride, rows, tokens,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, LEAST_KEYS: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     GROUP: tl.constexpr = QUERY_HEADS // KV_HEADS
     index = tl.arange(0, ROWS)
@@ -200,32 +185,10 @@ def launch_prefix(
     queries = tokens * (key.num_q_heads // key.num_kv_heads)
     pages, (slot, head) = layer.keys, layer.slot_and_head
     _prefix_kernel[(key.num_kv_heads, triton.cdiv(queries, tile.queries), tiling.parts)](
-        query,
-        pages,
-        layer.values,
-        page_indices,
-        page_indptr,
-        shared.pages,
-        shared.sums,
-        shared.stats,
-        key.scale * math.log2(math.e),
-        query_len,
-        query.stride(0),
-        query.stride(1),
-        pages.stride(0),
-        pages.stride(slot),
-        pages.stride(head),
-        rows,
-        tokens,
-        QUERY_HEADS=key.num_q_heads,
-        KV_HEADS=key.num_kv_heads,
-        DIM=key.head_dim_k,
-        PAGE_SIZE=pages.shape[slot],
-        TILE_QUERIES=tile.queries,
-        TILE_KEYS=tile.keys,
-        LEAST_KEYS=tiling.least_keys,
-        ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)),
-        STAGES=tile.stages,
-        num_warps=tile.warps,
+        query, pages, layer.values, page_indices, page_indptr, shared.pages, shared.sums, shared.stats,
+        key.scale * math.log2(math.e), query_len, query.stride(0), query.stride(1), pages.stride(0), pages.stride(slot),
+        pages.stride(head), rows, tokens, QUERY_HEADS=key.num_q_heads, KV_HEADS=key.num_kv_heads, DIM=key.head_dim_k,
+        PAGE_SIZE=pages.shape[slot], TILE_QUERIES=tile.queries, TILE_KEYS=tile.keys, LEAST_KEYS=tiling.least_keys,
+        ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)), STAGES=tile.stages, num_warps=tile.warps,
         **dependent_launch(query.device),
-    )
+    )  # fmt: skip

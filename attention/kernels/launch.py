@@ -1,21 +1,15 @@
 """How our Triton kernels are launched: dependent launches, and compiling several side by side. Imported on CUDA only.
 
-Programmatic dependent launch sets a kernel up while the one before it still runs; the kernel waits at its own start.
-Every kernel launched so waits before it stores anything and before it loads what the kernel before it stores, and only
-then lets the next one be launched. So when a kernel is launched, everything before its predecessor is complete, and may
-be loaded at once: weights, and what was there before a row of launches that always follow each other. All programs
-wait, also those that have nothing to do (tests/interpreter_memory.py looks at all of this).
-Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronization".
+Programmatic dependent launch sets a kernel up while the one before it still runs. Every kernel launched so waits, in
+all its programs, before it stores anything or loads what its predecessor stores, and only then lets the next one be
+launched. So what was complete before the predecessor may be loaded at once (tests/interpreter_memory.py checks this).
 
-Inside `compiled_together` a launch of a kernel that is not compiled yet does nothing but hand it to a pool of threads:
-its key, and so its code, is that of the launch. So what would wait for a dozen kernels in turn is run once before (a
-rehearsal) and waits for the slowest of them. What such a launch would have written is undefined then; a kernel whose
-result is an index into memory is launched inside `CompiledAtOnce`, which compiles it on the spot.
+Inside `compiled_together` the launch of a kernel that is not compiled only hands it to a pool of threads, so that a
+rehearsal waits for the slowest compilation instead of a dozen in turn. Its results are undefined; a kernel whose result
+is an index into memory is launched inside `CompiledAtOnce`, which compiles it on the spot.
 
-Triton compiles in processes and in code without Python's lock for the most part, so threads are enough.
-
-Source: triton-lang/triton, python/triton/runtime/_async_compile.py (AsyncCompileMode): the same place to step in, but a
-launch there waits for its kernel.
+Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronization"; triton-lang/triton,
+python/triton/runtime/_async_compile.py (AsyncCompileMode).
 """
 
 from __future__ import annotations

@@ -53,33 +53,14 @@ class Tiling:
 def tiling(units: int, width: int, dim: int, multiprocessors: int, shared_bytes: int) -> Tiling:
     """The tiling for so many rows times KV heads, with tiles of `width` queries and heads of `dim` numbers.
 
-    Few units: one program a multiprocessor, which reads far ahead where it has the memory. Of a hundred choices on an
-    H200 the best or near it, 32 query heads over 8, µs, this kernel and FlashInfer's: one row of 640 keys and 4 tokens
-    7.1 and 10.4, 8 rows 12.0 and 16.9; with 6 tokens 32 rows 26.4 and 31.1, 128 rows 88 and 104.
+    Few units: one program a multiprocessor, which reads far ahead where it has the memory: the best of a hundred
+    choices on an H200 or near it (32 query heads over 8, one row of 640 keys and 4 tokens: 7.1 µs, FlashInfer 10.4).
 
-    More units, tiles of 16 queries: at most 96 KiB of keys and values on their way in a program, so that two run on a
-    multiprocessor, and up to four shares each, so that none is left with a long one. With 128 KiB one ran alone. µs on
-    an H200, one token a row where nothing else is said: fa2, this tiling and the one before it (128 keys, shares for
-    two programs each; from four units a multiprocessor on 32 keys):
-
-    ============================== ===== ===== ======
-    dim, heads a KV head, rows      fa2   this  before
-    ============================== ===== ===== ======
-    128, 4, 32 x 2048               68.9  70.4  86.7
-    128, 4, 32 x 640                27.9  28.8  30.7
-    128, 4, 20 x 2048               51.0  50.2  52.7
-    128, 4, 64 x 2048              130.2 126.9 146.4
-    128, 4, 128 x 2048             253.2 243.3 263.1
-    128, 2, 32 x 2048              129.3 124.7 140.7
-    128, 8, 128 x 2048             131.3 127.3 144.6
-    128, 16, 128 x 2048             71.4  71.7  87.7
-    128, 4, 32 x 2048, 4 tokens     68.7  71.1  85.5
-    128, 4, 32 x 640, 4 tokens      28.5  29.7  31.3
-    64, 4, 32 x 2048                41.4  39.3  46.8
-    64, 16, 128 x 2048              42.1  40.2  47.6
-    ============================== ===== ===== ======
-
-    So a decode takes this kernel wherever it serves the layer: fa2 is at most 4 % faster, and has to be planned.
+    More units, tiles of 16 queries: at most 96 KiB of keys and values in flight in a program, so that two run on a
+    multiprocessor (with 128 KiB one ran alone), and up to four shares each, so that none is left with a long one. A
+    decode of 32 rows of 2,048 keys, 4 query heads a KV head: 70.4 µs, with 128 keys and two shares 86.7, FlashInfer's
+    fa2 68.9. As fa2 is at most 4 % faster and has to be planned, a decode takes this kernel wherever it serves the
+    layer.
 
     >>> tiling(32 * 8, 16, 128, 132, 232_448)
     Tiling(keys=64, warps=2, stages=4, each=4, least_keys=256)
@@ -133,15 +114,10 @@ def _width(queries: int) -> int:
 
 @triton.jit
 def _place_of(  # type: ignore[no-untyped-def]
-    page_indptr_ptr,
-    shared_ptr,
-    rows,
-    program,
-    wanted,
-    LEAST_PAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-    CASCADE: tl.constexpr,
-):
+    page_indptr_ptr, shared_ptr,
+    rows, program, wanted,
+    LEAST_PAGES: tl.constexpr, ROWS: tl.constexpr, CASCADE: tl.constexpr,
+):  # fmt: skip
     """page_indptr [B+1], shared [B] -> the row of a program, its number of parts, which of them is the program's, and
     how many parts the rows before have that are in several parts; B for a program too many.
 
@@ -180,35 +156,16 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     page_indptr_ptr,  # [B+1] int32
     last_page_len_ptr,  # [B] int32
     shared_ptr,  # [B] int32, see `attention.kernels.cascade_kernel.SharedKeys`, as the next two
-    prefix_sums_ptr,
-    prefix_stats_ptr,
+    prefix_sums_ptr, prefix_stats_ptr,
     sums_ptr,  # [places, M, D] float32: parts of the weighted sum of values
     stats_ptr,  # [places, 2, M] float32: their maxima and sums of weights
     arrived_ptr,  # [places] int32: parts that are done, at the first one's place; zeros between launches
-    scale_log2,
-    query_len,
-    query_token,
-    query_head,
-    page_stride,
-    slot_stride,
-    head_stride,
-    rows,
-    wanted,
-    QUERY_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TILE_QUERIES: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    LEAST_PAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    CASCADE: tl.constexpr,
-    PREFIX_PARTS: tl.constexpr,
-    PREFIX_TILE: tl.constexpr,
-    PREFIX_LEAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    scale_log2, query_len, query_token, query_head, page_stride, slot_stride, head_stride, rows, wanted,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, LEAST_PAGES: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, CASCADE: tl.constexpr, PREFIX_PARTS: tl.constexpr, PREFIX_TILE: tl.constexpr,
+    PREFIX_LEAST: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     GROUP: tl.constexpr = QUERY_HEADS // KV_HEADS
     kv_head = tl.program_id(0)
@@ -320,41 +277,15 @@ def launch_packed(
     if checking():
         require(len(scratch.arrived) >= 2 * wanted * heads, "too little room for the parts of rows")
     _packed_kernel[(heads, rows + wanted)](
-        query,
-        pages,
-        layer.values,
-        out,
-        page_indices,
-        page_indptr,
-        last_page_len,
-        page_indptr if shared is None else shared.pages,
-        scratch.sums if shared is None else shared.sums,
-        scratch.stats if shared is None else shared.stats,
-        scratch.sums,
-        scratch.stats,
-        scratch.arrived,
-        key.scale * math.log2(math.e),
-        query_len,
-        query.stride(0),
-        query.stride(1),
-        pages.stride(0),
-        pages.stride(slot),
-        pages.stride(head),
-        rows,
-        wanted,
-        QUERY_HEADS=key.num_q_heads,
-        KV_HEADS=key.num_kv_heads,
-        DIM=key.head_dim_k,
-        PAGE_SIZE=pages.shape[slot],
-        TILE_QUERIES=width,
-        TILE_KEYS=tiles.keys,
-        LEAST_PAGES=max(1, tiles.least_keys // pages.shape[slot]),
-        ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)),
-        STAGES=tiles.stages,
-        CASCADE=shared is not None,
-        PREFIX_PARTS=1 if shared is None else shared.tiling.parts,
+        query, pages, layer.values, out, page_indices, page_indptr, last_page_len,
+        page_indptr if shared is None else shared.pages, scratch.sums if shared is None else shared.sums,
+        scratch.stats if shared is None else shared.stats, scratch.sums, scratch.stats, scratch.arrived,
+        key.scale * math.log2(math.e), query_len, query.stride(0), query.stride(1), pages.stride(0), pages.stride(slot),
+        pages.stride(head), rows, wanted, QUERY_HEADS=key.num_q_heads, KV_HEADS=key.num_kv_heads, DIM=key.head_dim_k,
+        PAGE_SIZE=pages.shape[slot], TILE_QUERIES=width, TILE_KEYS=tiles.keys,
+        LEAST_PAGES=max(1, tiles.least_keys // pages.shape[slot]), ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)),
+        STAGES=tiles.stages, CASCADE=shared is not None, PREFIX_PARTS=1 if shared is None else shared.tiling.parts,
         PREFIX_TILE=1 if shared is None else shared.tiling.tile.keys,
-        PREFIX_LEAST=1 if shared is None else shared.tiling.least_keys,
-        num_warps=tiles.warps,
+        PREFIX_LEAST=1 if shared is None else shared.tiling.least_keys, num_warps=tiles.warps,
         **dependent_launch(query.device),
-    )
+    )  # fmt: skip

@@ -30,25 +30,16 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
     bias_ptr,  # [C], or any pointer
     ring_ptr,  # [slots, R, C]
     out_ptr,  # [T, C] contiguous
-    query_start_loc_ptr,
-    slots_ptr,
-    start_ptr,
+    query_start_loc_ptr, slots_ptr, start_ptr,
     rows,
     total_tokens,  # T
-    x_token,
-    ring_slot,
+    x_token, ring_slot,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,  # k
-    RING_SIZE: tl.constexpr,
-    RING_BLOCK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
+    RING_SIZE: tl.constexpr, RING_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     ONE_BLOCK: tl.constexpr,  # every row fits into one block of tokens
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     channel = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]  # [1, C]
     inside = channel < CHANNELS
@@ -103,12 +94,7 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
 
 
 def short_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    silu: bool,
-    ring: torch.Tensor,
-    rows: StateRows,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, ring: torch.Tensor, rows: StateRows
 ) -> torch.Tensor:
     """Causal convolution of every channel over a row's positions: [T, C] in x's dtype; `ring` is written.
 
@@ -134,29 +120,10 @@ def short_conv(
     block_t, block_c = _SHORT if one_block else _LONG
     count = len(rows.slots)
     _conv_kernel[(1 + count + (0 if one_block else tokens // block_t), triton.cdiv(channels, block_c))](
-        x,
-        weight,
-        x if bias is None else bias,
-        ring,
-        out,
-        rows.query_start_loc,
-        rows.slots,
-        rows.start,
-        count,
-        tokens,
-        x.stride(0),
-        ring.stride(0),
-        CHANNELS=channels,
-        TAPS=taps,
-        RING_SIZE=size,
-        RING_BLOCK=triton.next_power_of_2(size),
-        HAS_BIAS=bias is not None,
-        SILU=silu,
-        ONE_BLOCK=one_block,
-        BLOCK_T=block_t,
-        BLOCK_C=block_c,
-        ROWS=triton.next_power_of_2(count),
-        num_warps=_WARPS,
+        x, weight, x if bias is None else bias, ring, out, rows.query_start_loc, rows.slots, rows.start, count, tokens,
+        x.stride(0), ring.stride(0), CHANNELS=channels, TAPS=taps, RING_SIZE=size,
+        RING_BLOCK=triton.next_power_of_2(size), HAS_BIAS=bias is not None, SILU=silu, ONE_BLOCK=one_block,
+        BLOCK_T=block_t, BLOCK_C=block_c, ROWS=triton.next_power_of_2(count), num_warps=_WARPS,
         **dependent_launch(x.device),
-    )
+    )  # fmt: skip
     return out

@@ -5,41 +5,25 @@
     more replayed, or a gate    more: in chunks of 64                                   (delta_chunks_kernel)
     of every key dimension
 
-One chunk costs the same for any number of tokens, a token more 13 µs (32 rows of Qwen3.5-9B on an H200: 52 to 54 µs
-against 50, 79 and 143 of 1, 3 and 7 tokens).
-
 The device decides for each row, by its lengths; the host launches what the longest row may need, which is the same for
 every replay of a CUDA graph.
 
-The kernel of one chunk.
-Token by token every token passes over the whole state, and from 8 rows on these instructions take longer than the bytes
-of the state (13 µs a token of 32 rows on an H200, where reading and storing the states takes 32). Here what depends on
-tokens alone is solved for all of them first, by matmuls of 16 x 16, and the state takes part in three matmuls on tensor
-cores, however many tokens there are. With Γ the sums of the gates, K, Q, V the row's keys, queries and values as
-columns, and S the stored state:
+One chunk: what depends on tokens alone is solved for all of them first, by matmuls of 16 x 16, and the state takes part
+in three matmuls, however many tokens there are (32 rows of Qwen3.5-9B on an H200: 52 to 54 µs; token by token 13 µs for
+each). With Γ the sums of the gates, K, Q, V the row's keys, queries and values as columns, and S the stored state:
 
     u (I + A) = β (V - exp(Γ) S K)       A[i, j] = β_j exp(Γ_j - Γ_i) (k_i · k_j), i < j
     o = scale (exp(Γ) S Q + u P)         P[i, j] = exp(Γ_j - Γ_i) (k_i · q_j), i <= j
     S = exp(Γ_c) S + u exp(Γ_c - Γ) Kᵀ   of the first c tokens only, those that are committed
 
-It is the rule of `delta_chunks_kernel`, transposed, so that u lies as the state's rows do.
+Two launches: `delta_solve_kernel` solves once a head what every warp of the state would else solve again. The second is
+a dependent launch: it loads states, which the first does not write, multiplies them by keys and queries, and only then
+waits. Rows whose states stay as they are (num_new = 0, see `attention.recurrence.index.FoldRule`) skip the last step.
 
-Two launches. What depends on tokens alone takes some 2,000 instructions of a warp, and every warp that works on rows of
-the state would do it again: in one launch these took longer than the bytes. So `delta_solve_kernel` does
-it once a head. The second launch is there before the first one ends: it loads states, which the first does not write,
-multiplies them by keys and queries, and only then waits. The first waits for its own predecessor before it lets the
-second begin, so all that came before is complete.
-
-Rows whose states stay as they are (num_new = 0) skip the last step, half of the bytes: see
-`attention.recurrence.index.FoldRule`. A third of the rows or less store states in a round.
-
-Precision. All that goes into the state is as accurate as float32: the state comes back every round. Keys and queries in
-half precision are TF32 numbers as they are, before they are divided by their lengths. So the state times the keys is
-two products of TF32 (the state's upper and lower bits). The state times the queries is one, of the upper bits: it goes
-into the output only, which is rounded to half precision. Inputs in float32: three each.
-
-A program goes over its rows of the state in pieces of columns, twice: for what is read from the state, with all pieces
-on their way at once, and to change it, when they still lie in the L2 cache.
+Precision: all that goes into the state is as accurate as float32. Keys and queries in half precision are TF32 numbers
+before they are divided by their lengths. So the state times the keys is two products of TF32 (the state's upper and
+lower bits); the state times the queries is one, as the output is rounded to half precision. Inputs in float32: three
+each. Columns are read in pieces, twice: to read the state, and to change it, from the L2 cache.
 
 Letters in the kernel: C tokens of a row (16), B rows of the state of a program, L columns of a piece.
 
@@ -82,26 +66,11 @@ class ShortTiling:
 
 
 def short_tiling(dim_v: int) -> ShortTiling:
-    """The tiling for so many rows of a head's state.
+    """The tiling for so many rows of a head's state: 32 x 32 with 3 pieces in flight, the best of eight tilings.
 
-    µs of both launches on an H200 at 1, 8, 32 and 128 rows, K = 3, Qwen3.5-9B's heads, a third of the rows storing
-    their states. Registers (96 a thread) are for 10 programs a multiprocessor, which is what counts:
-
-    =============================== ==== ==== ===== =====
-    rows                            1    8    32    128
-    =============================== ==== ==== ===== =====
-    32 x 32, 3 and 3 pieces         7.6  15.4 39.6  138.7
-    32 x 32, 2 and 2                7.9  16.4 43.3  155.0
-    32 x 32, 4 and 2                7.8  18.9 41.3  140.7
-    32 x 32, 5 and 4                7.8  19.5 41.3  138.6
-    32 x 32, 4 and 4, 4 warps       7.9  19.9 55.4  206.1
-    64 x 32, 3 and 3, 4 warps       7.8  18.7 46.5  158.2
-    32 x 64, 2 and 2                7.8  17.2 44.2  152.8
-    16 x 32, 4 and 4, 1 warp        7.8  20.2 49.4  169.6
-    =============================== ==== ==== ===== =====
-
-    Where all store them, by the tiling that was best then: 8.2, 16.4, 53.8, 199.4; all pieces held in registers 8.3,
-    21.1, 78.0, 313.0; in one launch 20.3, 74.4, 258 at 8, 32 and 128.
+    On an H200 at 1, 8, 32 and 128 rows (K = 3, Qwen3.5-9B's heads, a third of the rows storing their states) both
+    launches took 7.6, 15.4, 39.6 and 138.7 µs; with 2 pieces 7.9, 16.4, 43.3, 155.0; with 4 warps 7.9, 19.9, 55.4,
+    206.1. Registers (96 a thread) are for 10 programs a multiprocessor, which is what counts.
     """
     return ShortTiling(min(32, max(16, triton.next_power_of_2(dim_v))), 32, (3, 3), 2)
 
@@ -125,36 +94,15 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     state_ptr,  # [slots, H, Dv, Dk] float32
     ring_k_ptr,  # [slots, R, Hk, Dk]
     ring_v_ptr,  # [slots, R, H, Dv]
-    query_start_loc_ptr,
-    slots_ptr,
-    start_ptr,
-    replay_ptr,
-    num_new_ptr,
+    query_start_loc_ptr, slots_ptr, start_ptr, replay_ptr, num_new_ptr,
     total_tokens,  # T
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    state_slot,
-    ring_k_slot,
-    ring_v_slot,
-    RING_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    RING_HEADS: tl.constexpr,
-    DIM_K: tl.constexpr,
-    DIM_V: tl.constexpr,
-    WIDTH_K: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PIECE: tl.constexpr,
-    READ_STAGES: tl.constexpr,
-    CHANGE_STAGES: tl.constexpr,
+    q_token, q_head, k_token, k_head, v_token, v_head, state_slot, ring_k_slot, ring_v_slot,
+    RING_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, RING_HEADS: tl.constexpr,
+    DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr, BLOCK_DV: tl.constexpr, PIECE: tl.constexpr,
+    READ_STAGES: tl.constexpr, CHANGE_STAGES: tl.constexpr,
     REPLAY: tl.constexpr,  # whether a row may replay
-    PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     CHUNK: tl.constexpr = 16
     PIECES: tl.constexpr = WIDTH_K // PIECE
     EXACT: tl.constexpr = PRECISION == "tf32"  # keys and queries are TF32 numbers
@@ -249,43 +197,13 @@ def launch_delta_short(
     width_k = max(16, triton.next_power_of_2(dim_k))
     facts = launch_solve(q, k, g, beta, scale, l2_normalize, ring, rows)
     _short_kernel[(triton.cdiv(dim_v, tiles.block_dv), heads, len(rows.slots) + 1)](
-        q,
-        k,
-        v,
-        facts,
-        out,
-        state,
-        ring.k,
-        ring.v,
-        rows.query_start_loc,
-        rows.slots,
-        rows.start,
-        rows.replay,
-        rows.num_new,
-        len(v),
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        state.stride(0),
-        ring.k.stride(0),
-        ring.v.stride(0),
-        RING_SIZE=ring.k.shape[1],
-        HEADS=heads,
-        KEY_HEADS=key_heads,
-        RING_HEADS=ring.k.shape[2],
-        DIM_K=dim_k,
-        DIM_V=dim_v,
-        WIDTH_K=width_k,
-        BLOCK_DV=tiles.block_dv,
-        PIECE=min(tiles.piece, width_k),
-        READ_STAGES=tiles.stages[0],
-        CHANGE_STAGES=tiles.stages[1],
-        REPLAY=ring.k.shape[1] > 1,
-        PRECISION=precision_of(k.dtype),
-        num_warps=tiles.warps,
-        num_stages=1,
-        **dependent_launch(v.device),
-    )
+        q, k, v, facts, out, state, ring.k, ring.v, rows.query_start_loc, rows.slots, rows.start, rows.replay,
+        rows.num_new, len(v), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], state.stride(0), ring.k.stride(0),
+        ring.v.stride(0), RING_SIZE=ring.k.shape[1], HEADS=heads, KEY_HEADS=key_heads, RING_HEADS=ring.k.shape[2],
+        DIM_K=dim_k, DIM_V=dim_v, WIDTH_K=width_k, BLOCK_DV=tiles.block_dv, PIECE=min(tiles.piece, width_k),
+        READ_STAGES=tiles.stages[0], CHANGE_STAGES=tiles.stages[1], REPLAY=ring.k.shape[1] > 1,
+        PRECISION=precision_of(k.dtype), num_warps=tiles.warps, num_stages=1, **dependent_launch(v.device),
+    )  # fmt: skip
 
 
 ONE_CHUNK = True

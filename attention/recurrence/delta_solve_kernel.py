@@ -110,36 +110,15 @@ def _solve_kernel(  # type: ignore[no-untyped-def]
     ring_k_ptr,  # [slots, R, Hk, Dk]
     ring_g_ptr,  # [slots, R, H] float32
     ring_beta_ptr,  # [slots, R, H] float32
-    query_start_loc_ptr,
-    slots_ptr,
-    start_ptr,
-    replay_ptr,
-    num_new_ptr,
-    scale,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    g_token,
-    g_head,
-    beta_token,
-    beta_head,
-    ring_k_slot,
-    ring_g_slot,
+    query_start_loc_ptr, slots_ptr, start_ptr, replay_ptr, num_new_ptr,
+    scale, q_token, q_head, k_token, k_head, g_token, g_head, beta_token, beta_head, ring_k_slot, ring_g_slot,
     ring_beta_slot,
-    RING_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    RING_HEADS: tl.constexpr,
-    DIM_K: tl.constexpr,
-    WIDTH_K: tl.constexpr,
+    RING_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, RING_HEADS: tl.constexpr,
+    DIM_K: tl.constexpr, WIDTH_K: tl.constexpr,
     GROUP: tl.constexpr,  # value heads of a program, of one key head
     AS_GIVEN: tl.constexpr,  # keys and queries are multiplied in their own dtype
-    REPLAY: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    REPLAY: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     CHUNK: tl.constexpr = 16
     wait_for_predecessor(DEPENDENT)
     first_head, row = tl.program_id(0) * GROUP, tl.program_id(1)
@@ -222,40 +201,13 @@ def launch_solve(
     group = heads // max(key_heads, ring.k.shape[2]) if count * heads >= _GROUPED_UNITS else 1
     # as they are where they are halves; Triton's interpreter multiplies bfloat16 as if it were integers
     as_given = q.dtype == k.dtype and (k.dtype == torch.float16 or (k.dtype == torch.bfloat16 and k.is_cuda))
+    replay = ring.k.shape[1] > 1  # of an engine with drafts: one kernel for all its rounds
     _solve_kernel[(heads // group, count)](
-        q,
-        k,
-        g,
-        beta,
-        facts,
-        ring.k,
-        ring.g,
-        ring.beta,
-        rows.query_start_loc,
-        rows.slots,
-        rows.start,
-        rows.replay,
-        rows.num_new,
-        scale,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *g.stride(),
-        *beta.stride(),
-        ring.k.stride(0),
-        ring.g.stride(0),
-        ring.beta.stride(0),
-        RING_SIZE=ring.k.shape[1],
-        HEADS=heads,
-        KEY_HEADS=key_heads,
-        RING_HEADS=ring.k.shape[2],
-        DIM_K=dim_k,
-        WIDTH_K=max(16, triton.next_power_of_2(dim_k)),
-        GROUP=group,
-        AS_GIVEN=as_given,
-        REPLAY=ring.k.shape[1] > 1,  # of an engine with drafts: one kernel for all its rounds
-        NORMALIZE=l2_normalize,
-        PRECISION=precision_of(k.dtype),
-        num_warps=2 if count * heads <= _FEW_UNITS else 1,
-        **dependent_launch(k.device),
-    )
+        q, k, g, beta, facts, ring.k, ring.g, ring.beta, rows.query_start_loc, rows.slots, rows.start, rows.replay,
+        rows.num_new, scale, *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(), ring.k.stride(0),
+        ring.g.stride(0), ring.beta.stride(0), RING_SIZE=ring.k.shape[1], HEADS=heads, KEY_HEADS=key_heads,
+        RING_HEADS=ring.k.shape[2], DIM_K=dim_k, WIDTH_K=max(16, triton.next_power_of_2(dim_k)), GROUP=group,
+        AS_GIVEN=as_given, REPLAY=replay, NORMALIZE=l2_normalize, PRECISION=precision_of(k.dtype),
+        num_warps=2 if count * heads <= _FEW_UNITS else 1, **dependent_launch(k.device),
+    )  # fmt: skip
     return facts

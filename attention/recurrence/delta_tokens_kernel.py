@@ -76,28 +76,14 @@ def absorbed(S, k, v, g, beta, NORMALIZE: tl.constexpr):  # type: ignore[no-unty
 @triton.jit
 def replayed(  # type: ignore[no-untyped-def]
     S,  # [J, B, L]
-    ring_k_ptr,
-    ring_v_ptr,
-    ring_g_ptr,
-    ring_beta_ptr,
-    slot,
-    start,
-    replay,
-    head,
+    ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr,
+    slot, start, replay, head,
     dv,  # [1, B, 1]
     column,  # [J, 1, L]
-    ring_k_slot,
-    ring_v_slot,
-    ring_g_slot,
-    ring_beta_slot,
-    RING_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    RING_HEADS: tl.constexpr,
-    DIM_K: tl.constexpr,
-    DIM_V: tl.constexpr,
-    VECTOR_GATE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-):
+    ring_k_slot, ring_v_slot, ring_g_slot, ring_beta_slot,
+    RING_SIZE: tl.constexpr, HEADS: tl.constexpr, RING_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
+    VECTOR_GATE: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
     """The state after the positions start - replay to start - 1, from the row's ring."""
     ring_head = head // (HEADS // RING_HEADS)
     for i in range(replay):
@@ -128,43 +114,17 @@ def _delta_kernel(  # type: ignore[no-untyped-def]
     ring_v_ptr,  # [slots, R, H, Dv]
     ring_g_ptr,  # [slots, R, H] or [slots, R, H, Dk] float32
     ring_beta_ptr,  # [slots, R, H] float32
-    query_start_loc_ptr,
-    slots_ptr,
-    start_ptr,
-    replay_ptr,
-    num_new_ptr,
+    query_start_loc_ptr, slots_ptr, start_ptr, replay_ptr, num_new_ptr,
     scale,
     total_tokens,  # T
     most_tokens,  # of a row; longer ones are left to another launch
     least_inputs,  # replayed and own tokens of a row; rows with fewer are left to another launch
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    g_token,
-    g_head,
-    beta_token,
-    beta_head,
-    state_slot,
-    ring_k_slot,
-    ring_v_slot,
-    ring_g_slot,
-    ring_beta_slot,
-    RING_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    RING_HEADS: tl.constexpr,
-    DIM_K: tl.constexpr,
-    DIM_V: tl.constexpr,
-    WIDTH_K: tl.constexpr,
-    PIECE: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    VECTOR_GATE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head, state_slot, ring_k_slot,
+    ring_v_slot, ring_g_slot, ring_beta_slot,
+    RING_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, RING_HEADS: tl.constexpr,
+    DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr, PIECE: tl.constexpr, BLOCK_DV: tl.constexpr,
+    VECTOR_GATE: tl.constexpr, NORMALIZE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     dv = block * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :, None]  # [1, B, 1]
@@ -250,48 +210,11 @@ def launch_delta(
     check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
     q, k, v, g = (inner_rows(x) for x in (q, k, v, g))
     _delta_kernel[(triton.cdiv(dim_v, tiles.block_dv), heads, len(rows.slots) + 1)](
-        q,
-        k,
-        v,
-        g,
-        beta,
-        out,
-        state,
-        ring.k,
-        ring.v,
-        ring.g,
-        ring.beta,
-        rows.query_start_loc,
-        rows.slots,
-        rows.start,
-        rows.replay,
-        rows.num_new,
-        scale,
-        len(v),
-        most_tokens,
-        least_inputs,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *g.stride()[:2],
-        *beta.stride(),
-        state.stride(0),
-        ring.k.stride(0),
-        ring.v.stride(0),
-        ring.g.stride(0),
-        ring.beta.stride(0),
-        RING_SIZE=ring.k.shape[1],
-        HEADS=heads,
-        KEY_HEADS=key_heads,
-        RING_HEADS=ring.k.shape[2],
-        DIM_K=dim_k,
-        DIM_V=dim_v,
-        WIDTH_K=max(tiles.piece, triton.next_power_of_2(dim_k)),
-        PIECE=tiles.piece,
-        BLOCK_DV=tiles.block_dv,
-        VECTOR_GATE=g.dim() == 3,
-        NORMALIZE=l2_normalize,
-        num_warps=tiles.warps,
-        maxnreg=tiles.registers,
-        **dependent_launch(v.device),
-    )
+        q, k, v, g, beta, out, state, ring.k, ring.v, ring.g, ring.beta, rows.query_start_loc, rows.slots, rows.start,
+        rows.replay, rows.num_new, scale, len(v), most_tokens, least_inputs, *q.stride()[:2], *k.stride()[:2],
+        *v.stride()[:2], *g.stride()[:2], *beta.stride(), state.stride(0), ring.k.stride(0), ring.v.stride(0),
+        ring.g.stride(0), ring.beta.stride(0), RING_SIZE=ring.k.shape[1], HEADS=heads, KEY_HEADS=key_heads,
+        RING_HEADS=ring.k.shape[2], DIM_K=dim_k, DIM_V=dim_v, WIDTH_K=max(tiles.piece, triton.next_power_of_2(dim_k)),
+        PIECE=tiles.piece, BLOCK_DV=tiles.block_dv, VECTOR_GATE=g.dim() == 3, NORMALIZE=l2_normalize,
+        num_warps=tiles.warps, maxnreg=tiles.registers, **dependent_launch(v.device),
+    )  # fmt: skip

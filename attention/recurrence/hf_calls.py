@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,16 +26,8 @@ _STATE_ARGUMENTS = ("initial_state", "initial_states", "seq_idx", "cu_seqlens", 
 """Arguments by which a layer passes states or rows itself; without a cache of transformers' they are None."""
 
 
-class Mixing(Protocol):
-    """What serves one recurrent call: the methods of `attention.recurrence.runner.Recur` without the call's number."""
-
-    def short_conv(self, *inputs: Any) -> torch.Tensor: ...
-
-    def gated_delta(self, *inputs: Any) -> torch.Tensor: ...
-
-    def ssd_scan(self, *inputs: Any) -> torch.Tensor: ...
-
-    def selective_scan(self, *inputs: Any) -> torch.Tensor: ...
+Mixing = Callable[..., torch.Tensor]
+"""Serves one recurrent call: its arguments are the name of the recurrence, then the inputs of `Recur`'s method."""
 
 
 def _conv(
@@ -49,7 +41,7 @@ def _conv(
     """hidden_states [1, C, T], weight [C, k] -> [1, C, T]."""
     _refuse_states(kwargs)
     silu = activation in ("silu", "swish")
-    y = mixing.short_conv(hidden_states[0].transpose(0, 1), weight, bias, silu)
+    y = mixing("short_conv", hidden_states[0].transpose(0, 1), weight, bias, silu)
     if activation is not None and not silu:
         y = ACT2FN[activation](y)
     return y.transpose(0, 1)[None]
@@ -72,7 +64,7 @@ def _delta(
     _refuse_states(kwargs | {"initial_state": initial_state, "output_final_state": output_final_state or None})
     scale = query.shape[-1] ** -0.5
     inputs = (query[0], key[0], value[0], g[0].float(), beta[0].float())
-    return mixing.gated_delta(*inputs, scale, use_qk_l2norm_in_kernel)[None], None
+    return mixing("gated_delta", *inputs, scale, use_qk_l2norm_in_kernel)[None], None
 
 
 def _ssd(
@@ -100,7 +92,7 @@ def _ssd(
     if dt_softplus:
         dt = F.softplus(dt)
     dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])
-    return mixing.ssd_scan(hidden_states[0], dt[0].float(), A.float(), B[0], C[0], D)[None]
+    return mixing("ssd_scan", hidden_states[0], dt[0].float(), A.float(), B[0], C[0], D)[None]
 
 
 def _selective(
@@ -125,7 +117,7 @@ def _selective(
         dt = F.softplus(dt)
     by_token = (x[0].transpose(0, 1) for x in (hidden_states, dt.float(), B, C))
     x, step, b, c = by_token
-    y = mixing.selective_scan(x, step, A.float(), b, c, D).transpose(0, 1)[None]
+    y = mixing("selective_scan", x, step, A.float(), b, c, D).transpose(0, 1)[None]
     return y if z is None else y * F.silu(z)
 
 
@@ -153,96 +145,40 @@ STAND_INS: dict[str, Callable[..., Any]] = {
 class RecurrenceChannel(Channel[Recur]):
     """A channel of recurrences."""
 
-    def opaque(self, call: int) -> OpaqueMixing:
-        """The operators that replace call number `call` of a forward in compiled code."""
-        return OpaqueMixing(self.number, call)
+    def opaque(self, call: int) -> Mixing:
+        """The operators that replace call number `call` of a forward in compiled code: torch.compile sees no graph
+        breaks."""
+        return partial(_opaque, self.number, call)
 
 
-class OpaqueMixing:
-    """One recurrent call as opaque operators, so that torch.compile sees no graph breaks: a `Mixing`."""
-
-    def __init__(self, channel: int, call: int) -> None:
-        self._place = channel, call
-
-    def short_conv(self, *inputs: Any) -> torch.Tensor:
-        return opaque_short_conv(*inputs, *self._place)
-
-    def gated_delta(self, *inputs: Any) -> torch.Tensor:
-        return opaque_gated_delta(*inputs, *self._place)
-
-    def ssd_scan(self, *inputs: Any) -> torch.Tensor:
-        return opaque_ssd_scan(*inputs, *self._place)
-
-    def selective_scan(self, *inputs: Any) -> torch.Tensor:
-        return opaque_selective_scan(*inputs, *self._place)
+_SCHEMAS = {
+    "short_conv": "Tensor x, Tensor weight, Tensor? bias, bool silu",
+    "gated_delta": "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale, bool l2_normalize",
+    "ssd_scan": "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D",
+    "selective_scan": "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D",
+}
+"""The inputs of each method of `Recur`, as torch writes the signature of an operator."""
 
 
-@torch.library.custom_op("specdec::short_conv", mutates_args=())
-def opaque_short_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, channel: int, call: int
-) -> torch.Tensor:
-    """x [T, C] -> [T, C], see `Recur.short_conv`. Raises UnsupportedAttentionError outside its engine, as all do."""
-    return _served(channel).short_conv(call, x, weight, bias, silu)
+def _operator(name: str) -> Callable[..., torch.Tensor]:
+    """Register `specdec::name`: the inputs of `Recur`'s method, then the channel and the number of the call."""
+
+    def serve(*inputs: Any) -> torch.Tensor:
+        *given, channel, call = inputs
+        recur: Recur | None = Channel.serving(channel)
+        if recur is None:
+            raise UnsupportedAttentionError("a compiled recurrence was called outside SpeculativeModel")
+        served: torch.Tensor = getattr(recur, name)(call, *given)
+        return served
+
+    schema = f"({_SCHEMAS[name]}, SymInt channel, SymInt call) -> Tensor"
+    operator = torch.library.custom_op(f"specdec::{name}", serve, mutates_args=(), schema=schema)
+    operator.register_fake(lambda *inputs: empty_output(name, inputs))
+    return operator
 
 
-@torch.library.custom_op("specdec::gated_delta", mutates_args=())
-def opaque_gated_delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    l2_normalize: bool,
-    channel: int,
-    call: int,
-) -> torch.Tensor:
-    """v [T, Hv, Dv] -> [T, Hv, Dv], see `Recur.gated_delta`."""
-    return _served(channel).gated_delta(call, q, k, v, g, beta, scale, l2_normalize)
+_OPERATORS = {name: _operator(name) for name in _SCHEMAS}
 
 
-@torch.library.custom_op("specdec::ssd_scan", mutates_args=())
-def opaque_ssd_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    channel: int,
-    call: int,
-) -> torch.Tensor:
-    """x [T, H, P] -> [T, H, P] float32, see `Recur.ssd_scan`."""
-    return _served(channel).ssd_scan(call, x, dt, A, B, C, D)
-
-
-@torch.library.custom_op("specdec::selective_scan", mutates_args=())
-def opaque_selective_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    channel: int,
-    call: int,
-) -> torch.Tensor:
-    """x [T, C] -> [T, C] float32, see `Recur.selective_scan`."""
-    return _served(channel).selective_scan(call, x, dt, A, B, C, D)
-
-
-def _served(channel: int) -> Recur:
-    recur: Recur | None = Channel.serving(channel)
-    if recur is None:
-        raise UnsupportedAttentionError("a compiled recurrence was called outside SpeculativeModel")
-    return recur
-
-
-def _empty(name: str, *inputs: Any) -> torch.Tensor:
-    return empty_output(name, inputs)
-
-
-opaque_short_conv.register_fake(partial(_empty, "short_conv"))
-opaque_gated_delta.register_fake(partial(_empty, "gated_delta"))
-opaque_ssd_scan.register_fake(partial(_empty, "ssd_scan"))
-opaque_selective_scan.register_fake(partial(_empty, "selective_scan"))
+def _opaque(channel: int, call: int, name: str, *inputs: Any) -> torch.Tensor:
+    return _OPERATORS[name](*inputs, channel, call)

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from attention.errors import UnsupportedAttentionError
 from attention.recurrence.hf_calls import STAND_INS, Mixing, RecurrenceChannel
 from attention.recurrence.layer_spec import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
-from attention.recurrence.runner import Blank, Recur
+from attention.recurrence.runner import Recur, empty_output
 
 _BOUND = "_specdec_recurrence"
 
@@ -47,11 +47,8 @@ class _Entered:
         self.calls = 0
 
     def next(self) -> tuple[RecurrenceChannel, int]:
-        """The channel, and the number of the call that is being made.
-
-        Raises:
-            UnsupportedAttentionError: it is none of the layer's: it would be served by another call's states.
-        """
+        """The channel, and the number of the call that is being made. Raises UnsupportedAttentionError: it is none of
+        the layer's: it would be served by another call's states."""
         if self.place is None or self.calls == self.place[2]:
             raise UnsupportedAttentionError(
                 "a recurrence was called by a layer that the probe did not see; does a hook on the model run another "
@@ -111,7 +108,8 @@ class RecurrentPort:
 
     @staticmethod
     def _next(recur: Recur, thread: int) -> Mixing:
-        return _Numbered(recur, _entered[thread].next()[1])
+        call = _entered[thread].next()[1]
+        return lambda name, *inputs: getattr(recur, name)(call, *inputs)
 
 
 def modeling_files(modules: Sequence[nn.Module]) -> tuple[ModuleType, ...]:
@@ -126,26 +124,6 @@ def _enter(module: nn.Module, args: Any) -> None:
     entered = _traced if torch.compiler.is_compiling() else _entered.get(get_ident())
     if entered is not None:
         entered.place, entered.calls = getattr(module, _BOUND, None), 0
-
-
-class _Numbered:
-    """One call of a `Recur`: a `Mixing`."""
-
-    def __init__(self, recur: Recur, call: int) -> None:
-        self._recur = recur
-        self._call = call
-
-    def short_conv(self, *inputs: Any) -> torch.Tensor:
-        return self._recur.short_conv(self._call, *inputs)
-
-    def gated_delta(self, *inputs: Any) -> torch.Tensor:
-        return self._recur.gated_delta(self._call, *inputs)
-
-    def ssd_scan(self, *inputs: Any) -> torch.Tensor:
-        return self._recur.ssd_scan(self._call, *inputs)
-
-    def selective_scan(self, *inputs: Any) -> torch.Tensor:
-        return self._recur.selective_scan(self._call, *inputs)
 
 
 _lock = RLock()
@@ -258,7 +236,7 @@ def recorded_recurrences(root: nn.Module) -> Iterator[list[RecurrentCall]]:
         running.pop()
 
     def serve() -> Mixing:
-        return _Recorder(calls, running[-1])
+        return partial(_recorded, calls, running[-1])
 
     hooks = [m.register_forward_pre_hook(enter) for m in candidates]
     hooks += [m.register_forward_hook(leave) for m in candidates]
@@ -287,32 +265,19 @@ def _refuse_nested(calls: Sequence[RecurrentCall]) -> None:
         raise UnsupportedAttentionError(f"{type(order[0]).__name__} runs twice in one forward")
 
 
-class _Recorder:
-    """Notes what one call needs: a `Mixing` that gives zeros."""
-
-    def __init__(self, calls: list[RecurrentCall], module: nn.Module) -> None:
-        self._calls = calls
-        self._module = module
-
-    def _note(self, spec: RecurrenceSpec) -> None:
-        self._calls.append(RecurrentCall(self._module, spec))
-
-    def short_conv(self, *inputs: Any) -> torch.Tensor:
-        x, weight = inputs[:2]
-        self._note(ConvSpec(x.shape[1], weight.shape[1]))
-        return Blank().short_conv(0, *inputs)
-
-    def gated_delta(self, *inputs: Any) -> torch.Tensor:
-        _, k, v, g = inputs[:4]
-        self._note(DeltaSpec(k.shape[1], v.shape[1], k.shape[2], v.shape[2], g.dim() == 3))
-        return Blank().gated_delta(0, *inputs)
-
-    def ssd_scan(self, *inputs: Any) -> torch.Tensor:
-        x, _, _, b = inputs[:4]
-        self._note(SsdSpec(x.shape[1], x.shape[2], b.shape[1], b.shape[2]))
-        return Blank().ssd_scan(0, *inputs)
-
-    def selective_scan(self, *inputs: Any) -> torch.Tensor:
-        x, _, _, b = inputs[:4]
-        self._note(ScanSpec(x.shape[1], b.shape[1]))
-        return Blank().selective_scan(0, *inputs)
+def _recorded(calls: list[RecurrentCall], module: nn.Module, name: str, *inputs: Any) -> torch.Tensor:
+    """Note what one call of this layer needs, and give zeros."""
+    spec: RecurrenceSpec
+    match name, inputs:
+        case "short_conv", (x, weight, *_):
+            spec = ConvSpec(x.shape[1], weight.shape[1])
+        case "gated_delta", (_, k, v, g, *_):
+            spec = DeltaSpec(k.shape[1], v.shape[1], k.shape[2], v.shape[2], g.dim() == 3)
+        case "ssd_scan", (x, _, _, b, *_):
+            spec = SsdSpec(x.shape[1], x.shape[2], b.shape[1], b.shape[2])
+        case "selective_scan", (x, _, _, b, *_):
+            spec = ScanSpec(x.shape[1], b.shape[1])
+        case _:
+            raise AssertionError(f"no recurrence is called {name}")
+    calls.append(RecurrentCall(module, spec))
+    return empty_output(name, inputs).zero_()

@@ -1,18 +1,15 @@
 """The index arithmetic of recurrent states under speculation, in numpy: no device, no model.
 
-A row has one state per layer, and beside it a ring of the recurrence's *inputs*. The state holds the first `folded`
-tokens of the row; what a verification accepted after them is in the ring and is replayed by the next launch, so a
-rejected draft costs nothing: it is never folded in. Rolling back is a number on the host.
+A row has one state per layer, and a ring of the recurrence's *inputs*. The state holds the first `folded` tokens; those
+that a verification accepted after them are in the ring, and the next launch replays them. A rejected draft is never
+folded in, so rolling back is a number on the host.
 
-    folded    tokens in the stored state
     replay    = start - folded: tokens that the state does not hold yet
-    num_new   tokens of the launch that go into the state, after the replayed ones; what comes after them is kept
+    num_new   tokens of the launch that go into the state after the replayed ones; later ones are kept in the ring
     folded'   = start + num_new
 
-Prefill, a chunk of a prompt, decoding without drafts and verification are one rule with (replay, num_new, drafts) =
-(0, n, 0), (0, n, 0), (0, 1, 0) and (a, 1, d).
-
-Worked: K=3, 18 tokens folded, then 2 drafts are accepted: the next launch begins at 20.
+A prompt's chunk of n tokens, a token without drafts and a verification of d drafts are one rule with (replay, num_new,
+drafts) = (0, n, 0), (0, 1, 0) and (a, 1, d). Worked: K=3, 18 tokens folded, 2 drafts accepted, so it begins at 20.
 
 >>> start, folded, num_new, rule = np.array([20]), np.array([18]), np.array([1]), FoldRule.every_launch(3)
 >>> replay_of(start, folded).tolist(), folded_after(start, num_new, folded).tolist()
@@ -22,9 +19,8 @@ Worked: K=3, 18 tokens folded, then 2 drafts are accepted: the next launch begin
 >>> ring_place(np.array([21, 22, 23]), rule.ring_size).tolist()  # where it writes its drafts
 [0, 1, 2]
 
-Storing a state takes as long as reading it, and a few more replayed inputs take nothing where all are read as one chunk
-(the gated delta rule). Such rows put it off: num_new = 0, the state stays as it is, and the ring keeps all of the
-launch's tokens, until the launch after it could have more inputs than a chunk (`FoldRule`).
+Where all inputs are read as one chunk (the gated delta rule) replaying costs nothing, and storing as much as reading:
+such rows keep num_new = 0 until the next launch could have more inputs than a chunk (`FoldRule`).
 
 >>> FoldRule.deferred(3).num_new(np.array([2, 8, 9]), np.ones(3, int), np.ones(3, bool)).tolist()
 [0, 0, 1]
@@ -89,11 +85,8 @@ class StateIndex(StateArrays[np.ndarray]):
         return int(self.replay.max(initial=0)) if self.most_replayed is None else self.most_replayed
 
     def validate(self, query_lens: np.ndarray, rule: FoldRule | None = None) -> None:
-        """Check the arrays against the rows' tokens [B], and the rule where it is given.
-
-        Raises:
-            InvariantError: two rows share a state, or a row replays or commits what cannot be.
-        """
+        """Check the arrays against the rows' tokens [B], and the rule where it is given. Raises InvariantError: two
+        rows share a state, or a row replays or commits what cannot be."""
         own = self.slots[self.slots != NULL_SLOT]
         require(len(np.unique(own)) == len(own), "two rows share a state")
         require(bool(((self.replay >= 0) & (self.replay <= self.start)).all()), "a row replays what it never read")

@@ -1,19 +1,14 @@
 """What the kernels of recurrences share: rows, chunks of rows, and small triangular systems. Imported on CUDA only.
 
-A launch is a set of rows with one state each. Per row: the state of its slot (zeros where start == replay), the tokens
-that are not in it yet ("replay", from the ring of inputs), then the row's tokens one after the other; the state after
-the first num_new of them is stored (none where that is 0), and the inputs of the rest go into the ring. Position p of a
-row lies at p mod R of its ring.
-
-Programs of one row read the ring while others write it, so what is written must not lie where another still reads:
-replayed positions and drafts are within R of each other (`ring_places`).
+A launch is a set of rows with one state each. A row begins with its slot's state (zeros where start == replay), replays
+tokens from its ring of inputs, then reads its own tokens; the state after the first num_new of them is stored, and the
+inputs of the rest go into the ring, position p at p mod R. Programs of one row read the ring while others write it:
+replayed positions and drafts are within R of each other (`FoldRule.ring_size`). Committed tokens are cut into chunks of
+CHUNK, then the drafts, so that the state is stored between two chunks.
 
 Tiles of a state with B rows and W columns are [J, B, L], W = J · L, rather than [B, W]: Triton spreads the last
-dimension over the lanes of a warp first. So L / 4 lanes share a row, and a sum over a row's columns takes log2(L / 4)
-shuffles for 128 / L rows at once; with all of 128 columns in the last dimension, five for each row, which is more than
-the memory leaves time for.
-
-A row's committed tokens are cut into chunks of CHUNK, then its drafts, so that the state is stored between two chunks.
+dimension over the lanes of a warp first, so a sum over a row's columns takes log2(L / 4) shuffles for 128 / L rows at
+once, instead of five for each row.
 """
 
 from __future__ import annotations
@@ -29,20 +24,6 @@ from attention.recurrence.state_rows import StateRows
 
 TOKENS_OF_SHORT_ROWS = 16
 """Rows with more tokens are read in chunks, where there is a kernel for chunks."""
-
-
-def ring_places(start: int, replay: int, num_new: int, drafts: int, size: int) -> tuple[set[int], set[int]]:
-    """The places of a row's ring that a launch reads and those it writes.
-
-    They never meet where the tokens replayed and those of the launch are at most `size` (`FoldRule.ring_size`), or
-    replay is 0:
-
-    >>> ring_places(start=20, replay=2, num_new=1, drafts=3, size=7)
-    ({4, 5}, {0, 1, 2})
-    """
-    first_draft = start + num_new
-    reads = {p % size for p in range(start - replay, start)}
-    return reads, {p % size for p in range(first_draft, first_draft + drafts)}
 
 
 def inner_rows(x: torch.Tensor, inner: int = 1) -> torch.Tensor:

@@ -27,56 +27,26 @@ from attention.recurrence.state_rows import StateRows
 
 
 class Recur(Protocol):
-    """Computes one recurrent call of a forward: `call` is its number in the model."""
+    """Computes the recurrent calls of one forward: `call` is a call's number in the model. The inputs are those of the
+    functions of the same name in `attention.recurrence.functions`, without state, ring and rows."""
 
-    def short_conv(
-        self, call: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool
-    ) -> torch.Tensor:
-        """x [T, C] -> [T, C]."""
+    def short_conv(self, call: int, *inputs: Any) -> torch.Tensor:
+        """x [T, C], weight, bias, silu -> [T, C]."""
 
-    def gated_delta(
-        self,
-        call: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        scale: float,
-        l2_normalize: bool,
-    ) -> torch.Tensor:
-        """v [T, Hv, Dv] -> [T, Hv, Dv]."""
+    def gated_delta(self, call: int, *inputs: Any) -> torch.Tensor:
+        """q, k, v [T, Hv, Dv], g, beta, scale, l2_normalize -> [T, Hv, Dv]."""
 
-    def ssd_scan(
-        self,
-        call: int,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        D: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """x [T, H, P] -> [T, H, P] float32."""
+    def ssd_scan(self, call: int, *inputs: Any) -> torch.Tensor:
+        """x [T, H, P], dt, A, B, C, D -> [T, H, P] float32."""
 
-    def selective_scan(
-        self,
-        call: int,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        D: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """x [T, C] -> [T, C] float32."""
+    def selective_scan(self, call: int, *inputs: Any) -> torch.Tensor:
+        """x [T, C], dt, A, B, C, D -> [T, C] float32."""
 
 
 class StateRunner:
     """The states of a model's recurrent calls on one device.
 
-    Attributes:
-        group: whose states; dtype: of the model. states: of each call. functions: what computes them.
+    group: whose states; dtype: of the model. states: of each call. functions: what computes them.
     """
 
     def __init__(self, group: StateGroup, dtype: torch.dtype, device: torch.device) -> None:
@@ -151,12 +121,9 @@ class StatesOver:
     runner: StateRunner
     rows: StateRows
 
-    def short_conv(
-        self, call: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool
-    ) -> torch.Tensor:
+    def short_conv(self, call: int, *inputs: Any) -> torch.Tensor:
         """See `Recur.short_conv`."""
-        kept = self._state(call, ConvState)
-        return self.runner.functions.short_conv(x, weight, bias, silu, kept.ring, self.rows)
+        return self.runner.functions.short_conv(*inputs, self._state(call, ConvState).ring, self.rows)
 
     def gated_delta(self, call: int, *inputs: Any) -> torch.Tensor:
         """See `Recur.gated_delta`."""
@@ -224,7 +191,6 @@ class StateSection(ExtraSection):
         self._most_replayed = most_replayed
 
     def of(self, metadata: CommonAttentionMetadata, views: Mapping[str, torch.Tensor]) -> StateRows | None:
-        """See `ExtraSection.of`."""
         own = metadata.host.extra(StateIndex)
         if own is None:
             return None
@@ -233,6 +199,5 @@ class StateSection(ExtraSection):
         return found
 
     def buffers(self, host: Mapping[str, np.ndarray]) -> StateIndex:
-        """See `ExtraSection.buffers`."""
         found: StateIndex = self.arrays.of(host, StateIndex, most_replayed=self._most_replayed)
         return found

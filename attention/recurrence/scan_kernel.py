@@ -50,28 +50,12 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     ring_x_ptr,  # [slots, R, C]
     ring_B_ptr,  # [slots, R, N]
     ring_dt_ptr,  # [slots, R, C] float32
-    query_start_loc_ptr,
-    slots_ptr,
-    start_ptr,
-    replay_ptr,
-    num_new_ptr,
+    query_start_loc_ptr, slots_ptr, start_ptr, replay_ptr, num_new_ptr,
     total_tokens,  # T
-    x_token,
-    dt_token,
-    B_token,
-    C_token,
-    state_slot,
-    ring_x_slot,
-    ring_B_slot,
-    ring_dt_slot,
-    RING_SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    STATES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_D: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    x_token, dt_token, B_token, C_token, state_slot, ring_x_slot, ring_B_slot, ring_dt_slot,
+    RING_SIZE: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_D: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     block, row = tl.program_id(0), tl.program_id(1)
     channel, n = block * BLOCK + tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH)[None, :]  # [C, 1], [1, N]
@@ -153,40 +137,12 @@ def selective_scan(
     x, dt, B, C = (inner_rows(each) for each in (x, dt, B, C))
     out = torch.empty((tokens, channels), dtype=torch.float32, device=x.device)
     _scan_kernel[(triton.cdiv(channels, _BLOCK), len(rows.slots) + 1)](
-        x,
-        dt,
-        inner_rows(A, 2),
-        B,
-        C,
-        x if D is None else D,
-        out,
-        state,
-        ring.x,
-        ring.B,
-        ring.dt,
-        rows.query_start_loc,
-        rows.slots,
-        rows.start,
-        rows.replay,
-        rows.num_new,
-        tokens,
-        x.stride(0),
-        dt.stride(0),
-        B.stride(0),
-        C.stride(0),
-        state.stride(0),
-        ring.x.stride(0),
-        ring.B.stride(0),
-        ring.dt.stride(0),
-        RING_SIZE=ring.x.shape[1],
-        CHANNELS=channels,
-        STATES=states,
-        WIDTH=triton.next_power_of_2(states),
-        BLOCK=_BLOCK,
-        HAS_D=D is not None,
-        num_warps=_WARPS,
-        **dependent_launch(x.device),
-    )
+        x, dt, inner_rows(A, 2), B, C, x if D is None else D, out, state, ring.x, ring.B, ring.dt, rows.query_start_loc,
+        rows.slots, rows.start, rows.replay, rows.num_new, tokens, x.stride(0), dt.stride(0), B.stride(0), C.stride(0),
+        state.stride(0), ring.x.stride(0), ring.B.stride(0), ring.dt.stride(0), RING_SIZE=ring.x.shape[1],
+        CHANNELS=channels, STATES=states, WIDTH=triton.next_power_of_2(states), BLOCK=_BLOCK, HAS_D=D is not None,
+        num_warps=_WARPS, **dependent_launch(x.device),
+    )  # fmt: skip
     return out
 
 
@@ -226,36 +182,14 @@ def _ssd_kernel(  # type: ignore[no-untyped-def]
     ring_x_ptr,  # [slots, R, H, P]
     ring_B_ptr,  # [slots, R, G, N]
     ring_dt_ptr,  # [slots, R, H] float32
-    query_start_loc_ptr,
-    slots_ptr,
-    start_ptr,
-    replay_ptr,
-    num_new_ptr,
+    query_start_loc_ptr, slots_ptr, start_ptr, replay_ptr, num_new_ptr,
     total_tokens,  # T
     most_tokens,  # of a row; longer ones are left to another launch
-    x_token,
-    x_head,
-    dt_token,
-    dt_head,
-    B_token,
-    B_group,
-    C_token,
-    C_group,
-    state_slot,
-    ring_x_slot,
-    ring_B_slot,
+    x_token, x_head, dt_token, dt_head, B_token, B_group, C_token, C_group, state_slot, ring_x_slot, ring_B_slot,
     ring_dt_slot,
-    RING_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    DIM_P: tl.constexpr,
-    STATES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PIECE: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    HAS_D: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    RING_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_P: tl.constexpr, STATES: tl.constexpr,
+    WIDTH: tl.constexpr, PIECE: tl.constexpr, BLOCK_P: tl.constexpr, HAS_D: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = head // (HEADS // GROUPS)
@@ -333,42 +267,10 @@ def launch_ssd(
     check_launch(rows, len(state), parts, {"x": (x, ring.x), "B": (B, ring.B), "dt": (dt, ring.dt)})
     x, B, C = (inner_rows(each) for each in (x, B, C))
     _ssd_kernel[(triton.cdiv(dim_p, tiles.block_p), heads, len(rows.slots) + 1)](
-        x,
-        dt,
-        A,
-        B,
-        C,
-        x if D is None else D,
-        out,
-        state,
-        ring.x,
-        ring.B,
-        ring.dt,
-        rows.query_start_loc,
-        rows.slots,
-        rows.start,
-        rows.replay,
-        rows.num_new,
-        len(x),
-        most_tokens,
-        *x.stride()[:2],
-        *dt.stride(),
-        *B.stride()[:2],
-        *C.stride()[:2],
-        state.stride(0),
-        ring.x.stride(0),
-        ring.B.stride(0),
-        ring.dt.stride(0),
-        RING_SIZE=ring.x.shape[1],
-        HEADS=heads,
-        GROUPS=groups,
-        DIM_P=dim_p,
-        STATES=states,
-        WIDTH=max(tiles.piece, triton.next_power_of_2(states)),
-        PIECE=tiles.piece,
-        BLOCK_P=tiles.block_p,
-        HAS_D=D is not None,
-        num_warps=tiles.warps,
-        maxnreg=tiles.registers,
-        **dependent_launch(x.device),
-    )
+        x, dt, A, B, C, x if D is None else D, out, state, ring.x, ring.B, ring.dt, rows.query_start_loc, rows.slots,
+        rows.start, rows.replay, rows.num_new, len(x), most_tokens, *x.stride()[:2], *dt.stride(), *B.stride()[:2],
+        *C.stride()[:2], state.stride(0), ring.x.stride(0), ring.B.stride(0), ring.dt.stride(0),
+        RING_SIZE=ring.x.shape[1], HEADS=heads, GROUPS=groups, DIM_P=dim_p, STATES=states,
+        WIDTH=max(tiles.piece, triton.next_power_of_2(states)), PIECE=tiles.piece, BLOCK_P=tiles.block_p,
+        HAS_D=D is not None, num_warps=tiles.warps, maxnreg=tiles.registers, **dependent_launch(x.device),
+    )  # fmt: skip

@@ -92,11 +92,7 @@ class Padded:
 
 
 def padded(
-    rows: StateRows,
-    members: torch.Tensor,
-    replay: torch.Tensor,
-    count: torch.Tensor,
-    first: torch.Tensor | None = None,
+    rows: StateRows, members: torch.Tensor, replay: torch.Tensor, count: torch.Tensor, first: torch.Tensor | None = None
 ) -> Padded:
     """Of these rows, `replay` [B] inputs before `start` from the ring, then `count` [B] tokens from its `first` [B] on.
 

@@ -53,8 +53,7 @@ class Read(Protocol):
     def wait(self, deadline: float) -> None:
         """Until every byte is there.
 
-        Args:
-            deadline: `time.monotonic` seconds.
+        deadline: `time.monotonic` seconds.
 
         Raises:
             TransferTimeoutError: they are not by then; see `settled`.
@@ -125,11 +124,7 @@ class LocalTransport:
             self._granted.pop(lease, None)
 
     def read(self, plan: ReadPlan) -> LocalRead:
-        """See `Transport.read`.
-
-        Raises:
-            TransferError: the engine is not open in this process.
-        """
+        """See `Transport.read`. Raises TransferError: the engine is not open in this process."""
         source = _open.get(plan.source.engine)
         if source is None:
             raise TransferError(
@@ -139,11 +134,8 @@ class LocalTransport:
         return LocalRead(source, self._bounds, plan)
 
     def copy(self, bounds: Sequence[Bound], plan: ReadPlan) -> None:
-        """Copy what a plan reads from here into the regions `bounds` of the reader.
-
-        Raises:
-            TransferError: the pages are no longer held, or blocks of another lease are asked for.
-        """
+        """Copy what a plan reads from here into the regions `bounds` of the reader. Raises TransferError: the pages are
+        no longer held, or blocks of another lease are asked for."""
         with self._lock:
             if plan.lease not in self._granted:
                 raise TransferError(f"engine {self._engine} no longer holds the pages of lease {plan.lease}")
@@ -187,11 +179,7 @@ class LocalRead:
         self._source, self._bounds, self._plan = source, bounds, plan
 
     def wait(self, deadline: float) -> None:
-        """See `Read.wait`.
-
-        Raises:
-            TransferTimeoutError: the deadline was over before it began.
-        """
+        """See `Read.wait`. Raises TransferTimeoutError: the deadline was over before it began."""
         if time.monotonic() >= deadline:
             raise TransferTimeoutError("the deadline of a read was over before it began")
         self._source.copy(self._bounds, self._plan)

@@ -29,14 +29,8 @@ class Field:
 
 @dataclass(frozen=True)
 class HeadReport:
-    """What a checkpoint was resolved to, for people.
-
-    Attributes:
-        path: the folder.
-        layout: name of the checkpoint layout.
-        fields: every resolved field with its source.
-        num_parameters: stored in the checkpoint, vocabulary maps not counted.
-    """
+    """What a checkpoint was resolved to, for people: its folder, the checkpoint layout's name, every field with its
+    source, and the number of stored parameters, vocabulary maps not counted."""
 
     path: Path
     layout: str
@@ -97,11 +91,8 @@ def _typed(key: str, value: Any, kind: type) -> Any:
 
 
 def by_presence(config: Config, name: str, tensor: str, present: bool, *keys: str) -> Field:
-    """Resolve an optional module by its tensor; config flags that are set must agree.
-
-    Raises:
-        HeadLoadError: a flag disagrees.
-    """
+    """Resolve an optional module by its tensor; config flags that are set must agree. Raises HeadLoadError: a flag
+    disagrees."""
     for key in keys:
         flag = lookup(config, key)
         if flag is not None and bool(flag) != present:
@@ -111,14 +102,8 @@ def by_presence(config: Config, name: str, tensor: str, present: bool, *keys: st
 
 
 def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare a checkpoint's tensors with those of the module it was resolved to.
-
-    Args:
-        found, expected: shapes by name.
-
-    Raises:
-        HeadLoadError: tensors are missing, unknown or of another shape (all of them are named).
-    """
+    """Compare a checkpoint's tensors with those of the module it was resolved to: shapes by name. Raises HeadLoadError:
+    tensors are missing, unknown or of another shape (all of them are named)."""
     problems = [f"missing: {name} {list(expected[name])}" for name in sorted(expected.keys() - found.keys())]
     problems += [f"unknown: {name} {list(found[name])}" for name in sorted(found.keys() - expected.keys())]
     problems += [
@@ -230,12 +215,8 @@ _NOT_SCALING = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_MR
 
 
 def resolve_rope(config: Config, first_position: int = 0) -> Field:
-    """Rotary embedding of the head that `config` describes; the target's is never looked at.
-
-    Of mrope, whose positions of text are one number three times, the plain embedding remains.
-
-    Args:
-        first_position: see `RopeSpec`.
+    """Rotary embedding of the head that `config` describes; the target's is never looked at. Of mrope, whose positions
+    of text are one number three times, the plain embedding remains. first_position: see `RopeSpec`.
 
     Raises:
         HeadLoadError: the two spellings disagree, or the kind is not supported.

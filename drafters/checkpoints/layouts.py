@@ -42,11 +42,8 @@ class Layout(Enum):
 
 
 def strip_prefixes(names: Iterable[str]) -> dict[str, str]:
-    """Map names without their wrapper prefixes to the names in the files.
-
-    Raises:
-        HeadLoadError: two names differ only by a prefix.
-    """
+    """Map names without their wrapper prefixes to the names in the files. Raises HeadLoadError: two names differ only
+    by a prefix."""
     stripped: dict[str, str] = {}
     for name in names:
         short = name
@@ -146,11 +143,7 @@ def _detect_eagle(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layo
 
 
 def require(found: Layout, wanted: Layout, config: Config, names: Iterable[str]) -> None:
-    """Refuse a checkpoint of another family.
-
-    Raises:
-        HeadLoadError: the message names what the checkpoint is.
-    """
+    """Refuse a checkpoint of another family. Raises HeadLoadError: the message names what the checkpoint is."""
     if found is wanted:
         return
     detail = f" of type {speculators_type(config)!r}" if found is Layout.SPECULATORS else ""

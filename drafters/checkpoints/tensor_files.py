@@ -76,8 +76,7 @@ _KINDS = {stat.S_ISFIFO: "a named pipe", stat.S_ISDIR: _FOLDER, stat.S_ISSOCK: "
 def locate(path: str | Path, revision: str | None = None) -> Path:
     """Folder of a checkpoint: `path` itself when it is a folder, else a model of that name from the Hugging Face hub.
 
-    Args:
-        revision: branch, tag or commit on the hub; a folder has none.
+    revision: branch, tag or commit on the hub; a folder has none.
 
     Raises:
         HeadLoadError: neither a folder nor a name on the hub (or in its local cache); or what lies in the folder under
@@ -176,11 +175,8 @@ class CheckpointFolder:
     tensors: dict[str, TensorInfo]
 
     def load(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Load tensors on CPU in their stored dtype; every file is opened once.
-
-        Raises:
-            HeadLoadError: a name is not in the folder, or a file cannot be read.
-        """
+        """Load tensors on CPU in their stored dtype; every file is opened once. Raises HeadLoadError: a name is not in
+        the folder, or a file cannot be read."""
         by_file: dict[Path, list[str]] = {}  # names of experts are spread over many files: each is opened once
         for name in names:
             if name not in self.tensors:
@@ -213,11 +209,7 @@ def open_folder(path: str | Path) -> CheckpointFolder:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        HeadLoadError: the file is missing, is no JSON or no object.
-    """
+    """Read a JSON object. Raises HeadLoadError: the file is missing, is no JSON or no object."""
     if kind := what_else(file):
         raise HeadLoadError(f"{file} is {kind}, not a file")
     try:

@@ -69,14 +69,13 @@ def load_eagle3(
     device: torch.device | str,
     overrides: Eagle3Overrides = _NO_OVERRIDES,
 ) -> Eagle3Head:
-    """Load an EAGLE-3 head in any of the layouts of `drafters.eagle3.formats`, ready for inference.
+    """Load an EAGLE-3 head in any of the layouts of `drafters.eagle3.formats`, ready for inference on the target's
+    device.
 
     Args:
         path: a folder, or a model's name on the Hugging Face hub.
         target: the model that the head will draft for; its tensors are shared, not copied.
-        dtype: of the head's weights, usually the target's.
-        device: of the head's weights, the target's.
-        overrides: choices against the checkpoint's configuration.
+        dtype, device: of the head's weights, usually the target's. overrides: choices against the configuration.
 
     Raises:
         HeadLoadError: files are missing, tensors are missing, unknown, of another shape or not finite, the layout is
@@ -106,15 +105,11 @@ def describe_eagle3(path: str | Path, target: TargetFacts, overrides: Eagle3Over
 
 
 def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
-    """Write config.json and model.safetensors in the layout that SGLang, vLLM and `load_eagle3` read.
+    """Write config.json and model.safetensors in the layout that SGLang, vLLM and `load_eagle3` read; returns the
+    folder.
 
-    Shared tensors of the target are not written; d2t and t2d always are.
-
-    Args:
-        dtype: of the stored weights; None keeps the head's.
-
-    Returns:
-        The folder.
+    Shared tensors of the target are not written; d2t and t2d always are. dtype: of the stored weights; None keeps the
+    head's.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -168,11 +163,8 @@ class HeadFolder(NamedTuple):
 
 
 def open_head(path: str | Path) -> HeadFolder:
-    """Open a head's folder and tell its family.
-
-    Raises:
-        HeadLoadError: it cannot be read, or its config.json names a kind that no loader here reads.
-    """
+    """Open a head's folder and tell its family. Raises HeadLoadError: it cannot be read, or its config.json names a
+    kind that no loader here reads."""
     folder = open_folder(check_kind(path))
     files = folder.tensors
     stray = rotary_buffers(list(files))
@@ -188,11 +180,8 @@ def ignored_field(stray: list[str]) -> tuple[Field, ...]:
 
 
 def unread_keys(folder: CheckpointFolder, overrides: Eagle3Overrides) -> tuple[Field, ...]:
-    """What a report says of keys of config.json that decide nothing; see `drafters.checkpoints.config_fields`.
-
-    Raises:
-        HeadLoadError: one lists aux layers in a spelling that is not known, and the user does not say them.
-    """
+    """What a report says of keys of config.json that decide nothing; see `drafters.checkpoints.config_fields`. Raises
+    HeadLoadError: one lists aux layers in a spelling that is not known, and the user does not say them."""
     layer = format_of(folder.config).layer_config
     nested = () if layer is None else tuple(f"{layer}.{key}" for key in KEYS)
     return unread_fields(folder.config, {*KEYS, *nested}, layers_are_chosen=overrides.aux_layers is not None)
@@ -219,11 +208,8 @@ def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> 
 
 
 def target_vocab_size(folder: CheckpointFolder, target: TargetFacts, overrides: Eagle3Overrides) -> int:
-    """The target's V; or the rows of its padded embedding when the head counts those.
-
-    Raises:
-        HeadLoadError: see `drafters.eagle3.formats.flattened`.
-    """
+    """The target's V; or the rows of its padded embedding when the head counts those. Raises HeadLoadError: see
+    `drafters.eagle3.formats.flattened`."""
     padded = len(target.embedding)
     config = overrides.applied(flattened(folder.config).config)
     return padded if lookup(config, "vocab_size") == padded else target.vocab_size
@@ -266,11 +252,8 @@ def _empty_head(spec: Eagle3Spec, target: TargetFacts, d2t: torch.Tensor | None)
 
 
 def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
-    """Refuse weights with NaN or infinity (exporters leave what was never loaded as NaN).
-
-    Raises:
-        HeadLoadError: with the names of all such tensors.
-    """
+    """Refuse weights with NaN or infinity (exporters leave what was never loaded as NaN). Raises HeadLoadError: with
+    the names of all such tensors."""
     broken = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         raise HeadLoadError(f"tensors with NaN or infinity after the cast to the requested dtype: {', '.join(broken)}")
@@ -326,11 +309,7 @@ def stored_dtype(path: str | Path) -> torch.dtype:
 def fresh_eagle3(spec: Eagle3Spec, target: TargetFacts, counts: torch.Tensor, seed: int) -> Eagle3Head:
     """A head with random float32 weights on the target's device; its lm_head starts as the target's rows.
 
-    Args:
-        spec: the head to make.
-        target: shares its embedding (and lm_head when the spec says so).
-        counts: [V] how often the target wrote each token; the draft vocabulary is the most frequent Vd of them.
-        seed: of the weights.
+    counts: [V] how often the target wrote each token; the draft vocabulary is the most frequent Vd of them.
 
     Raises:
         HeadMismatchError, InvalidInputError: spec and target do not fit.

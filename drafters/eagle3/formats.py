@@ -159,11 +159,8 @@ class FlatConfig:
 
 
 def flattened(config: Config) -> FlatConfig:
-    """A head's config.json with the decoder layer's own object, if it has one, completed and laid at the top.
-
-    Raises:
-        HeadLoadError: that object is missing, contradicts the keys at the top, or is not what its model_type allows.
-    """
+    """A head's config.json with the decoder layer's own object, if it has one, completed and laid at the top. Raises
+    HeadLoadError: that object is missing, contradicts the keys at the top, or is not what its model_type allows."""
     found = format_of(config)
     flat: dict[str, Any] = dict(config)
     origins: dict[str, str] = {}
@@ -217,8 +214,7 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
     unless the largest id is the number of layers, or the target is one of `_DEEPSEEK`: then, like top-level ids, they
     are boundaries already.
 
-    Args:
-        config: the head's, all keys at the top. num_layers: N of the target. model_type: of its text configuration.
+    config: the head's, all keys at the top. num_layers: N of the target. model_type: of its text configuration.
 
     Raises:
         HeadLoadError: no list of numbers, several that disagree, or DeepSpec's with the target's last layer.

@@ -307,11 +307,7 @@ class Eagle3Head(nn.Module):
 
 
 def check_shape(name: str, weight: torch.Tensor, rows: int, columns: int) -> None:
-    """Refuse a tensor of the target that a head was not made for.
-
-    Raises:
-        HeadMismatchError: with both shapes.
-    """
+    """Refuse a tensor of the target that a head was not made for. Raises HeadMismatchError: with both shapes."""
     if tuple(weight.shape) != (rows, columns):
         raise HeadMismatchError(
             f"the target's {name} has {weight.shape[0]} rows of width {weight.shape[1]}, "

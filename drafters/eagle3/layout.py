@@ -56,12 +56,10 @@ class TargetSizes:
 
 
 def canonical_names(names: list[str], deep_norm: str = "hidden_norm") -> dict[str, str]:
-    """Map the head's parameter names to the names in the files.
+    """Map the head's parameter names to the names in the files, without rotary buffers (`rotary_buffers`).
 
-    `layers.0.` becomes `midlayer.`; the pre-attention norm of a further layer may be called `hidden_norm`
-    (SGLang) or `input_layernorm` (vLLM, speculators). Where both are stored, `deep_norm` says which it is.
-
-    Rotary buffers, which older releases of transformers stored, are left out: see `rotary_buffers`.
+    `layers.0.` becomes `midlayer.`; the pre-attention norm of a further layer may be called `hidden_norm` (SGLang) or
+    `input_layernorm` (vLLM, speculators). Where both are stored, `deep_norm` says which it is.
 
     Raises:
         HeadLoadError: two tensors are the same parameter.
@@ -95,11 +93,7 @@ def _parameter_name(short: str) -> str:
 def resolve_spec(
     config: Config, shapes: Shapes, target: TargetSizes, overrides: Eagle3Overrides
 ) -> tuple[Eagle3Spec, tuple[Field, ...]]:
-    """Resolve every field of the spec, with its source.
-
-    Args:
-        config: config.json of the head.
-        shapes: tensor shapes by canonical name.
+    """Resolve every field of the spec, with its source. shapes: of the tensors, by canonical name.
 
     Raises:
         HeadMismatchError: made for a target of another hidden size or vocabulary.
@@ -126,11 +120,8 @@ def resolve_spec(
 
 
 def refuse_unsupported(config: Config) -> None:
-    """Refuse what a configuration says and no EAGLE head here computes.
-
-    Raises:
-        HeadLoadError: quantised weights, another activation, several heads, or ModelOpt's norms of inputs.
-    """
+    """Refuse what a configuration says and no EAGLE head here computes. Raises HeadLoadError: quantised weights,
+    another activation, several heads, or ModelOpt's norms of inputs."""
     if lookup(config, "quantization_config") is not None:
         raise HeadLoadError("quantised EAGLE heads are not supported (config.json has quantization_config)")
     activation = read(config, "activation", str, "hidden_act", "hidden_activation", default="silu").value
@@ -201,13 +192,8 @@ def resolve_sizes(config: Config, target: TargetSizes) -> list[Field]:
 
 
 def resolve_num_layers(config: Config, shapes: Shapes, target: TargetSizes) -> Field:
-    """Decoder layers, counted by their tensors.
-
-    Many published heads of one layer have their target's config.json with the target's number of layers in it
-    (SafeAILab's Vicuna heads, AngelSlim's templates): that number says nothing of the head.
-
-    Args:
-        shapes: tensor shapes by canonical name.
+    """Decoder layers, counted by their tensors; shapes: by canonical name. Many published heads of one layer have their
+    target's config.json with the target's number of layers (SafeAILab's Vicuna heads, AngelSlim's templates).
 
     Raises:
         HeadLoadError: the configuration has another number.
@@ -241,11 +227,7 @@ def _vocabulary(config: Config, shapes: Shapes) -> list[Field]:
         raise HeadLoadError(f"missing: lm_head.weight [{draft.value}, hidden size] (the draft vocabulary is reduced)")
     if not has_lm_head and lookup(config, LM_HEAD_FLAG) is False:
         raise HeadLoadError(f"config.json says {LM_HEAD_FLAG} = False, but the checkpoint has no lm_head.weight")
-    return [
-        draft,
-        _own_embed(shapes),
-        Field("own_lm_head", has_lm_head, _presence("lm_head.weight", shapes)),
-    ]
+    return [draft, _own_embed(shapes), Field("own_lm_head", has_lm_head, _presence("lm_head.weight", shapes))]
 
 
 def _own_embed(shapes: Shapes) -> Field:
@@ -286,10 +268,8 @@ def _feedback(config: Config, overrides: Eagle3Overrides, written: Format) -> Fi
 
 
 def spec_to_config(spec: Eagle3Spec, dtype: str) -> dict[str, Any]:
-    """config.json of a head in the SpecForge/SGLang layout; top-level layer ids are added for vLLM.
-
-    Args:
-        dtype: what the weights are stored in, e.g. "bfloat16".
+    """config.json of a head in the SpecForge/SGLang layout; top-level layer ids are added for vLLM. dtype: of the
+    stored weights, e.g. "bfloat16".
 
     Raises:
         InvalidInputError: its rotary embedding counts positions in a way that this layout does not have.
@@ -339,8 +319,4 @@ def _aux_layers_to_config(spec: Eagle3Spec) -> dict[str, Any]:
     if not spec.has_fc:
         return {"eagle_config": {"use_aux_hidden_state": False}}
     nested = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [b - 1 for b in spec.aux_layers]}
-    return {
-        "eagle_config": nested,
-        AUX_LAYERS: list(spec.aux_layers),
-        "num_aux_hidden_states": len(spec.aux_layers),
-    }
+    return {"eagle_config": nested, AUX_LAYERS: list(spec.aux_layers), "num_aux_hidden_states": len(spec.aux_layers)}

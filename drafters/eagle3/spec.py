@@ -16,19 +16,15 @@ class Eagle3Spec:
     """One EAGLE-3 head, as its own checkpoint defines it; nothing here is taken over from the target by default.
 
     Attributes:
-        hidden_size, target_hidden_size: H and Ht.
-        intermediate_size: width of the head's MLP.
-        num_heads, num_kv_heads, head_dim: Hq, Hkv, D.
-        vocab_size, draft_vocab_size: V and Vd.
+        hidden_size, target_hidden_size: H and Ht. intermediate_size: width of the MLP.
+        num_heads, num_kv_heads, head_dim: Hq, Hkv, D. vocab_size, draft_vocab_size: V and Vd.
         aux_layers: layer boundaries of the aux hidden states, ascending, or (FINAL_NORM,) for a head on the last state.
         rms_norm_eps, rope: from the head's configuration.
-        fc_bias: `fc` has a bias.
-        input_norm: one RMSNorm over the concatenated aux hidden states before `fc`.
-        fc_norm: one RMSNorm per aux hidden state before `fc`.
+        input_norm: one RMSNorm over the concatenated aux hidden states before `fc`; fc_norm: one for each of them.
         norm_before_residual: the residual is the normalised hidden state instead of the raw one.
         feedback: what the next draft step gets: the block output or its final norm.
-        qkv_bias, o_bias, mlp_bias: biases of q, k and v, of the attention's output, of the MLP, in every layer.
-        qk_norm: RMSNorm per head on q and k before RoPE.
+        fc_bias, qkv_bias, o_bias, mlp_bias: biases of `fc`; of q, k and v, of the attention's output, of the MLP, in
+            every layer. qk_norm: RMSNorm per head on q and k before RoPE.
         own_embed, own_lm_head: the head brings its own; otherwise the target's is shared.
         num_layers: decoder layers; the first is the EAGLE-3 layer, further ones are plain pre-norm layers.
         windowed_layers, window: layers whose queries see `window` positions only, their own included.
@@ -150,11 +146,8 @@ def attention_specs(spec: Attends) -> tuple[AttentionSpec, ...]:
 
 
 def check_windows(layers: tuple[int, ...], window: int | None, num_layers: int) -> None:
-    """Refuse windows of layers that a head does not have, or without a length.
-
-    Raises:
-        InvalidInputError: with what was given.
-    """
+    """Refuse windows of layers that a head does not have, or without a length. Raises InvalidInputError: with what was
+    given."""
     wrong = [layer for layer in layers if not 0 <= layer < num_layers]
     if wrong or (layers and (window is None or window < 1)):
         raise InvalidInputError(

@@ -41,11 +41,8 @@ _COMPARED_ROWS = 64
 
 
 def has_mtp(path: str | Path) -> bool:
-    """Whether a checkpoint folder (or hub model) holds modules of a family that `load_mtp` reads.
-
-    Raises:
-        HeadLoadError: the folder cannot be read.
-    """
+    """Whether a checkpoint folder (or hub model) holds modules of a family that `load_mtp` reads. Raises HeadLoadError:
+    the folder cannot be read."""
     return _family(open_folder(path)) is not None
 
 
@@ -84,11 +81,8 @@ def load_mtp(
 
 
 def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention | None = None) -> HeadReport:
-    """Every resolved field of a checkpoint's modules and where it came from; no weights are read.
-
-    Raises:
-        HeadLoadError: there is no module.
-    """
+    """Every resolved field of a checkpoint's modules and where it came from; no weights are read. Raises HeadLoadError:
+    there is no module."""
     folder = open_folder(path)
     family = _family_of(folder).of(target.config)
     modules, how = _modules(folder, family, target.num_layers), convention or MtpConvention()
@@ -139,8 +133,7 @@ def _start(names: Mapping[str, str]) -> str:
 def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:
     """Patterns that find (re.search) the names of module tensors, of any family, and no others of a target.
 
-    Args:
-        num_layers: N of the target; num_modules: how many its configuration has.
+    num_layers: N of the target; num_modules: how many its configuration has.
 
     >>> patterns = module_names(4, 1)
     >>> names = ("model.layers.4.enorm.weight", "model.layers.3.mlp.gate.weight", "mtp.fc.weight")
@@ -157,8 +150,7 @@ def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
 
     A projection of [hidden, embedding] has its halves swapped: these checkpoints have [embedding, hidden].
 
-    Args:
-        layer: N + k, the number of the target's layers plus the module's own.
+    layer: N + k, the number of the target's layers plus the module's own.
 
     Raises:
         HeadLoadError: the module has something that these checkpoints cannot hold.
@@ -181,10 +173,7 @@ def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
 
 def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
     """Write one module as a DeepSeek-style checkpoint of its own: the target's config.json, and the module's tensors.
-
-    Raises:
-        HeadLoadError: see `deepseek_tensors`.
-    """
+    Raises HeadLoadError: see `deepseek_tensors`."""
     weights = {name: t.cpu().contiguous() for name, t in deepseek_tensors(head, target.num_layers).items()}
     config = copy.deepcopy(target.config)
     config.num_nextn_predict_layers = 1
@@ -209,11 +198,7 @@ def _layout(folder: CheckpointFolder) -> Layout:
 
 
 def _family_of(folder: CheckpointFolder) -> Family:
-    """The family of a checkpoint's modules.
-
-    Raises:
-        HeadLoadError: there is none, or one that is not read.
-    """
+    """The family of a checkpoint's modules. Raises HeadLoadError: there is none, or one that is not read."""
     family = _family(folder)
     if family is not None:
         return family

@@ -83,17 +83,14 @@ class Comparison:
 def compare_conventions(
     head: CheckedHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int
 ) -> tuple[Comparison, ...]:
-    """Judge the order of the projection, and where K is two or more, what is fed back.
+    """Judge the order of the projection, and where K is two or more, what is fed back: one comparison each.
 
     Args:
-        head: one module, or several of one input convention.
-        token_ids: [T] int64, a text.
-        states: [T, H], the target's states after its final norm on that text.
-        num_drafts: K.
+        head: one module, or several of one input convention. token_ids: [T] int64, a text.
+        states: [T, H], the target's states after its final norm on that text. num_drafts: K.
 
-    Returns:
-        One comparison each; none where both conventions are one (no final norm), where drafts are never fed back, or
-        where the attention is of a kind that the comparison cannot run.
+    There is none where both conventions are one (no final norm), where drafts are never fed back, or where the
+    attention is of a kind that the comparison cannot run.
     """
     modules = head.mtp_modules
     if len(token_ids) < _LEAST or any(k.window or k.softcap or k.has_sinks for k in head.attention_specs):
@@ -110,11 +107,8 @@ def compare_conventions(
 
 
 def check_convention(head: CheckedHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
-    """Refuse modules that plainly run with the wrong convention; arguments as for `compare_conventions`.
-
-    Raises:
-        HeadLoadError: the other convention predicts the target's tokens far better; the message names the option.
-    """
+    """Refuse modules that plainly run with the wrong convention; arguments as for `compare_conventions`. Raises
+    HeadLoadError: the other convention predicts the target's tokens far better; the message names the option."""
     for found in compare_conventions(head, token_ids, states, num_drafts):
         if found.other_is_right:
             raise HeadLoadError(

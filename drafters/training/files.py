@@ -20,11 +20,8 @@ _PARTIAL, _OLD = ".partial", ".old"
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a whole file or nothing: to a temporary file, synced to the disk, then renamed.
-
-    Raises:
-        RunFolderError: it cannot be written; an earlier file of that name stays as it is.
-    """
+    """Write a whole file or nothing: to a temporary file, synced to the disk, then renamed. Raises RunFolderError: it
+    cannot be written; an earlier file of that name stays as it is."""
     partial = path.with_name(f".{path.name}{_PARTIAL}")
     try:
         with partial.open("wb") as out:
@@ -41,8 +38,7 @@ def write_file(path: Path, content: bytes) -> None:
 def whole_folder(path: Path, *, manifest: bool = True) -> Iterator[Path]:
     """Fill a folder that takes the place of `path` when the block ends.
 
-    Args:
-        manifest: add one, so that `damage` can tell later whether the files are still what was written.
+    manifest: add one, so that `damage` can tell later whether the files are still what was written.
 
     Yields:
         An empty folder next to `path` to write into. After an error it is removed, and `path` is as it was.

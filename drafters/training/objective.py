@@ -116,11 +116,8 @@ def chain_mask(answer: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def draft_targets(logits: torch.Tensor, target_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's distribution as the head can express it.
-
-    Args:
-        logits: [B, S, V] of the target.
-        target_ids: [Vd] int64, the draft vocabulary.
+    """The target's distribution as the head can express it, from its logits [B, S, V] and the draft vocabulary [Vd]
+    int64.
 
     Returns:
         Probabilities [B, S, Vd] float32, restricted to the draft vocabulary and renormalised; and [B, S] bool, whether
@@ -143,8 +140,7 @@ def evaluate_batch(
     A draft counts as accepted when it is the answer's own token and all drafts before it were: on answers that the
     target generated greedily, that is what greedy verification accepts.
 
-    Args:
-        aux_hidden_states, logits: the target's features of `batch.token_ids`, [B, S, A·Ht] and [B, S, V].
+    aux_hidden_states, logits: the target's features of `batch.token_ids`, [B, S, A·Ht] and [B, S, V].
     """
     ids = head.to_target_ids(torch.arange(head.draft_vocab_size, device=logits.device))
     probabilities, known = draft_targets(logits, ids)

@@ -68,8 +68,7 @@ class Learner(Generic[TrainedHead]):
 class Run:
     """What a checkpoint must agree with.
 
-    Attributes:
-        folder: of the checkpoints; config: of the run; data: digest of the answers it learns from and measures on.
+    folder: of the checkpoints; config: of the run; data: digest of the answers it learns from and measures on.
     """
 
     folder: Path
@@ -147,11 +146,7 @@ def restore(run: Run, learner: Learner[TrainedHead], console: Console) -> tuple[
 
 
 def keep_evaluation(checkpoint: Path, evaluation: Mapping[str, float]) -> None:
-    """Write the finished head's evaluation next to its last checkpoint.
-
-    Raises:
-        RunFolderError: it cannot be written.
-    """
+    """Write the finished head's evaluation next to its last checkpoint. Raises RunFolderError: it cannot be written."""
     write_file(checkpoint / _EVALUATION, (json.dumps(dict(evaluation)) + "\n").encode())
 
 

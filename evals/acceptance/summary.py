@@ -142,11 +142,7 @@ Repeats = Sequence[tuple[Sequence[Answer], Sequence[Answer] | None]]
 
 
 def summarize(
-    arm: Configuration,
-    answers: Sequence[Answer],
-    baseline: Sequence[Answer] | None,
-    seed: int,
-    repeats: Repeats = (),
+    arm: Configuration, answers: Sequence[Answer], baseline: Sequence[Answer] | None, seed: int, repeats: Repeats = ()
 ) -> Json:
     """Everything about one configuration; wall-time figures lie under "timing".
 

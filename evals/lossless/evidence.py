@@ -44,9 +44,8 @@ class Sampling:
 class Defect:
     """One way to be wrong.
 
-    Attributes:
-        name: shown. change: what is verified with instead of the request's sampling; None: not a matter of sampling,
-            but the bonus token after full acceptance is drawn from what is left of p without the last draft.
+    name: shown. change: what is verified with instead of the request's sampling; None: not a matter of sampling, but
+    the bonus token after full acceptance is drawn from what is left of p without the last draft.
     """
 
     name: str

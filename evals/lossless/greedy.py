@@ -32,16 +32,12 @@ _AT_ONCE = 32
 class Replay:
     """A copy with transformers' own eager attention and experts: float32 models in float64, half precision in float32.
 
-    Attributes:
-        dtype: of the copy.
+    dtype: of the copy.
     """
 
     def __init__(self, hf_model: Any, device: torch.device | None = None) -> None:
-        """hf_model: a whole one. device: of the copy, default the model's.
-
-        Raises:
-            OutOfDeviceMemoryError: there is no room for the copy.
-        """
+        """hf_model: a whole one. device: of the copy, default the model's. Raises OutOfDeviceMemoryError: there is no
+        room for the copy."""
         self.dtype = _higher(hf_model.dtype)
         place = hf_model.device if device is None else device
         check_room(hf_model.config, self.dtype, place)
@@ -57,10 +53,7 @@ class Replay:
     @classmethod
     def of(cls, model: Any) -> Replay:
         """Of a SpeculativeModel. With several ranks its checkpoint is read again: here is a share of its weights.
-
-        Raises:
-            OutOfDeviceMemoryError: this rank's GPU has no room for all of it.
-        """
+        Raises OutOfDeviceMemoryError: this rank's GPU has no room for all of it."""
         if getattr(model, "ranks", None) is None:
             return cls(model.hf_model)
         check_room(model.hf_model.config, _higher(model.dtype), model.device)  # before anything is read
@@ -106,11 +99,8 @@ def _higher(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_room(config: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a copy that a GPU has no room for, before it is made.
-
-    Raises:
-        OutOfDeviceMemoryError: with what it takes, and what is free.
-    """
+    """Refuse a copy that a GPU has no room for, before it is made. Raises OutOfDeviceMemoryError: with what it takes,
+    and what is free."""
     if device.type != "cuda":
         return
     with torch.device("meta"):
@@ -186,8 +176,7 @@ def _at(tokens: Sequence[int], place: int) -> int | None:
 class Judge:
     """The verdicts on the divergences of one configuration, as work for one worker: the replay runs where the model is.
 
-    Attributes:
-        cases: (question, the target's own answer, where the other one differs).
+    cases: (question, the target's own answer, where the other one differs).
     """
 
     arm: Configuration

@@ -38,8 +38,7 @@ class ScoresText(Protocol):
 class Trial:
     """One way of sampling, and the defects that its places are chosen for.
 
-    Attributes:
-        name: shown in tables. sampling: its temperature is set by the search. aims: names of DEFECTS.
+    name: shown in tables. sampling: its temperature is set by the search. aims: names of DEFECTS.
     """
 
     name: str

@@ -29,8 +29,7 @@ POWER = 0.95
 class Power:
     """How likely one defect would have been found.
 
-    Attributes:
-        defect: its name. everywhere: if every place had it; places: if that place alone had it, in their order.
+    defect: its name. everywhere: if every place had it; places: if that place alone had it, in their order.
     """
 
     defect: str

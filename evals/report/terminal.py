@@ -187,26 +187,28 @@ def _shown(metric: Metric, part: Json) -> str:
     return show(values[metric.key], metric.digits) if metric.key in values else "-"
 
 
-def _metric_table(arms: Sequence[Json]) -> Table:
+def _table(first: str, *numbers: str) -> Table:
+    """An empty table: a column of names, then columns of numbers."""
     table = Table()
-    table.add_column("")
-    for arm in arms:
-        table.add_column(arm["name"], justify="right")
+    table.add_column(first)
+    for header in numbers:
+        table.add_column(header, justify="right")
+    return table
+
+
+def _metric_table(arms: Sequence[Json]) -> Table:
+    table = _table("", *(arm["name"] for arm in arms))
     for metric in METRICS:
         table.add_row(metric.label, *(_shown(metric, arm) for arm in arms))
     return table
 
 
 def _group_table(arms: Sequence[Json], key: str) -> Table:
-    table = Table()
-    for name in ("group", "questions"):
-        table.add_column(name)
     drafting = [arm for arm in arms if arm["k"]]
-    for arm in drafting:
-        for label in ("τ", "speed-up"):
-            table.add_column(f"{label} {arm['name']}", justify="right")
     widest = max(drafting, key=lambda arm: int(arm["k"]))
-    table.add_column(f"drafts 1, 2, … all accepted, {widest['name']}", justify="right")
+    headers = [f"{label} {arm['name']}" for arm in drafting for label in ("τ", "speed-up")]
+    table = _table("group", "questions", *headers, f"drafts 1, 2, … all accepted, {widest['name']}")
+    table.columns[1].justify = "left"
     for name in drafting[0][key]:
         cells = [(arm[key][name]) for arm in drafting]
         speedups = [cell["timing"].get("speedup", {"estimate": None}) for cell in cells]
@@ -218,11 +220,8 @@ def _group_table(arms: Sequence[Json], key: str) -> Table:
 
 
 def _position_table(arms: Sequence[Json]) -> Table:
-    table = Table()
-    table.add_column("position")
     drafting = [arm for arm in arms if arm["k"]]
-    for arm in drafting:
-        table.add_column(arm["name"], justify="right")
+    table = _table("position", *(arm["name"] for arm in drafting))
     for j in range(max((arm["k"] for arm in drafting), default=0)):
         cells = ["\n".join(show(arm[kind][j]) for kind in POSITIONS) if j < arm["k"] else "" for arm in drafting]
         table.add_row(str(j + 1), *cells)
@@ -230,11 +229,7 @@ def _position_table(arms: Sequence[Json]) -> Table:
 
 
 def _prediction_table(prediction: Json) -> Table:
-    sizes = list(prediction["round_seconds"])
-    table = Table()
-    table.add_column("K")
-    for size in sizes:
-        table.add_column(f"batch {size}", justify="right")
+    table = _table("K", *(f"batch {size}" for size in prediction["round_seconds"]))
     for k in sorted({cell["k"] for cell in prediction["table"]}):
         row = [cell for cell in prediction["table"] if cell["k"] == k]
         table.add_row(str(k), *(f"{cell['speedup']:.2f}{'*' if cell['extrapolated'] else ''}" for cell in row))
@@ -263,9 +258,7 @@ def untried(prediction: Json, size: str) -> str:
 
 
 def _difference_table(found: Json) -> Table:
-    table = Table()
-    table.add_column("")
-    table.add_column("difference", justify="right")
+    table = _table("", "difference")
     labels = {metric.key: metric for metric in METRICS}
     for key, value in {**found["metrics"], **found["timing"]}.items():
         label, digits = (labels[key].label, labels[key].digits) if key in labels else ("speed, ratio of totals", 3)

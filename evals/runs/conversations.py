@@ -32,8 +32,7 @@ class Model(Protocol):
 class Configuration:
     """One way of generating that is measured.
 
-    Attributes:
-        name: shown in every output; k: drafts a round, 0 for the target alone; model: key of the loaded model.
+    name: shown in every output; k: drafts a round, 0 for the target alone; model: key of the loaded model.
     """
 
     name: str

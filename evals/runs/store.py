@@ -71,8 +71,7 @@ class RunStore:
 
     One process at a time has it open: leave it as a context manager, or with `close`.
 
-    Attributes:
-        folder: where it lies; key: hash of the settings; answers: by (question id, configuration), read at opening.
+    folder: where it lies; key: hash of the settings; answers: by (question id, configuration), read at opening.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -108,11 +107,8 @@ class RunStore:
         self._lock.release()
 
     def add(self, answers: Iterable[Answer]) -> None:
-        """Append answers; they are on disk when this returns.
-
-        Raises:
-            OutputError: they cannot be written; what was there before stays readable.
-        """
+        """Append answers; they are on disk when this returns. Raises OutputError: they cannot be written; what was
+        there before stays readable."""
         answers = list(answers)
         lines = [json.dumps({"key": self.key, "answer": to_json(answer)}, ensure_ascii=False) for answer in answers]
         with _named(self._path), self._path.open("ab") as out:
@@ -158,11 +154,7 @@ class RunStore:
 
 
 def _locked(folder: Path) -> FileLock:
-    """The folder's lock, held.
-
-    Raises:
-        RunStoreError: another run holds it, or the file system knows no locks.
-    """
+    """The folder's lock, held. Raises RunStoreError: another run holds it, or the file system knows no locks."""
     lock = FileLock(folder / LOCK, thread_local=False)
     try:
         with _named(folder / LOCK):
@@ -220,11 +212,8 @@ def _short(value: Any) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or nothing; to what is no regular file (a pipe, a device), straight.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Write a whole file or nothing; to what is no regular file (a pipe, a device), straight. Raises OutputError: it
+    cannot be written."""
     with _named(path):
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
@@ -241,11 +230,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before a run whether a file or folder can be made at `path`; nothing is left behind.
-
-    Raises:
-        OutputError: it cannot.
-    """
+    """Find out before a run whether a file or folder can be made at `path`; nothing is left behind. Raises OutputError:
+    it cannot."""
     folder = path if path.is_dir() else path.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -47,11 +47,7 @@ class LazyCommand:
     short_help: str
 
     def load(self) -> click.Command:
-        """Import the module and return the command.
-
-        Raises:
-            BadInput: a package that it needs is not installed.
-        """
+        """Import the module and return the command. Raises BadInput: a package that it needs is not installed."""
         module, _, attribute = self.target.partition(":")
         try:
             command: click.Command = getattr(importlib.import_module(module), attribute)
@@ -63,8 +59,7 @@ class LazyCommand:
 class LazyGroup(click.Group):
     """A click group of lazy commands, in the order given. Errors of the `SpecdecError` tree end with one message.
 
-    Attributes:
-        lazy: the commands by name.
+    lazy: the commands by name.
     """
 
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **kwargs: Any) -> None:
@@ -88,11 +83,8 @@ class LazyGroup(click.Group):
             formatter.write_dl(self.help_lines(ctx))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command.
-
-        Raises:
-            BadInput: instead of an error of the `SpecdecError` tree. Interrupted: instead of KeyboardInterrupt.
-        """
+        """Run the command. Raises BadInput: instead of an error of the `SpecdecError` tree. Interrupted: instead of
+        KeyboardInterrupt."""
         try:
             return super().invoke(ctx)
         except SpecdecError as error:
@@ -122,11 +114,8 @@ class Plugin:
     distribution: str
 
     def load(self) -> click.Command:
-        """Import the command.
-
-        Raises:
-            PluginError: another distribution owns the name of its package, or something that it imports is missing.
-        """
+        """Import the command. Raises PluginError: another distribution owns the name of its package, or something that
+        it imports is missing."""
         name = self.entry.name
         try:
             if self.distribution == DISTRIBUTION:
@@ -142,8 +131,7 @@ class Plugin:
 def find_plugins(taken: Iterable[str], root: Path = ROOT) -> Mapping[str, Plugin]:
     """The commands that packages add, by name; those of this distribution first.
 
-    Args:
-        taken: names of built-in commands. root: the folder of this distribution's packages.
+    taken: names of built-in commands. root: the folder of this distribution's packages.
 
     Raises:
         PluginError: two commands have one name.

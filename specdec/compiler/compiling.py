@@ -1,12 +1,11 @@
 """torch.compile of target and head: the compiler's settings, and a backend that compiles equal layers once.
 
-The backend cuts a graph at its attentions and compiles what lies between two of them the first time only. Nothing is
-lost by the cuts: the compiler cannot look into an attention. A region reaches from one attention to the
-next, over the border between two layers, so that a norm keeps the residual sum before it. Parameters are inputs of a
-region, which is why one compiled region serves all layers that are alike.
+The backend cuts a graph at its attentions, which the compiler cannot look into, and compiles what lies between two of
+them the first time only. Parameters are inputs of such a region, so one region serves all layers that are alike; it
+crosses the border between two layers, so that a norm keeps the residual sum before it.
 
-Source: vllm-project/vllm cuts at attentions too (vllm/compilation/backends.py, "piecewise" compilation); several graphs
-of one trace go through the compiler one by one as in torch/_dynamo/backends/distributed.py (DDPOptimizer).
+Source: vllm-project/vllm, vllm/compilation/backends.py ("piecewise" compilation); torch/_dynamo/backends/distributed.py
+(DDPOptimizer), for several graphs of one trace.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import _config as size_config
 
-import attention.hf.custom_op
-import attention.recurrence.hf_calls  # noqa: F401 (both register operators)
+import attention.recurrence.hf_calls  # noqa: F401 (registers operators)
+from attention.hf.custom_op import opaque_operator
 from specdec.compiler.passes import Rewriting
 from specdec.errors import SpecdecError
 from specdec.wrapped.alterations import Alterations
@@ -160,15 +159,10 @@ def _module_of(module: GraphModule, region: _Region) -> GraphModule:
     return GraphModule(module, graph)
 
 
-@torch.library.custom_op("specdec::stored", mutates_args=())
+@opaque_operator(lambda x: torch.empty_like(x))
 def stored(x: torch.Tensor) -> torch.Tensor:
     """A copy that the compiler cannot compute again where it is read."""
     return x.clone()
-
-
-@stored.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
 
 
 def store_cos_sin(model: nn.Module, alterations: Alterations) -> int:
@@ -214,11 +208,8 @@ def compiler_settings(batch_invariant: bool = False) -> Iterator[None]:
 
 @contextmanager
 def unwrapped(kind: type[SpecdecError]) -> Iterator[None]:
-    """Raise an error of ours that the compiler met on its way as what it was.
-
-    Raises:
-        SpecdecError: of that kind, when there is one among the causes of what was raised inside; else that itself.
-    """
+    """Raise an error of ours that the compiler met on its way as what it was. Raises SpecdecError: of that kind, when
+    there is one among the causes of what was raised inside; else that itself."""
     try:
         yield
     except Exception as error:

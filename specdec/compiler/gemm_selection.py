@@ -215,8 +215,7 @@ class Tally:
 class Selection:
     """Chooses for one device.
 
-    Attributes:
-        tally: what was done.
+    tally: what was done.
     """
 
     def __init__(

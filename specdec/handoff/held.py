@@ -1,11 +1,9 @@
 """Requests that move between engines: the pages that this one holds for others, and those that others' requests fill.
 
-A request leaves with its first token. Its pages stay owned until its next engine says that it has read them, or its
-lease is over: whichever comes first, and never while a read in time may go on. A request that comes has pages here
-before it is read, and no row: it waits for one with all it needs. Where a read came too late, its pages are in
-quarantine until the transport says that nothing writes to them any more.
-
-After an interrupt or a failed round all tables are made anew; these pages stay what they are (`HeldPages.keep`).
+The pages of a request that leaves stay owned until its next engine has read them or its lease is over, and never while
+a read in time may go on. A request that comes has pages before it is read, but no row yet. Where a read came too late,
+its pages are in quarantine until the transport says that nothing writes to them any more. After an interrupt or a
+failed round all tables are made anew; these pages stay what they are (`HeldPages.keep`).
 """
 
 from __future__ import annotations
@@ -81,9 +79,8 @@ class _Late:
 class Due:
     """What is to be released now. Clocks and peers decide it, so of several ranks rank 0 finds it for all.
 
-    Attributes:
-        leases: of requests that were read, or that nobody will read. reads: numbers of reservations whose late reads
-            write to nothing any more.
+    leases: of requests that were read, or that nobody will read. reads: numbers of reservations whose late reads write
+    to nothing any more.
     """
 
     leases: tuple[str, ...]

@@ -131,7 +131,6 @@ class Departed(Update):
 
     @property
     def last(self) -> bool:
-        """See `Update.last`."""
         return True
 
 
@@ -139,8 +138,7 @@ class Departed(Update):
 class Leaving(Submission):
     """A request that leaves its engine with its first token.
 
-    Attributes:
-        seconds: for which its pages are held then.
+    seconds: for which its pages are held then.
     """
 
     seconds: float
@@ -155,8 +153,7 @@ class Leaving(Submission):
 class Resumption:
     """A request from another engine.
 
-    Attributes:
-        arrival: the number of its pages and its tensors, see `MovingRequests.resume`; None to read its tokens again.
+    arrival: the number of its pages and its tensors, see `MovingRequests.resume`; None to read its tokens again.
     """
 
     moved: MovedRequest
@@ -226,11 +223,8 @@ class Handoff:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Handoff:
-        """The inverse of `to_bytes`; no code of the data is run.
-
-        Raises:
-            HandoffMismatchError: another version, or no handoff. InvalidInputError: no bytes.
-        """
+        """The inverse of `to_bytes`; no code of the data is run. Raises HandoffMismatchError: another version, or no
+        handoff. InvalidInputError: no bytes."""
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise refuse_type("a handoff", data, "the bytes of Handoff.to_bytes")
         data, start = bytes(data), len(_MAGIC) + 8

@@ -28,8 +28,7 @@ from specdec.rounds.rows import Schedule
 class MovingRequests(Guests):
     """The requests of one engine that come from other engines or leave for them. For one thread at a time.
 
-    Attributes:
-        held: their pages while they have no row.
+    held: their pages while they have no row.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -50,11 +49,9 @@ class MovingRequests(Guests):
 
     @property
     def leaving(self) -> bool:
-        """See `Guests.leaving`."""
         return self._departures.expected
 
     def begin_round(self) -> None:
-        """See `Guests.begin_round`."""
         if self.held.active:
             self.held.begin_round()
             self.settle()
@@ -64,35 +61,28 @@ class MovingRequests(Guests):
         self.held.pause(bool(self._engine.scheduler.waiting))
 
     def settle(self) -> None:
-        """See `Guests.settle`."""
         if self.held.active:
             self.held.settle(self._engine.scheduler.pools(), self.held.due())
 
     def keep(self, pools: Sequence[BlockTables], waiting: Sequence[Request]) -> None:
-        """See `Guests.keep`."""
         self._arrivals.forget()
         self._departures.forget(waiting)
         self.held.keep(pools)
 
     def enter(self, schedule: Schedule) -> Schedule:
-        """See `Guests.enter`."""
         return self._arrivals.enter(self._engine, schedule, self.tensors)
 
     def discard(self, request: Request) -> None:
-        """See `Guests.discard`."""
         self._departures.expect_no_more(request)
         self._arrivals.discard(self._engine, request)
 
     def join(self, round_: Round, draft: Draft | None) -> Draft | None:
-        """See `Guests.join`."""
         return self._arrivals.join(round_, draft, self.tensors)
 
     def leave(self, owners: Sequence[Request | None], drafts_of: DraftsOf) -> None:
-        """See `Guests.leave`."""
         self._departures.leave(self._engine, owners, self.tensors, drafts_of)
 
     def reported(self, request: Request, update: Update) -> Update:
-        """See `Guests.reported`."""
         return self._departures.reported(request, update)
 
     def submit_leaving(self, request: Leaving) -> int:
@@ -105,11 +95,8 @@ class MovingRequests(Guests):
         return request_id
 
     def check_leaving(self, request: Leaving) -> int:
-        """As `Engine.check`, of a request whose prompt alone is read here.
-
-        Raises:
-            HandoffMismatchError: the rounds have what cannot move, see `RoundExtra.refuses_handoff`.
-        """
+        """As `Engine.check`, of a request whose prompt alone is read here. Raises HandoffMismatchError: the rounds have
+        what cannot move, see `RoundExtra.refuses_handoff`."""
         _check_extras(self._engine.admission)
         return self._engine.admission.check(request.token_ids, request.params, prompt_alone=True)
 
@@ -146,8 +133,7 @@ class MovingRequests(Guests):
     def resume(self, moved: MovedRequest, arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None) -> int:
         """Queue a request from another engine; it goes on as if it had been here all the time.
 
-        Args:
-            arrival: the number of its pages, filled, and its tensors (see `Departure`); None to read its tokens again.
+        arrival: the number of its pages, filled, and its tensors (see `Departure`); None to read its tokens again.
         """
         self.check_moved(moved)
         request = moved_here(self._engine.admission, self._engine.take_id(), moved)

@@ -47,8 +47,7 @@ class RowTensors(Protocol):
     def pack(self, row: int, computed: int, drafts: bool) -> dict[str, torch.Tensor]:
         """What the request in a RowTable row carries from round to round, copied on the device.
 
-        Args:
-            computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
+        computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
         """
 
     def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
@@ -61,8 +60,7 @@ class RowTensors(Protocol):
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
         """Take over, into their rows, what requests have brought; the drafts of the whole round.
 
-        Args:
-            round_: sent, its last drafting rows being those of `arrived` that have drafts. draft: of the others.
+        round_: sent, its last drafting rows being those of `arrived` that have drafts. draft: of the others.
         """
 
     def refuses(self, tensors: Tensors) -> str:

@@ -129,12 +129,7 @@ class Transfers:
                 guests.release([handoff.lease for handoff in given])
 
     @interrupts_as_they_are()
-    def resume(
-        self,
-        handoffs: Handoff | Sequence[Handoff],
-        timeout: float,
-        on_failure: OnFailure,
-    ) -> list[Completion]:
+    def resume(self, handoffs: Handoff | Sequence[Handoff], timeout: float, on_failure: OnFailure) -> list[Completion]:
         """Continue requests that another model has handed over, with the tokens and drafts that it would have had.
 
         Args:

@@ -76,8 +76,7 @@ def as_read(head: Rereadable) -> Reading:
 def other_readings(reading: Reading, num_layers: int, rope_theta: float | None) -> tuple[Reading, ...]:
     """Readings that differ from one in a single choice.
 
-    Args:
-        num_layers: N of the target. rope_theta: of the target's rotary embedding; None where it has no single one.
+    num_layers: N of the target. rope_theta: of the target's rotary embedding; None where it has no single one.
     """
     return (
         *_other_layers(reading, num_layers),
@@ -176,11 +175,10 @@ class Agreement:
     """What the agreement check found.
 
     Attributes:
-        num_answers, num_tokens: what the target wrote for it, greedily.
-        rounds: acceptance in the rounds that wrote it.
+        num_answers, num_tokens: what the target wrote for it, greedily. rounds: acceptance in the rounds that wrote it.
         chains: the same drafts from every position of the answers; None where that cannot be run.
-        tried: the other readings, best first; () where there are none.
-        best: the one that is better beyond doubt, if any; it may be several changes at once.
+        tried: the other readings, best first. best: the one that is better beyond doubt, if any; it may be several
+            changes.
         verdict: "fine"; "low": few drafts are accepted however the head is read; "misread": `best` is right.
         cause: the likely cause, or what speaks for the head.
     """
@@ -225,8 +223,7 @@ def _tried_json(tried: Tried) -> dict[str, Any]:
 def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> Agreement:
     """Let the target answer some prompts greedily with the head, and compare other readings of the head on the answers.
 
-    Args:
-        prompts: default `PROMPTS`, as chats where the tokenizer has a template.
+    prompts: default `PROMPTS`, as chats where the tokenizer has a template.
 
     Raises:
         InvalidInputError: the model has no head, drafts nothing, a prompt is too long, or the answers are too short to

@@ -43,8 +43,7 @@ MAX_NEW_TOKENS = 64
 class Passage:
     """A prompt with the target's own greedy answer.
 
-    Attributes:
-        token_ids: [T] int64. start: where the answer begins.
+    token_ids: [T] int64. start: where the answer begins.
     """
 
     token_ids: torch.Tensor
@@ -63,8 +62,7 @@ def boundary_states(
 ) -> list[Mapping[int, torch.Tensor]]:
     """The target's states on each passage, by its own forward: [T, Ht] after each of these layers.
 
-    Args:
-        layers: boundaries 0 … N, or `drafters.base.FINAL_NORM`.
+    layers: boundaries 0 … N, or `drafters.base.FINAL_NORM`.
     """
     places = tuple(dict.fromkeys(layers))
     alterations = Alterations(probed)
@@ -87,8 +85,7 @@ def boundary_states(
 class Chains:
     """One chain of drafts from each position of some texts.
 
-    Attributes:
-        drafted, accepted: [C] int64, drafts of each chain and how many of them the target says itself.
+    drafted, accepted: [C] int64, drafts of each chain and how many of them the target says itself.
     """
 
     drafted: torch.Tensor
@@ -186,8 +183,7 @@ class MapCheck:
 def check_map(head: Head, passages: Sequence[Passage], states: Iterable[Mapping[int, torch.Tensor]]) -> MapCheck:
     """Compare a head's vocabulary map with one learnt from answers.
 
-    Args:
-        states: the target's, of each passage by layer; the head's aux layers are among them.
+    states: the target's, of each passage by layer; the head's aux layers are among them.
     """
     said = [_first_drafts(head, passage, of) for passage, of in zip(passages, states, strict=True)]
     halves = [[pair for pairs in said[half::2] for pair in pairs] for half in (0, 1)]

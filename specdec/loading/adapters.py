@@ -46,10 +46,7 @@ _SNAPSHOT = re.compile(r"[0-9a-f]{40}")
 
 def unwrapped(target: Any) -> Any:
     """The transformers model inside of a PeftModel; anything else as it is. Nothing is changed, and nothing merged.
-
-    Raises:
-        UnsupportedModelError: an adapter of a kind that changes inputs or cache.
-    """
+    Raises UnsupportedModelError: an adapter of a kind that changes inputs or cache."""
     peft: Any = sys.modules.get("peft")  # whoever has an object of its classes has imported it
     if peft is None or not isinstance(target, peft.PeftModel):
         return target
@@ -60,8 +57,7 @@ def unwrapped(target: Any) -> Any:
 def check_kinds(name: str, configs: Iterable[Any]) -> None:
     """Refuse adapters that are not computed by the layers alone.
 
-    Args:
-        configs: of peft, or adapter_config.json as read.
+    configs: of peft, or adapter_config.json as read.
 
     Raises:
         UnsupportedModelError: the message names the kind.
@@ -142,11 +138,8 @@ def _adapter(place: Checkpoint, config: Mapping[str, Any], merge: Merge) -> Adap
 
 
 def _config(checkpoint: Checkpoint, what: str) -> Mapping[str, Any] | None:
-    """adapter_config.json of a folder or a hub model; None where it has none.
-
-    Raises:
-        ModelLoadError: it is damaged, or lies in one folder with a whole model.
-    """
+    """adapter_config.json of a folder or a hub model; None where it has none. Raises ModelLoadError: it is damaged, or
+    lies in one folder with a whole model."""
     try:
         file = find_adapter_config_file(
             checkpoint.path, revision=checkpoint.revision, local_files_only=checkpoint.local_files_only
@@ -181,8 +174,7 @@ def _config(checkpoint: Checkpoint, what: str) -> Mapping[str, Any] | None:
 def import_peft(name: str) -> Any:
     """The package peft.
 
-    Args:
-        name: of the adapter that needs it.
+    name: of the adapter that needs it.
 
     Raises:
         ModelLoadError: it is not installed.
@@ -244,8 +236,7 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
 def _check_vocabulary(model: PreTrainedModel, adapter: Adapter, tensors: Mapping[str, Any]) -> None:
     """Refuse an adapter with embeddings of more or fewer tokens than the base has: tokens were added before training.
 
-    Args:
-        tensors: of the adapter, by name.
+    tensors: of the adapter, by name.
 
     Raises:
         ModelLoadError: the message says how such an adapter is loaded.

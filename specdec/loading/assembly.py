@@ -42,15 +42,13 @@ class Parts:
     """What an engine is built of. Only the weights take memory yet.
 
     Attributes:
-        probed: the target. head: the draft head that fits it, or None.
+        probed: the target. head: the draft head that fits it, or None. backend: computes attention.
         checkpoint: where the target was read from; None for a loaded model without a name.
         tokenizer: the target's, or the one that was given; None where there is none.
-        backend: computes attention.
         config: sizes and limits; with prefix caching where it can be done.
         format: how the target's keys and values are stored. layout: order inside a page, of the head's cache too.
         prefix_caching: "on", or "off: " and the reason. cascade: likewise, of cascade attention.
-        cache_tokens: tokens of the KV cache, as asked for or as they fit.
-        cache_bytes: what all caches and the states of recurrent layers will take.
+        cache_tokens: tokens of the KV cache. cache_bytes: of all caches and the states of recurrent layers.
     """
 
     probed: TargetProbe
@@ -68,9 +66,7 @@ class Parts:
 
 
 def choose_prefix_caching(
-    loop: DraftLoop[Any, Any] | None,
-    asked: bool | Literal["auto"],
-    recurrent: bool = False,
+    loop: DraftLoop[Any, Any] | None, asked: bool | Literal["auto"], recurrent: bool = False
 ) -> str:
     """ "on", or "off: " and the reason.
 
@@ -100,8 +96,7 @@ def choose_prefix_caching(
 def choose_cascade(backend: AttentionBackend, prefix_caching: str, asked: bool) -> str:
     """ "on", and the backend does so from now on; or "off: " and the reason. Which layers it does so for is its route.
 
-    Args:
-        prefix_caching: what `choose_prefix_caching` gave.
+    prefix_caching: what `choose_prefix_caching` gave.
 
     Raises:
         InvalidInputError: asked for where it cannot be done.
@@ -146,8 +141,7 @@ class Assembly:
 def assemble(parts: Parts, cuda_graphs: bool | Literal["auto"], group: Group = ALONE) -> Assembly:
     """Allocate caches, test the target, compile and capture, and wait for kernels. An error leaves the model as it was.
 
-    Args:
-        cuda_graphs: see `SpeculativeModel.from_pretrained`. group: the processes that run the target together.
+    cuda_graphs: see `SpeculativeModel.from_pretrained`. group: the processes that run the target together.
 
     Raises:
         InvalidInputError: the backend, the head or the target cannot do with CUDA graphs, or not without; a layer
@@ -185,11 +179,8 @@ def _target(parts: Parts, group: Group) -> Target:
 
 
 def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: GraphChoice) -> Assembly:
-    """Test the target, and build what runs its rounds. Compiling comes before the kernels are there.
-
-    Raises:
-        UnsupportedModelError: the target comes out wrong; whatever else is wrong, this is said first.
-    """
+    """Test the target, and build what runs its rounds. Compiling comes before the kernels are there. Raises
+    UnsupportedModelError: the target comes out wrong; whatever else is wrong, this is said first."""
     probed, config, model, head = parts.probed, parts.config, parts.probed.model, parts.head
     graphs = Graphs(target, drafter, config, choice)
     log.info("testing a small copy of the model")

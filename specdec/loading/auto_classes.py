@@ -37,8 +37,7 @@ _WRAPPERS = (
 def auto_class(config: PreTrainedConfig, name: str) -> AutoClass:
     """The auto class for a configuration: that of causal language models where it knows it, else one of wrappers.
 
-    Args:
-        name: what the user called the checkpoint, for the message.
+    name: what the user called the checkpoint, for the message.
 
     Raises:
         ModelLoadError: an encoder, with or without a decoder, or no language model.

@@ -43,8 +43,7 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.(safetensors|bin)")
 def check_weight_files(folder: Path, what: str) -> None:
     """Refuse a folder whose weights are not there, or not all of them.
 
-    Args:
-        what: for the message, what cannot be loaded.
+    what: for the message, what cannot be loaded.
 
     Raises:
         ModelLoadError: the message names what is missing, or what there is instead.
@@ -60,11 +59,8 @@ def check_weight_files(folder: Path, what: str) -> None:
 
 
 def check_no_pointers(folder: Path, what: str) -> None:
-    """Refuse a folder in which git has put pointers to its weights.
-
-    Raises:
-        ModelLoadError: the message says how to get the files.
-    """
+    """Refuse a folder in which git has put pointers to its weights. Raises ModelLoadError: the message says how to get
+    the files."""
     files = sorted(f for f in folder.iterdir() if f.suffix in (".safetensors", ".bin") and f.is_file())
     pointers = [file.name for file in files if is_lfs_pointer(file)]
     if pointers:
@@ -204,8 +200,7 @@ def find_checkpoint(
 ) -> Checkpoint:
     """Find a target (or a tokenizer) by name. A name that can only be a folder is not looked up on the hub.
 
-    Args:
-        what: what is looked for, for the message.
+    what: what is looked for, for the message.
 
     Raises:
         ModelLoadError: there is no such folder, or it is a file, or no name of a hub model; or what lies in the folder
@@ -236,11 +231,8 @@ def find_checkpoint(
 
 
 def check_target_folder(checkpoint: Checkpoint) -> None:
-    """Refuse a folder that holds no causal language model as transformers reads one. Hub names pass.
-
-    Raises:
-        ModelLoadError: the message names what the folder is.
-    """
+    """Refuse a folder that holds no causal language model as transformers reads one. Hub names pass. Raises
+    ModelLoadError: the message names what the folder is."""
     if not checkpoint.is_folder:
         return
     folder = Path(checkpoint.path)
@@ -262,8 +254,7 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
 def check_depth(config: Mapping[str, Any], what: str) -> None:
     """Refuse a configuration with more layers than any model has, before one of them is made.
 
-    Args:
-        config: with those of parts in it. what: for the message, what cannot be loaded.
+    config: with those of parts in it. what: for the message, what cannot be loaded.
 
     Raises:
         ModelLoadError: the message names the field.
@@ -336,8 +327,7 @@ def _check_model_type(config: Mapping[str, Any], what: str) -> None:
 def check_quantisation(stored: Mapping[str, Any] | None, what: str) -> str | None:
     """The method of a `quantization_config`; None without one.
 
-    Args:
-        what: for the message, what cannot be loaded.
+    what: for the message, what cannot be loaded.
 
     Raises:
         ModelLoadError: transformers does not know the method (it passes over one, and would read packed integers as

@@ -51,8 +51,7 @@ def token_bytes(
 ) -> TokenBytes:
     """Bytes of one token by cache group.
 
-    Args:
-        longest: most tokens of a request; a window that covers them all needs no group. grouped: False: one group.
+    longest: most tokens of a request; a window that covers them all needs no group. grouped: False: one group.
     """
     specs, dtype = tuple(call.attention_spec for call in probed.calls), format.dtype_for(probed.model.dtype)
     windows = windows_of(specs, longest) if grouped else ()
@@ -95,19 +94,13 @@ class Division:
 
 
 def divide_cache(
-    asked: int | None,
-    device: torch.device,
-    sizes: TokenBytes,
-    rows: Rows,
-    utilization: float,
-    state_bytes: int = 0,
+    asked: int | None, device: torch.device, sizes: TokenBytes, rows: Rows, utilization: float, state_bytes: int = 0
 ) -> Division:
     """Tokens of the KV cache: `asked` in the first group; else max_num_seqs rows of max_model_len, or what fits.
 
     That is what the GPU has left, and on CPU 1 GiB. A model without attention has no KV cache, and all the tokens.
 
-    Args:
-        state_bytes: of the recurrent states of all rows, which come first.
+    state_bytes: of the recurrent states of all rows, which come first.
 
     Raises:
         CacheTooSmallError: the device has no room for a cache, or not for the given one.

@@ -93,8 +93,7 @@ def target_of_head(head: str | Path) -> str | None:
     """The target that a head was made for, as its own files say: a built-in head's, the checkpoint that holds a
     module, or the one that config.json names. None where they do not.
 
-    Args:
-        head: folder, or hub name.
+    head: folder, or hub name.
 
     Raises:
         HeadLoadError: the files cannot be read.
@@ -124,11 +123,8 @@ _NO_EAGLE = (
 
 
 def resolve_head(draft: str | Path, target_name: str | None) -> str:
-    """The head's folder or hub name; "auto" is the head that was built in with the target.
-
-    Raises:
-        HeadLoadError: "auto" for a target without a built-in head.
-    """
+    """The head's folder or hub name; "auto" is the head that was built in with the target. Raises HeadLoadError: "auto"
+    for a target without a built-in head."""
     if str(draft) != AUTO_HEAD:
         return resolve(draft)
     head = BUILTIN_HEADS.get(builtin_name(target_name) or "")
@@ -138,11 +134,7 @@ def resolve_head(draft: str | Path, target_name: str | None) -> str:
 
 
 def target_facts(probed: TargetProbe) -> TargetFacts:
-    """What a head's loader must know of its target.
-
-    Raises:
-        HeadLoadError: the target has no output embedding.
-    """
+    """What a head's loader must know of its target. Raises HeadLoadError: the target has no output embedding."""
     model = probed.model
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     if output is None:
@@ -158,11 +150,8 @@ def target_facts(probed: TargetProbe) -> TargetFacts:
 
 
 def _shared(module: Any, what: str, model: Any) -> torch.Tensor:
-    """The weight of an embedding that a head may share; of a quantised one a copy in floating point.
-
-    Raises:
-        HeadLoadError: it is packed so that only its library can read it.
-    """
+    """The weight of an embedding that a head may share; of a quantised one a copy in floating point. Raises
+    HeadLoadError: it is packed so that only its library can read it."""
     weight = dense_weight(module)
     if weight is None:
         raise HeadLoadError(
@@ -228,11 +217,8 @@ def _warn_of_unknown_keys(report: HeadReport | None) -> None:
 
 
 def check_without_head(convention: MtpConvention, overrides: Mapping[str, Any] | None) -> None:
-    """Options that say how a head is read decide nothing where there is none.
-
-    Raises:
-        InvalidInputError: one is given.
-    """
+    """Options that say how a head is read decide nothing where there is none. Raises InvalidInputError: one is
+    given."""
     _check_no_convention(convention, "there is no draft head")
     _check_no_overrides(overrides, "there is no draft head")
 

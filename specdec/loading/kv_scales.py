@@ -71,8 +71,7 @@ def chosen_scales(
 ) -> tuple[Sequence[Pair] | None, str]:
     """The scales of the target's cache, by attention layer in order, and where they come from.
 
-    Args:
-        checkpoint: of the target; its scales are read for dtype "fp8" only. given: the user's, None for none.
+    checkpoint: of the target; its scales are read for dtype "fp8" only. given: the user's, None for none.
 
     Returns:
         None for 1.0 everywhere.
@@ -138,11 +137,8 @@ def _check_same(
 
 
 def stored_scales(checkpoint: Checkpoint) -> StoredScales | None:
-    """What a checkpoint says of its KV cache and its scales; None where it says nothing, or is not to be found.
-
-    Raises:
-        ModelLoadError: a scale is no positive number, or there is one for each head.
-    """
+    """What a checkpoint says of its KV cache and its scales; None where it says nothing, or is not to be found. Raises
+    ModelLoadError: a scale is no positive number, or there is one for each head."""
     try:
         folder = open_folder(_files_of(checkpoint))
     except (HeadLoadError, OSError):  # a loaded model may be called anything; one that was read from here was complete
@@ -163,8 +159,7 @@ def stored_scales(checkpoint: Checkpoint) -> StoredScales | None:
 def scales_in_words(checkpoint: Checkpoint | None, used: str) -> str | None:
     """For `describe`: the scales in use, or those that a checkpoint in a folder has; None for neither.
 
-    Args:
-        used: where the scales in use come from, see `chosen_scales`.
+    used: where the scales in use come from, see `chosen_scales`.
     """
     if used or checkpoint is None or not checkpoint.is_folder:
         return used or None
@@ -182,11 +177,7 @@ def scales_in_words(checkpoint: Checkpoint | None, used: str) -> str | None:
 
 
 def _files_of(checkpoint: Checkpoint) -> Path:
-    """The folder that a checkpoint was read from, a hub model's in the local cache.
-
-    Raises:
-        OSError: there is none.
-    """
+    """The folder that a checkpoint was read from, a hub model's in the local cache. Raises OSError: there is none."""
     if checkpoint.is_folder:
         return Path(checkpoint.path)
     where = {"revision": checkpoint.revision, "_raise_exceptions_for_missing_entries": False}
@@ -240,11 +231,7 @@ def _in_words(scheme: Mapping[str, Any]) -> str:
 def _read(file: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ):  # there is none for most; a damaged one is refused by `check_target_folder`
+    except (OSError, ValueError, RecursionError):  # most have none; `check_target_folder` refuses a damaged one
         return {}
     return found if isinstance(found, dict) else {}
 

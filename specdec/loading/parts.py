@@ -46,16 +46,12 @@ from specdec.wrapped.probing import TargetProbe, probe_target
 
 
 def load_parts(
-    target: str | Path | PreTrainedModel,
-    draft: str | Path | Head | None,
-    options: LoadOptions,
-    group: Group = ALONE,
+    target: str | Path | PreTrainedModel, draft: str | Path | Head | None, options: LoadOptions, group: Group = ALONE
 ) -> Parts:
     """Load target and head, and settle every size, before memory is taken for any of them.
 
-    Args:
-        target, draft: see `SpeculativeModel.from_pretrained`. group: the processes that
-            load it together, all of which call it.
+    target, draft: see `SpeculativeModel.from_pretrained`. group: the processes that load it together, all of which call
+    it.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;

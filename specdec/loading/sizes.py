@@ -16,20 +16,12 @@ from specdec.user_warnings import warn_user
 from specdec.values import short
 from specdec.wrapped.long_rope import find_long_rope
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 def resolve_device(device: Any) -> torch.device:
-    """The chosen device (a name, a torch.device, or the index of a GPU); by default CUDA where there is one.
-
-    Raises:
-        InvalidInputError: the name is no device of torch, or one that is not supported or not there.
-    """
+    """The chosen device (a name, a torch.device, or the index of a GPU); by default CUDA where there is one. Raises
+    InvalidInputError: the name is no device of torch, or one that is not supported or not there."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     allowed = f"allowed are cpu{_cuda_devices()}"
@@ -51,11 +43,8 @@ def resolve_device(device: Any) -> torch.device:
 
 
 def resolve_dtype(dtype: Any, device: torch.device) -> torch.dtype | str:
-    """A torch dtype; "auto" is float32 on CPU and the checkpoint's own on a GPU.
-
-    Raises:
-        InvalidInputError: no floating-point dtype that a model computes in.
-    """
+    """A torch dtype; "auto" is float32 on CPU and the checkpoint's own on a GPU. Raises InvalidInputError: no
+    floating-point dtype that a model computes in."""
     if isinstance(dtype, str) and dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
@@ -73,11 +62,7 @@ DEFAULT_DRAFTS = 5
 
 
 def num_drafts(asked: int | None, head: Head | None) -> int:
-    """K: the given one, else 5 with a head and 0 without.
-
-    Raises:
-        InvalidInputError: drafts without a head.
-    """
+    """K: the given one, else 5 with a head and 0 without. Raises InvalidInputError: drafts without a head."""
     if head is None and asked:
         raise InvalidInputError(f"num_speculative_tokens={asked} needs a draft head: give draft=…")
     if asked is None:

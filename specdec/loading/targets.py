@@ -9,11 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from drafters.mtp.checkpoint import module_names
@@ -76,11 +72,7 @@ def load_target(
 
 
 def _load(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype | str,
-    device: torch.device,
-    on_config: OnConfig | None,
-    group: Group,
+    checkpoint: Checkpoint, dtype: torch.dtype | str, device: torch.device, on_config: OnConfig | None, group: Group
 ) -> tuple[PreTrainedModel, Quantisation | None]:
     """As `load_target`, with how the weights are stored."""
     check_target_folder(checkpoint)

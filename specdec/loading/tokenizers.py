@@ -54,11 +54,7 @@ def _with_own_files(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def load_tokenizer(name: str | Path | Checkpoint) -> Any:
-    """Load a tokenizer by its model's name.
-
-    Raises:
-        ModelLoadError: it cannot be loaded.
-    """
+    """Load a tokenizer by its model's name. Raises ModelLoadError: it cannot be loaded."""
     checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name, what="the tokenizer of")
     with loading_named(checkpoint, "the tokenizer of"):
         try:

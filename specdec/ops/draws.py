@@ -34,10 +34,9 @@ class Filtered:
 
     Undefined for greedy rows (temperature 0).
 
-    Attributes:
-        stats: [..., 4] float32, the last dimension contiguous: largest logit | lowest kept logit | first kept index
-            among tokens of that logit | sum of exp((logit - largest) / temperature) over the kept tokens. Where min-p
-            keeps less than that, it decides: p is zero below min_p times the largest.
+    stats: [..., 4] float32, the last dimension contiguous: largest logit | lowest kept logit | first kept index among
+    tokens of that logit | sum of exp((logit - largest) / temperature) over the kept tokens. Where min-p keeps less than
+    that, it decides: p is zero below min_p times the largest.
     """
 
     stats: torch.Tensor
@@ -62,12 +61,7 @@ class Filtered:
 
 
 def filter_rows(
-    logits: torch.Tensor,
-    peaks: torch.Tensor,
-    sampling: Parameters,
-    out: Filtered,
-    *,
-    index: torch.Tensor | None = None,
+    logits: torch.Tensor, peaks: torch.Tensor, sampling: Parameters, out: Filtered, *, index: torch.Tensor | None = None
 ) -> None:
     """What the filters leave of the rows with temperature > 0, as `target_probs` has it; other rows of `out` stay.
 

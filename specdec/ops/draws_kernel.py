@@ -76,14 +76,9 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     proposal,  # None, or pointers to the head's logits, their stats, the map and the sources, and strides
     packed_ptr,  # [J, 2 * N + 2] int64
     sums_ptr,  # [J, 2, parts] int64: of p | of max(p - q, 0)
-    vocab,
-    row_stride,
-    accept_stride,
-    N: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    PART: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    vocab, row_stride, accept_stride,
+    N: tl.constexpr, DRAFTS: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Before it waits it loads what the filters' kernels do not write."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, floor = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
@@ -151,16 +146,9 @@ def _resample_kernel(  # type: ignore[no-untyped-def]
     proposal,  # see _accept_kernel
     packed_ptr,  # [J, 2 * N + 2] int64
     sums_ptr,  # [J, 2, parts] int64: of p | of max(p - q, 0)
-    vocab,
-    parts,
-    row_stride,
-    next_stride,
-    N: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    vocab, parts, row_stride, next_stride,
+    N: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature, floor = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
     num_drafts, column = tl.load(num_drafts_ptr + row), tl.arange(0, TOKENS)
@@ -222,19 +210,9 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
     stats_ptr,  # [R, 4] float32
     sums_ptr,  # [R, parts] int64
     done_ptr,  # [R] int32, parts that are summed: zeros
-    step,
-    columns,
-    vocab,
-    row_stride,
-    ids_stride,
-    uniform_stride,
-    accepted_stride,
-    drafts_stride,
-    stats_stride,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    step, columns, vocab, row_stride, ids_stride, uniform_stride, accepted_stride, drafts_stride, stats_stride,
+    PART: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Sum the weights of one part of a row; the program that is done last draws the row's token.
 
     Before it waits it loads what the filters' kernels do not write.

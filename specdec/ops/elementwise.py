@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from attention.hf.custom_op import opaque_operator
 
-@torch.library.custom_op("specdec::rms_norm", mutates_args=())
+
+@opaque_operator(lambda x, weight, eps: x.new_empty(x.shape))
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [1, T, H], weight [H], both of one half-precision dtype -> weight · round(x / rms(x)) [1, T, H].
 
@@ -19,12 +21,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _norm_plain(x, weight, eps)
 
 
-@rms_norm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("specdec::add_rms_norm", mutates_args=())
+@opaque_operator(lambda x, residual, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)))
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,18 +34,13 @@ def add_rms_norm(
     return total, _norm_plain(total, weight, eps)
 
 
-@add_rms_norm.register_fake
-def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
 def _norm_plain(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     values = x.float()
     scale = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * (values * scale).to(x.dtype)).contiguous()
 
 
-@torch.library.custom_op("specdec::silu_product", mutates_args=())
+@opaque_operator(lambda gate, up: gate.new_empty(gate.shape))
 def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """gate, up [1, T, F] or [T, F] of one half-precision dtype -> silu(gate) · up, contiguous.
 
@@ -62,12 +54,7 @@ def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype).contiguous()
 
 
-@silu_product.register_fake
-def _(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@torch.library.custom_op("specdec::rotated", mutates_args=())
+@opaque_operator(lambda query, key, cos, sin: (token_major(query), token_major(key)))
 def rotated(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,14 +73,9 @@ def rotated(
     return _rotate_plain(query, cos, sin), _rotate_plain(key, cos, sin)
 
 
-@rotated.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return token_major(query), token_major(key)
-
-
-@torch.library.custom_op("specdec::rotated_together", mutates_args=())
+@opaque_operator(
+    lambda query, key, cos, sin: query.new_empty(query.shape[0], query.shape[1] + key.shape[1], query.shape[2])
+)
 def rotated_together(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """query [T, Hq, D], key [T, Hkv, D] in half precision, cos and sin [T, 1, D/2] float32 -> [T, Hq + Hkv, D].
 
@@ -113,11 +95,6 @@ def rotated_together(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, 
         for rotated_part, part in zip(outs, (query, key), strict=True):
             rotated_part.copy_(_rotate_plain(part, cos, sin))
     return out
-
-
-@rotated_together.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[1] + key.shape[1], query.shape[2])
 
 
 def token_major(x: torch.Tensor) -> torch.Tensor:

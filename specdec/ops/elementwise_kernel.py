@@ -23,12 +23,9 @@ def _silu_product_kernel(  # type: ignore[no-untyped-def]
     gate_ptr,  # [T, F]
     up_ptr,  # [T, F]
     out_ptr,  # [T, F] contiguous
-    gate_stride,
-    up_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    gate_stride, up_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # scalar, [BLOCK]
     inside = column < WIDTH
@@ -43,16 +40,9 @@ def launch_silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     tokens, width = rows.shape
     out = gate.new_empty(gate.shape)
     _silu_product_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-        rows,
-        others,
-        out,
-        rows.stride(0),
-        others.stride(0),
-        WIDTH=width,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        rows, others, out, rows.stride(0), others.stride(0), WIDTH=width, BLOCK=_BLOCK, num_warps=_WARPS,
         **dependent_launch(gate.device),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -64,18 +54,10 @@ def token_rows(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def normed_token(  # type: ignore[no-untyped-def]
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    sum_ptr,
-    x_stride,
-    residual_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADDS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, sum_ptr,
+    x_stride, residual_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """A program's token, and its normed values [BLOCK] in x's dtype; the residual sum is stored. See `_norm_kernel`."""
     column = tl.arange(0, BLOCK)  # [BLOCK]
     inside = column < WIDTH
@@ -99,14 +81,9 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     weight_ptr,  # [H]
     sum_ptr,  # [T, H] contiguous
     out_ptr,  # [T, H] contiguous
-    x_stride,
-    residual_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADDS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    x_stride, residual_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     token, normed = normed_token(
         x_ptr, residual_ptr, weight_ptr, sum_ptr, x_stride, residual_stride, eps, WIDTH, BLOCK, ADDS, DEPENDENT
     )
@@ -124,20 +101,10 @@ def launch_norm(
     out = x.new_empty(x.shape)
     total = x if residual is None else x.new_empty(x.shape)
     _norm_kernel[(len(rows),)](
-        rows,
-        added,
-        weight,
-        total,
-        out,
-        rows.stride(0),
-        added.stride(0),
-        eps,
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        ADDS=residual is not None,
-        num_warps=8 if width >= 2048 else 4,
+        rows, added, weight, total, out, rows.stride(0), added.stride(0), eps, WIDTH=width,
+        BLOCK=triton.next_power_of_2(width), ADDS=residual is not None, num_warps=8 if width >= 2048 else 4,
         **dependent_launch(x.device),
-    )
+    )  # fmt: skip
     return total, out
 
 
@@ -152,22 +119,11 @@ def _rotation_kernel(  # type: ignore[no-untyped-def]
     sin_ptr,  # [1, 1, T, D or D/2]
     query_out_ptr,  # [T, Hq, D] heads side by side
     key_out_ptr,  # [T, Hkv, D] heads side by side
-    query_token,
-    query_head,
-    key_token,
-    key_head,
-    cos_token,
-    sin_token,
-    query_out_token,
-    key_out_token,
-    QUERY_HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
+    query_token, query_head, key_token, key_head, cos_token, sin_token, query_out_token, key_out_token,
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr,
     SECOND: tl.constexpr,  # where cos and sin of the second half begin
-    BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    BLOCK: tl.constexpr, HEADS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1] query heads, then key heads
@@ -209,25 +165,8 @@ def launch_rotation(
     query, key, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, cos, sin))
     (_, query_heads, tokens, dim), key_heads = query.shape, key.shape[1]
     _rotation_kernel[(tokens, triton.cdiv(query_heads + key_heads, _HEADS_A_PROGRAM))](
-        query,
-        key,
-        cos,
-        sin,
-        *outs,
-        query.stride(2),
-        query.stride(1),
-        key.stride(2),
-        key.stride(1),
-        cos.stride(2),
-        sin.stride(2),
-        outs[0].stride(2),
-        outs[1].stride(2),
-        QUERY_HEADS=query_heads,
-        KEY_HEADS=key_heads,
-        HALF=dim // 2,
-        SECOND=cos.shape[-1] - dim // 2,
-        BLOCK=triton.next_power_of_2(dim // 2),
-        HEADS=_HEADS_A_PROGRAM,
-        num_warps=4,
-        **dependent_launch(query.device),
-    )
+        query, key, cos, sin, *outs, query.stride(2), query.stride(1), key.stride(2), key.stride(1), cos.stride(2),
+        sin.stride(2), outs[0].stride(2), outs[1].stride(2), QUERY_HEADS=query_heads, KEY_HEADS=key_heads,
+        HALF=dim // 2, SECOND=cos.shape[-1] - dim // 2, BLOCK=triton.next_power_of_2(dim // 2), HEADS=_HEADS_A_PROGRAM,
+        num_warps=4, **dependent_launch(query.device),
+    )  # fmt: skip

@@ -1,12 +1,9 @@
-"""Mixtures of experts inside CUDA graphs, in half precision and in FP8.
+"""Mixtures of experts inside CUDA graphs, in half precision and in FP8: one matmul per (token, expert) pair.
 
 transformers' grouped matmul needs bfloat16 under torch.compile: for any other dtype it reads the group sizes back to
-the host, which no graph can hold. Its batched matmul copies the weights of every (token, expert) pair before it
-multiplies. `paired_experts` reads each chosen expert's weights once, in place, and sorts nothing. The grouped
-matmul is left to batches in which experts have many tokens.
-
-As `specdec.ops.experts.paired_experts`, with the arithmetic of `specdec.ops.fp8`. Nothing is sorted and nothing read
-back to the host, so eager code and graphs run the same form.
+the host, which no graph can hold. Its batched matmul copies the weights of every pair first. Here each chosen expert's
+weights are read once, in place, and nothing is sorted or read back. In bfloat16 the grouped matmul stays for batches in
+which experts have many tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from attention.hf.custom_op import opaque_operator
 from specdec.ops.fp8 import fp8_quantise, reference_matmul, unrounded_linear
 
 CAPTURABLE = "specdec"
@@ -62,7 +60,7 @@ def _multiply(experts: Any, kind: str, x: torch.Tensor, index: torch.Tensor) -> 
     return out + getattr(experts, f"{kind}_bias")[index] if experts.has_bias else out
 
 
-@torch.library.custom_op("specdec::expert_matmul", mutates_args=())
+@opaque_operator(lambda x, stack, index: x.new_empty(*index.shape, stack.shape[1]))
 def expert_matmul(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """x [T, 1 or k, I], stack [E, O, I], index [T, k] int64 -> stack[index] · x [T, k, O], summed in float32."""
     if not x.is_cuda:
@@ -75,11 +73,6 @@ def expert_matmul(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> 
         part = slice(start, start + tokens)
         launch_expert_matmul(x[part].contiguous(), stack, index[part].contiguous(), out[part])
     return out
-
-
-@expert_matmul.register_fake
-def _(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(*index.shape, stack.shape[1])
 
 
 def mixtures(*roots: nn.Module) -> list[Any]:
@@ -107,17 +100,13 @@ ALL_EXPERTS_FUNCTIONS.register(CAPTURABLE, capturable_experts)
 def fp8_experts(
     experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, rounds: bool = True
 ) -> torch.Tensor:
-    """The arguments are those of transformers' experts interface; pairs are summed in float32, as its FP8Experts does.
+    """A mixture in FP8; the arguments are those of transformers' experts interface. Pairs are summed in float32.
 
     Args:
         experts: a module of transformers' FP8Experts: `gate_up_proj` or `up_proj`, and `down_proj`, each [E, O, I] in
             e4m3 with scales [E, O/128, I/128].
-        hidden: [T, H]; index: [T, k] int64; weights: [T, k].
-        rounds: whether activations are rounded to 8 bits; not for tests, see `specdec.ops.fp8.unrounded_linear`: one
-            expert after the other then, which are read back to the host.
-
-    Returns:
-        [T, H], dtype of `hidden`.
+        hidden: [T, H]; index: [T, k] int64; weights: [T, k]. The result: [T, H], dtype of `hidden`.
+        rounds: round activations to 8 bits. False, for tests: see `specdec.ops.fp8.unrounded_linear`.
     """
     kind = "gate_up_proj" if experts.has_gate else "up_proj"
     multiply = _multiply_fp8 if rounds else _multiply_unrounded
@@ -149,7 +138,9 @@ def _multiply_unrounded(experts: Any, kind: str, x: torch.Tensor, index: torch.T
     return out
 
 
-@torch.library.custom_op("specdec::fp8_expert_matmul", mutates_args=())
+@opaque_operator(
+    lambda x, x_scale, stack, stack_scale, index, dtype: x.new_empty(*index.shape, stack.shape[1], dtype=dtype)
+)
 def fp8_expert_matmul(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -176,15 +167,3 @@ def fp8_expert_matmul(
         chosen = token, place if x.shape[1] == width else torch.zeros_like(place)
         out[token, place] = reference_matmul(x[chosen], x_scale[chosen], stack[expert], stack_scale[expert], dtype)
     return out
-
-
-@fp8_expert_matmul.register_fake
-def _(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    stack: torch.Tensor,
-    stack_scale: torch.Tensor,
-    index: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty(*index.shape, stack.shape[1], dtype=dtype)

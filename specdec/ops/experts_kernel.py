@@ -53,20 +53,10 @@ def _expert_matmul_kernel(  # type: ignore[no-untyped-def]
     stack_ptr,  # [E, O, I]: see the strides
     index_ptr,  # [T·k] int64, the expert of every (token, expert) pair
     out_ptr,  # [T, k, O] contiguous
-    num_pairs,
-    x_pairs,
-    rows,
-    width,
-    x_stride,
-    expert_stride,
-    row_stride,
-    column_stride,
-    PAIRS: tl.constexpr,
-    BY_PAIR: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    num_pairs, x_pairs, rows, width, x_stride, expert_stride, row_stride, column_stride,
+    PAIRS: tl.constexpr, BY_PAIR: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     pair, expert, chosen, worker = pairs_of_expert(index_ptr, num_pairs, PAIRS, BY_PAIR)
     if worker != tl.program_id(0):
         return
@@ -101,24 +91,10 @@ def launch_expert_matmul(x: torch.Tensor, stack: torch.Tensor, index: torch.Tens
     by_pair = num_pairs < experts
     grid = (num_pairs if by_pair else experts, triton.cdiv(rows, TILE_ROWS))
     _expert_matmul_kernel[grid](
-        x,
-        stack,
-        index,
-        out,
-        num_pairs,
-        index.shape[1] // x.shape[1],
-        rows,
-        width,
-        x.stride(1),
-        *stack.stride(),
-        PAIRS=max(triton.next_power_of_2(num_pairs), 16),
-        BY_PAIR=by_pair,
-        TILE_PAIRS=TILE_PAIRS,
-        TILE_ROWS=TILE_ROWS,
-        TILE_WIDTH=_TILE_WIDTH,
-        num_warps=WARPS,
-        num_stages=STAGES,
-    )
+        x, stack, index, out, num_pairs, index.shape[1] // x.shape[1], rows, width, x.stride(1), *stack.stride(),
+        PAIRS=max(triton.next_power_of_2(num_pairs), 16), BY_PAIR=by_pair, TILE_PAIRS=TILE_PAIRS, TILE_ROWS=TILE_ROWS,
+        TILE_WIDTH=_TILE_WIDTH, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
 
 
 _GROUP = tl.constexpr(128)
@@ -132,17 +108,9 @@ def _fp8_expert_matmul_kernel(  # type: ignore[no-untyped-def]
     stack_scale_ptr,  # [E, O / 128, G] contiguous, float32
     index_ptr,  # [T·k] int64, the expert of every (token, expert) pair
     out_ptr,  # [T, k, O] contiguous
-    num_pairs,
-    x_pairs,
-    rows,
-    width,
-    row_blocks,
-    groups,
-    PAIRS: tl.constexpr,
-    BY_PAIR: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):
+    num_pairs, x_pairs, rows, width, row_blocks, groups,
+    PAIRS: tl.constexpr, BY_PAIR: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
     pair, expert, chosen, worker = pairs_of_expert(index_ptr, num_pairs, PAIRS, BY_PAIR)
     if worker != tl.program_id(0):
         return
@@ -202,21 +170,7 @@ def _launch(
     by_pair = num_pairs < experts
     grid = (num_pairs if by_pair else experts, triton.cdiv(rows, TILE_ROWS))
     _fp8_expert_matmul_kernel[grid](
-        x,
-        x_scale,
-        stack,
-        stack_scale,
-        index.contiguous(),
-        out,
-        num_pairs,
-        index.shape[1] // x.shape[1],
-        rows,
-        width,
-        *stack_scale.shape[1:],
-        PAIRS=max(triton.next_power_of_2(num_pairs), 16),
-        BY_PAIR=by_pair,
-        TILE_PAIRS=TILE_PAIRS,
-        TILE_ROWS=TILE_ROWS,
-        num_warps=WARPS,
-        num_stages=STAGES,
-    )
+        x, x_scale, stack, stack_scale, index.contiguous(), out, num_pairs, index.shape[1] // x.shape[1], rows, width,
+        *stack_scale.shape[1:], PAIRS=max(triton.next_power_of_2(num_pairs), 16), BY_PAIR=by_pair,
+        TILE_PAIRS=TILE_PAIRS, TILE_ROWS=TILE_ROWS, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip

@@ -54,14 +54,9 @@ def _narrowed(  # type: ignore[no-untyped-def]
     sums_ptr,  # [parts, WIDTH]
     edges_ptr,  # [WIDTH]
     state_ptr,  # [STATE], of the level before
-    parts,
-    counting,
-    top_k,
-    top_p,
-    LEVEL: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    parts, counting, top_k, top_p,
+    LEVEL: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """The interval [low, high) of distances with the lowest kept logit, after level LEVEL, and what lies below it.
 
     With it the target of the search and, of top-p's, the total mass and that above the floor of min-p.
@@ -111,20 +106,12 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     sums_ptr,  # [R, parts, WIDTH] float32
     edges_ptr,  # [R, WIDTH] float32
     state_ptr,  # [2, R, STATE] float32
-    vocab,
-    parts,
+    vocab, parts,
     repeat,  # parts of one program
-    row_stride,
-    peak_stride,
-    copy_stride,
-    per,
-    LEVEL: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    TILE: tl.constexpr,
+    row_stride, peak_stride, copy_stride, per,
+    LEVEL: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):
+):  # fmt: skip
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * repeat
     rows = tl.num_programs(0).to(tl.int64)
     if LEVEL == 0:
@@ -145,17 +132,9 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
         edges = tl.where(column < EDGES, reach * fraction * fraction * fraction, float("inf"))
     else:
         low, high, below, target, total, above_floor = _narrowed(
-            found_sums_ptr + row * parts * COLUMNS,
-            found_edges_ptr + row * COLUMNS,
-            state_ptr,
-            parts,
-            counting,
-            top_k,
-            top_p,
-            0,
-            COLUMNS,
-            PARTS,
-        )
+            found_sums_ptr + row * parts * COLUMNS, found_edges_ptr + row * COLUMNS, state_ptr, parts, counting, top_k,
+            top_p, 0, COLUMNS, PARTS,
+        )  # fmt: skip
         if start == 0:
             _remember(state_ptr + (rows + row) * STATE, low, high, below, target, total, above_floor)
         doubled, divided = low * tl.exp2(column + 1.0), low + (high - low) * ((column + 1) / (WIDTH + 1))
@@ -196,18 +175,11 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     state_ptr,  # [2, R, STATE] float32
     counts_ptr,  # [R, parts] int32
     listed_ptr,  # [R, parts, CAPACITY] as the logits
-    vocab,
-    parts,
+    vocab, parts,
     repeat,  # parts of one program
-    row_stride,
-    peak_stride,
-    per,
-    WIDTH: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    row_stride, peak_stride, per,
+    WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * repeat
     rows = tl.num_programs(0).to(tl.int64)
     given = (logits_ptr, peaks_ptr, index_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
@@ -220,17 +192,9 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     if (temperature == 0) | ((top_p >= 1) & (counting == 0)):
         return
     low, high, below, target, total, above_floor = _narrowed(
-        sums_ptr + row * parts * WIDTH,
-        edges_ptr + row * WIDTH,
-        state_ptr + (rows + row) * STATE,
-        parts,
-        counting,
-        top_k,
-        top_p,
-        1,
-        WIDTH,
-        PARTS,
-    )
+        sums_ptr + row * parts * WIDTH, edges_ptr + row * WIDTH, state_ptr + (rows + row) * STATE, parts, counting,
+        top_k, top_p, 1, WIDTH, PARTS,
+    )  # fmt: skip
     low, below = tl.where(counting, 0.0, low), tl.where(counting, 0.0, below)
     if start == 0:
         _remember(state_ptr + row * STATE, low, high, below, target, total, above_floor)

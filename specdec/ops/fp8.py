@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from attention.hf.custom_op import opaque_operator
 from specdec.ops.elementwise import add_rms_norm, rms_norm, silu_product
 
 BLOCK = 128
@@ -65,7 +66,7 @@ def unrounded_linear(
     return F.linear(x, dequantised(weight, blocks, x.dtype), bias)
 
 
-@torch.library.custom_op("specdec::fp8_quantise", mutates_args=())
+@opaque_operator(lambda x: _empty(x))
 def fp8_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, I] -> e4m3 [T, I], and float32 [T, ⌈I/128⌉]: the largest magnitude of each group over 448."""
     if x.is_cuda:
@@ -78,25 +79,14 @@ def fp8_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantised.flatten(1)[:, : x.shape[1]].contiguous(), scales
 
 
-@fp8_quantise.register_fake
-def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = x.new_empty(x.shape[0], -(-x.shape[1] // BLOCK), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=FP8), scales
-
-
-@torch.library.custom_op("specdec::fp8_quantise_by", mutates_args=())
+@opaque_operator(lambda x, scale: x.new_empty(x.shape, dtype=FP8))
 def fp8_quantise_by(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x [T, I], a scale of one number -> x / scale in e4m3, clamped to ±448."""
     values = x if x.dtype == torch.float64 else x.float()
     return (values / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous()
 
 
-@fp8_quantise_by.register_fake
-def _(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=FP8)
-
-
-@torch.library.custom_op("specdec::fp8_matmul", mutates_args=())
+@opaque_operator(lambda x, x_scale, weight, weight_scale, dtype: x.new_empty(x.shape[0], weight.shape[0], dtype=dtype))
 def fp8_matmul(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -109,13 +99,6 @@ def fp8_matmul(
 
         return launch_fp8_matmul(x, x_scale, weight, weight_scale, dtype)
     return reference_matmul(x, x_scale, weight, weight_scale, dtype)
-
-
-@fp8_matmul.register_fake
-def _(
-    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
 
 def reference_matmul(
@@ -150,7 +133,7 @@ def _grouped(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
 
 
-@torch.library.custom_op("specdec::rms_norm_fp8", mutates_args=())
+@opaque_operator(lambda x, weight, eps: _empty(x))
 def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x [1, T, H], weight [H] in half precision -> its `rms_norm` as e4m3 [T, H], scales [T, ⌈H/128⌉] float32."""
     if x.is_cuda:
@@ -160,12 +143,7 @@ def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[tor
     return fp8_quantise(rms_norm(x, weight, eps)[0])
 
 
-@rms_norm_fp8.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty(x)
-
-
-@torch.library.custom_op("specdec::add_rms_norm_fp8", mutates_args=())
+@opaque_operator(lambda x, residual, weight, eps: (x.new_empty(x.shape), *_empty(x)))
 def add_rms_norm_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -178,14 +156,7 @@ def add_rms_norm_fp8(
     return total, *fp8_quantise(normed[0])
 
 
-@add_rms_norm_fp8.register_fake
-def _(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), *_empty(x)
-
-
-@torch.library.custom_op("specdec::silu_product_fp8", mutates_args=())
+@opaque_operator(lambda gate, up: _empty(gate))
 def silu_product_fp8(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """gate, up [1, T, F] or [T, F] -> their `silu_product` as e4m3 [T, F], scales [T, ⌈F/128⌉] float32."""
     if gate.is_cuda:
@@ -193,11 +164,6 @@ def silu_product_fp8(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor
 
         return launch_silu_product_fp8(gate, up)
     return fp8_quantise(silu_product(gate, up).view(-1, gate.shape[-1]))
-
-
-@silu_product_fp8.register_fake
-def _(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty(gate)
 
 
 def _empty(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,14 +26,9 @@ def _norm_fp8_kernel(  # type: ignore[no-untyped-def]
     sum_ptr,  # [T, H] contiguous
     out_ptr,  # [T, H] contiguous, e4m3
     scale_ptr,  # [T, G] contiguous, float32
-    x_stride,
-    residual_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADDS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    x_stride, residual_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     token, normed = normed_token(
         x_ptr, residual_ptr, weight_ptr, sum_ptr, x_stride, residual_stride, eps, WIDTH, BLOCK, ADDS, DEPENDENT
     )
@@ -56,21 +51,10 @@ def launch_norm_fp8(
     scales = x.new_empty(len(rows), triton.cdiv(width, 128), dtype=torch.float32)
     total = x if residual is None else x.new_empty(x.shape)
     _norm_fp8_kernel[(len(rows),)](
-        rows,
-        added,
-        weight,
-        total,
-        out,
-        scales,
-        rows.stride(0),
-        added.stride(0),
-        eps,
-        WIDTH=width,
-        BLOCK=max(triton.next_power_of_2(width), 128),
-        ADDS=residual is not None,
-        num_warps=8 if width >= 2048 else 4,
+        rows, added, weight, total, out, scales, rows.stride(0), added.stride(0), eps, WIDTH=width,
+        BLOCK=max(triton.next_power_of_2(width), 128), ADDS=residual is not None, num_warps=8 if width >= 2048 else 4,
         **dependent_launch(x.device),
-    )
+    )  # fmt: skip
     return total, out, scales
 
 
@@ -80,12 +64,9 @@ def _silu_product_fp8_kernel(  # type: ignore[no-untyped-def]
     up_ptr,  # [T, F]
     out_ptr,  # [T, F] contiguous, e4m3
     scale_ptr,  # [T, G] contiguous, float32
-    gate_stride,
-    up_stride,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    gate_stride, up_stride,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)  # [G]
@@ -107,15 +88,7 @@ def launch_silu_product_fp8(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch
     out = gate.new_empty(rows.shape, dtype=torch.float8_e4m3fn)
     scales = gate.new_empty(tokens, groups, dtype=torch.float32)
     _silu_product_fp8_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-        rows,
-        others,
-        out,
-        scales,
-        rows.stride(0),
-        others.stride(0),
-        WIDTH=width,
-        GROUPS=_BLOCK // 128,
-        num_warps=_WARPS,
-        **dependent_launch(gate.device),
-    )
+        rows, others, out, scales, rows.stride(0), others.stride(0), WIDTH=width, GROUPS=_BLOCK // 128,
+        num_warps=_WARPS, **dependent_launch(gate.device),
+    )  # fmt: skip
     return out, scales

@@ -1,15 +1,12 @@
 """Quantised activations, and matmuls with weights in blocks of FP8, as Triton kernels. Imported on CUDA only.
 
-A program of the matmul takes some rows of the weight and some tokens, and walks along both a block of 128 columns at
-a time: tensor cores multiply in 8 bits, and the sum of each block is added to float32 sums after it was multiplied by
-the two scales. So no more than 128 products are summed by the tensor cores alone, whose own sums of 8-bit products
-have fewer bits than float32.
+A program of the matmul walks along blocks of 128 columns: tensor cores multiply in 8 bits, and each block's sum is
+multiplied by the two scales and added in float32. So tensor cores, whose own sums have fewer bits, add 128 products.
 
-Split-K: where a weight has too few rows to keep a GPU busy, several programs share the blocks of the same rows. Each
-writes its sums in float32, and a second launch adds them in the order of the columns. Not the program that comes last,
-by a counter, as `packed_kernel` does: a matmul has no engine whose counters it could have, and counters of
-the whole process are wrong when two graphs run at once. A dependent launch costs 1.0 µs (an H200, `fp8_quantise` in a
-graph). The order of summation depends on the tiling alone.
+Split-K: where a weight has too few rows to keep a GPU busy, several programs share the blocks of the same rows, each
+writes its sums in float32, and a second launch adds them in order (1.0 µs on an H200). The program that comes last, by
+a counter as in `packed_kernel`, cannot: counters of the whole process are wrong when two graphs run at once. The order
+of summation depends on the tiling alone.
 """
 
 from __future__ import annotations
@@ -71,20 +68,10 @@ _FEW_ROWS = 10_240
 def tiling_of(tokens: int, rows: int, width: int) -> Tiling:
     """The tiling of a matmul of so many tokens with a weight of so many rows and columns.
 
-    The fastest of a first sweep on an H200, each without splits and with steps of one block, µs with 1, 8 and 48 tokens
-    (benchmarks/results/fp8-h200-2026-11-22.jsonl; rows of a program, "first" where the weight is the left operand,
-    stages):
-
-    ============ =================== =================== ====================
-    6144 x 4096  128 first, 12: 13.6 64 first, 8: 12.2   128 second, 8: 16.0
-    4096 x 4096  64 first, 12: 11.0  64 first, 8: 10.3   64 second, 12: 13.8
-    28672 x 4096 128 first, 4: 37.7  128 first, 4: 34.7  128 second, 4: 40.4
-    4096 x 14336 64 first, 12: 34.8  64 first, 12: 33.0  64 second, 12: 45.3
-    ============ =================== =================== ====================
-
-    Wide weights take these. Narrow ones took 0.3 µs a step in 64 programs, whatever was on its way. The splits, steps
-    of two blocks and stages that leave room for three programs a multiprocessor follow from that; they were not
-    measured, and neither was 17 to 32 tokens.
+    From a sweep on an H200 with 1, 8 and 48 tokens (benchmarks/results/fp8-h200-2026-11-22.jsonl), without splits and
+    with steps of one block: wide weights take its fastest. Narrow ones took 0.3 µs a step in 64 programs, whatever was
+    in flight. Splits, steps of two blocks and stages that leave room for three programs a multiprocessor follow from
+    that; they were not measured, and neither was 17 to 32 tokens.
 
     >>> tiling_of(1, 4096, 4096)
     Tiling(tokens=16, rows=64, weight_first=True, warps=4, stages=3, at_once=2, splits=5)
@@ -108,22 +95,11 @@ _LEAST_OF_MANY = 24
 
 
 def _many_tokens(tokens: int, rows: int, width: int) -> Tiling:
-    """Of more than 64 tokens: 64 of them and 128 rows a program, so that several run on a multiprocessor.
+    """The tiling for more than 64 tokens: 64 of them and 128 rows a program, so that several run on a multiprocessor.
 
-    A program multiplies, then adds to its float32 sums, in turn: several keep the tensor cores busy; one of 128 x 128
-    with eight warps does not. µs on an H200, each the fastest of this kernel in a sweep of up to 94 tilings, and those
-    of a matmul in bfloat16 (benchmarks/results/fp8-tilings-h200-2026-11-22.jsonl):
-
-    ============ =========== =========== ============= ============= =============
-    tokens       96          192         384           768           2048
-    ============ =========== =========== ============= ============= =============
-    6144 x 4096  15.5 - 16.8 20.7 - 21.4 27.1 - 27.0   49.1 - 48.7   106.5 - 128.4
-    4096 x 4096  11.7 - 12.8 14.9 - 15.9 20.4 - 20.9   30.4 - 33.8   80.4 - 84.8
-    28672 x 4096 44.6 - 64.1 57.3 - 75.7 115.4 - 117.1 207.4 - 234.9 525.9 - 589.2
-    4096 x 14336 27.7 - 35.1 35.2 - 45.3 57.2 - 66.7   115.3 - 112.2 277.4 - 283.8
-    ============ =========== =========== ============= ============= =============
-
-    The last one alone keeps 128 x 128 and eight warps, 267.9 and 300.0 in two runs.
+    A program multiplies, then adds to its float32 sums, in turn: several keep the tensor cores busy, where one of 128 x
+    128 with eight warps does not. That one is taken for many tokens and long sums alone. From a sweep of up to 94
+    tilings on an H200, with a bfloat16 matmul beside it (benchmarks/results/fp8-tilings-h200-2026-11-22.jsonl).
 
     >>> tiling_of(192, 4096, 14336)
     Tiling(tokens=64, rows=128, weight_first=False, warps=4, stages=3, at_once=1, splits=4)
@@ -152,12 +128,9 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, I]
     out_ptr,  # [T, I] contiguous, e4m3
     scale_ptr,  # [T, G] contiguous, float32
-    width,
-    groups,
-    x_stride,
-    GROUPS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    width, groups, x_stride,
+    GROUPS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)  # [G]
@@ -177,16 +150,9 @@ def launch_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = x.new_empty(tokens, groups, dtype=torch.float32)
     if tokens:
         _quantise_kernel[(tokens, triton.cdiv(groups, _GROUPS_A_PROGRAM))](
-            x,
-            out,
-            scales,
-            width,
-            groups,
-            x.stride(0),
-            GROUPS=_GROUPS_A_PROGRAM,
-            num_warps=4,
+            x, out, scales, width, groups, x.stride(0), GROUPS=_GROUPS_A_PROGRAM, num_warps=4,
             **dependent_launch(x.device),
-        )
+        )  # fmt: skip
     return out, scales
 
 
@@ -214,23 +180,11 @@ def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
     weight_ptr,  # [O, I] e4m3
     weight_scale_ptr,  # [O / 128, G] float32
     out_ptr,  # [S, T, O] contiguous
-    tokens,
-    rows,
-    width,
-    share,
-    x_stride,
-    x_scale_token,
-    x_scale_group,
-    weight_stride,
-    weight_scale_row,
+    tokens, rows, width, share, x_stride, x_scale_token, x_scale_group, weight_stride, weight_scale_row,
     weight_scale_group,
-    TILE_TOKENS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    WEIGHT_FIRST: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr, WEIGHT_FIRST: tl.constexpr, AT_ONCE: tl.constexpr,
+    WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)  # [M]
     first_row = tl.program_id(1) * TILE_ROWS
     row = first_row + tl.arange(0, TILE_ROWS)  # [N]
@@ -283,10 +237,8 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     parts_ptr,  # [S, count] float32, contiguous
     out_ptr,  # [count] contiguous
     count,
-    SPLITS: tl.constexpr,
-    SIZE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    SPLITS: tl.constexpr, SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)  # [SIZE]
     inside = place < count
     wait_for_predecessor(DEPENDENT)
@@ -316,28 +268,11 @@ def launch_fp8_matmul(
     parts = out if splits == 1 else x.new_empty(splits, tokens, rows, dtype=torch.float32)
     dependent = dependent_launch(x.device)
     _fp8_matmul_kernel[(_ceil(tokens, tile.tokens), _ceil(rows, tile.rows), splits)](
-        x if x.stride(1) == 1 else x.contiguous(),
-        x_scale,
-        weight,
-        weight_scale,
-        parts,
-        tokens,
-        rows,
-        width,
-        share,
-        x.stride(0) if x.stride(1) == 1 else width,
-        *x_scale.stride(),
-        weight.stride(0),
-        *weight_scale.stride(),
-        TILE_TOKENS=tile.tokens,
-        TILE_ROWS=tile.rows,
-        WEIGHT_FIRST=tile.weight_first,
-        AT_ONCE=tile.at_once,
-        WHOLE=width % (_BLOCK * tile.at_once) == 0,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **dependent,
-    )
+        x if x.stride(1) == 1 else x.contiguous(), x_scale, weight, weight_scale, parts, tokens, rows, width, share,
+        x.stride(0) if x.stride(1) == 1 else width, *x_scale.stride(), weight.stride(0), *weight_scale.stride(),
+        TILE_TOKENS=tile.tokens, TILE_ROWS=tile.rows, WEIGHT_FIRST=tile.weight_first, AT_ONCE=tile.at_once,
+        WHOLE=width % (_BLOCK * tile.at_once) == 0, num_warps=tile.warps, num_stages=tile.stages, **dependent,
+    )  # fmt: skip
     if splits > 1:
         _sum_kernel[(_ceil(out.numel(), _SUM_SIZE),)](
             parts, out, out.numel(), SPLITS=splits, SIZE=_SUM_SIZE, num_warps=_SUM_WARPS, **dependent

@@ -26,8 +26,7 @@ _FLOAT32 = 0
 class Library:
     """cuBLASLt on one device.
 
-    Attributes:
-        device: the CUDA device; version: the library's, as one number; lt: the binding; handle: of the device.
+    device: the CUDA device; version: the library's, as one number; lt: the binding; handle: of the device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -23,11 +23,9 @@ def _parts_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [T, V]
     best_ptr,  # [T, chunks] float32
     place_ptr,  # [T, chunks] int32
-    vocab,
-    row_stride,
-    PART: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    vocab, row_stride,
+    PART: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * PART + tl.arange(0, PART)  # [PART]
@@ -47,11 +45,9 @@ def _best_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # [T] int64
     mapped_ptr,  # [T] int64 or None
     map_ptr,  # [V] int64 or None
-    parts,
-    mapped_stride,
-    MOST_PARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    parts, mapped_stride,
+    MOST_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, MOST_PARTS)
@@ -102,12 +98,9 @@ def _placing_kernel(  # type: ignore[no-untyped-def]
     flat_ptr,  # [N] int64
     drafts_ptr,  # [S, >= width] int64
     sources_ptr,  # [R] int64
-    count,
-    width,
-    draft_stride,
-    PLACES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    count, width, draft_stride,
+    PLACES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     i = tl.program_id(0) * PLACES + tl.arange(0, PLACES)  # [PLACES]
     inside = i < count
@@ -127,15 +120,9 @@ def _acceptance_kernel(  # type: ignore[no-untyped-def]
     accepted_ptr,  # [J] int64
     tokens_ptr,  # [J, width + 1] int64
     out_ptr,  # [J, width] int64
-    width,
-    drafting,
-    draft_stride,
-    accepted_stride,
-    tokens_stride,
-    out_stride,
-    COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    width, drafting, draft_stride, accepted_stride, tokens_stride, out_stride,
+    COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)  # [COLUMNS]

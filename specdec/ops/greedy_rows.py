@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from attention.hf.custom_op import opaque_operator
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@torch.library.custom_op("specdec::greedy_ids", mutates_args=())
+@opaque_operator(lambda logits: logits.new_empty(logits.shape[0], dtype=torch.int64))
 def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
     """logits [T, V] -> [T] int64, as `argmax(-1)`: the first of equal ones (on CUDA a NaN counts as infinity)."""
     if _has_kernel(logits):
@@ -21,11 +23,6 @@ def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
         with CompiledAtOnce():  # tokens are indices
             return launch_greedy(logits)
     return logits.argmax(-1)
-
-
-@greedy_ids.register_fake
-def _(logits: torch.Tensor) -> torch.Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
 def greedy_drafts(logits: torch.Tensor, target_ids: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from attention.backends.limits import HALF
+from attention.hf.custom_op import opaque_operator
 from specdec.ops.gemm_choice import chosen_launch
 
 MOST_TOKENS = 16
@@ -19,7 +20,7 @@ tokens: 4,096 x 14,336 32.5 against 36.6, 4,096 x 12,288 30.3 and 34.1, 4,096 x 
 40.1 and 37.9, 37.9 and 33.6, 15.0 and 14.9. Wide matmuls take as long either way."""
 
 
-@torch.library.custom_op("specdec::few_tokens_linear", mutates_args=())
+@opaque_operator(lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
 def few_tokens_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, I], weight [O, I] -> x · weightᵀ [T, O], summed in float32. Weight must not change while it runs.
 
@@ -36,11 +37,6 @@ def few_tokens_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return usual_product(x, weight)
 
 
-@few_tokens_linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
 def usual_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, I], weight [O, I] -> x · weightᵀ [T, O] by whatever algorithm the library takes."""
     few = MOST_TOKENS < len(x) <= MOST_TOKENS_BIASED and weight.shape[0] <= weight.shape[1]
@@ -49,13 +45,10 @@ def usual_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)
 
 
-@torch.library.custom_op("specdec::invariant_linear", mutates_args=())
+@opaque_operator(lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]))
 def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, I], weight [O, I], bias [O] or None -> [T, O]; a token's result does not depend on T.
-
-    Raises:
-        ValueError: tensors that are not in half precision on a GPU.
-    """
+    """x [T, I], weight [O, I], bias [O] or None -> [T, O]; a token's result does not depend on T. Raises ValueError:
+    tensors that are not in half precision on a GPU."""
     if not x.is_cuda or x.dtype not in HALF:
         raise ValueError(f"batch-invariant matmuls are for half precision on a GPU, not {x.dtype} on {x.device}")
     from specdec.ops.linear_kernel import fits, launch_invariant_linear, launch_linear
@@ -63,11 +56,6 @@ def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     if bias is None and len(x) <= MOST_TOKENS and fits(x, weight):
         return launch_linear(x, weight)  # its order of summation gives the same bits
     return launch_invariant_linear(_without_gaps(x), _without_gaps(weight), bias)
-
-
-@invariant_linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def _without_gaps(x: torch.Tensor) -> torch.Tensor:

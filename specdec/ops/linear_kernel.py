@@ -32,16 +32,9 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T <= 16, I]
     weight_ptr,  # [O, I]
     out_ptr,  # [T, O] contiguous
-    tokens,
-    rows,
-    width,
-    x_stride,
-    weight_stride,
-    TILE_TOKENS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_WIDTH: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    tokens, rows, width, x_stride, weight_stride,
+    TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # [M] of the weight
     token = tl.arange(0, TILE_TOKENS)  # [N]
     column = tl.arange(0, TILE_WIDTH)  # [K]
@@ -69,32 +62,16 @@ def launch_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     (tokens, width), rows = x.shape, len(weight)
     out = x.new_empty(tokens, rows)
     _linear_kernel[(triton.cdiv(rows, _TILE_ROWS),)](
-        x,
-        weight,
-        out,
-        tokens,
-        rows,
-        width,
-        x.stride(0),
-        weight.stride(0),
-        TILE_TOKENS=_TILE_TOKENS,
-        TILE_ROWS=_TILE_ROWS,
-        TILE_WIDTH=_TILE_WIDTH,
-        num_warps=_WARPS,
-        num_stages=_STAGES_OF_MANY_ROWS if rows > _MANY_ROWS else _STAGES,
-        **dependent_launch(x.device),
-    )
+        x, weight, out, tokens, rows, width, x.stride(0), weight.stride(0), TILE_TOKENS=_TILE_TOKENS,
+        TILE_ROWS=_TILE_ROWS, TILE_WIDTH=_TILE_WIDTH, num_warps=_WARPS,
+        num_stages=_STAGES_OF_MANY_ROWS if rows > _MANY_ROWS else _STAGES, **dependent_launch(x.device),
+    )  # fmt: skip
     return out
 
 
 _GROUP = 8
 """Tiles of weight rows that follow one another, so that what they read of x stays in the L2 cache."""
-_TILES = (
-    (16, (16, 64, 128, 4, 6)),
-    (32, (32, 64, 128, 4, 5)),
-    (64, (64, 64, 128, 4, 4)),
-    (512, (64, 128, 64, 8, 4)),
-)
+_TILES = ((16, (16, 64, 128, 4, 6)), (32, (32, 64, 128, 4, 5)), (64, (64, 64, 128, 4, 4)), (512, (64, 128, 64, 8, 4)))
 _TILE_OF_MANY = (256, 128, 64, 8, 3)
 """Tokens up to, and: tokens per tile, weight rows per tile, columns per step, warps, stages. Of twelve choices for
 Llama-3.1-8B's layers on an H200 the best. µs of a layer's four matmuls, this kernel and cuBLAS: 6 tokens 121 and 116,
@@ -108,19 +85,10 @@ def _invariant_linear_kernel(  # type: ignore[no-untyped-def]
     weight_ptr,  # [O, I]
     bias_ptr,  # [O]
     out_ptr,  # [T, O] contiguous
-    tokens,
-    rows,
-    width,
-    x_stride,
-    weight_stride,
-    HAS_BIAS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    tokens, rows, width, x_stride, weight_stride,
+    HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_WIDTH: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     row_tiles, token_tiles = tl.cdiv(rows, TILE_ROWS), tl.cdiv(tokens, TILE_TOKENS)
     group = tl.program_id(0) // (GROUP * token_tiles)
     size = tl.minimum(row_tiles - group * GROUP, GROUP)
@@ -153,23 +121,8 @@ def launch_invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.T
     tile = next((tile for most, tile in _TILES if tokens <= most), _TILE_OF_MANY)
     tile_tokens, tile_rows, tile_width, warps, stages = tile
     _invariant_linear_kernel[(triton.cdiv(rows, tile_rows) * triton.cdiv(tokens, tile_tokens),)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        out,
-        tokens,
-        rows,
-        width,
-        x.stride(0),
-        weight.stride(0),
-        HAS_BIAS=bias is not None,
-        WHOLE=width % tile_width == 0,
-        TILE_TOKENS=tile_tokens,
-        TILE_ROWS=tile_rows,
-        TILE_WIDTH=tile_width,
-        GROUP=_GROUP,
-        num_warps=warps,
-        num_stages=stages,
-        **dependent_launch(x.device),
-    )
+        x, weight, weight if bias is None else bias, out, tokens, rows, width, x.stride(0), weight.stride(0),
+        HAS_BIAS=bias is not None, WHOLE=width % tile_width == 0, TILE_TOKENS=tile_tokens, TILE_ROWS=tile_rows,
+        TILE_WIDTH=tile_width, GROUP=_GROUP, num_warps=warps, num_stages=stages, **dependent_launch(x.device),
+    )  # fmt: skip
     return out

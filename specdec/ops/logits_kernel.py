@@ -70,18 +70,9 @@ def unordered(key, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_row(  # type: ignore[no-untyped-def]
-    logits_ptr,
-    peaks_ptr,
-    index_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    row,
-    per,
-    row_stride,
-    peak_stride,
-):
+    logits_ptr, peaks_ptr, index_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    row, per, row_stride, peak_stride,
+):  # fmt: skip
     """Where a row of logits begins, its largest one, and temperature, top-k, top-p and min-p of its request.
 
     All that can be loaded at once is: what is loaded one after the other takes longer than these kernels compute. Of a
@@ -149,17 +140,9 @@ def _tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _search(  # type: ignore[no-untyped-def]
-    row,
-    chunks,
-    below,
-    target,
-    scale,
-    COUNT: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    row, chunks, below, target, scale,
+    COUNT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """The lowest kept logit of a row's tokens: where their count or mass, from `below` on, reaches target.
 
     Returns it with, for top-p, the first kept index among tokens of that logit and the mass of all that are kept.
@@ -232,19 +215,10 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     listed_ptr,  # [R, parts, CAPACITY] as the logits
     stats_ptr,  # [R, 4] float32
     zeros_ptr,  # [R] int32 or None
-    vocab,
-    parts,
-    row_stride,
-    peak_stride,
-    stats_stride,
-    per,
-    SHIFT: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    TILE: tl.constexpr,
+    vocab, parts, row_stride, peak_stride, stats_stride, per,
+    SHIFT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     given = (logits_ptr, peaks_ptr, index_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
     logits_ptr, peak, temperature, top_k, top_p, floor = load_row(*given, row, per, row_stride, peak_stride)

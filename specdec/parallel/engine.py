@@ -20,14 +20,7 @@ import torch
 from specdec.engine.engine import Engine
 from specdec.errors import RanksLostError, SpecdecError
 from specdec.parallel.collectives import RankGoneError
-from specdec.parallel.messages import (
-    Abort,
-    Arrange,
-    Forget,
-    Run,
-    Step,
-    Submit,
-)
+from specdec.parallel.messages import Abort, Arrange, Forget, Run, Step, Submit
 from specdec.parallel.ranks import HeldInterrupt, Ranks
 from specdec.requests.request import Update
 from specdec.requests.sampling import SamplingParams
@@ -49,11 +42,7 @@ class LeadingEngine(Engine):
         sample_index: int = 0,
         eos_token_ids: Sequence[int] | None = None,
     ) -> int:
-        """See `Engine.submit`; a request that is refused is told to nobody.
-
-        Raises:
-            RanksLostError: a rank is lost.
-        """
+        """See `Engine.submit`; a request that is refused is told to nobody. Raises RanksLostError: a rank is lost."""
         self.check(token_ids, params)
         with self.all_ranks():
             self._link.send(Submit(list(token_ids), params, sample_index, eos_token_ids))
@@ -75,7 +64,6 @@ class LeadingEngine(Engine):
             super().abort(request_ids)
 
     def forget_prefixes(self) -> None:
-        """See `Engine.forget_prefixes`."""
         with self.all_ranks():
             self._link.send(Forget())
             super().forget_prefixes()
@@ -187,8 +175,7 @@ def _gathered_differing(engine: LeadingEngine | FollowingEngine) -> list[int]:
 class FollowingEngine(Engine):
     """Another rank's: it does what rank 0 says, and has no texts. Whatever goes wrong is raised: the process ends.
 
-    Attributes:
-        also_follows: does what a feature's message says; False for a message that it does not know.
+    also_follows: does what a feature's message says; False for a message that it does not know.
     """
 
     def __init__(self, ranks: Ranks, *parts: Any) -> None:
@@ -198,11 +185,8 @@ class FollowingEngine(Engine):
         super().__init__(*parts)
 
     def follow(self, message: Any) -> None:
-        """Do what rank 0 does.
-
-        Raises:
-            RanksLostError: a message that does not belong here: the ranks stand at different places.
-        """
+        """Do what rank 0 does. Raises RanksLostError: a message that does not belong here: the ranks stand at different
+        places."""
         if isinstance(message, Step):
             self.step()
         elif isinstance(message, Submit):

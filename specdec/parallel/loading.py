@@ -81,8 +81,7 @@ def load_divided(load: Load[T], target: Any, draft: Any, options: LoadOptions) -
 def check_shares(checkpoint: Checkpoint, size: int) -> None:
     """Refuse, by its configuration alone, a target that cannot be divided: before any process is started for it.
 
-    Args:
-        checkpoint: where the target is read from. size: how many ranks there will be.
+    checkpoint: where the target is read from. size: how many ranks there will be.
 
     Raises:
         InvalidInputError: it is an adapter, or its heads cannot be divided among so many.
@@ -146,10 +145,7 @@ def _meet(workers: Workers, link: Link, device: torch.device) -> None:
 
 def _joined(workers: Workers, size: int, device: torch.device, meeting: str) -> Collectives:
     """Join the group on a thread of its own: gloo and NCCL wait long or without end for a rank that is lost meanwhile.
-
-    Raises:
-        RanksLostError: one is.
-    """
+    Raises RanksLostError: one is."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
     found: list[Collectives | BaseException] = []
@@ -267,11 +263,8 @@ def _first_device(device: Any, size: int) -> torch.device:
 
 
 def check_no_adapter(adapter: Adapter | None, size: int) -> None:
-    """Refuse a target that is an adapter itself. adapter: the one of its checkpoint.
-
-    Raises:
-        InvalidInputError: it is one.
-    """
+    """Refuse a target that is an adapter itself. adapter: the one of its checkpoint. Raises InvalidInputError: it is
+    one."""
     if adapter is not None:
         raise InvalidInputError(_no_adapter(size, f"the target is the adapter {adapter}, which"))
 
@@ -284,11 +277,8 @@ def _no_adapter(size: int, what: str) -> str:
 
 
 def check_not_quantised(method: str | None, size: int) -> None:
-    """Refuse shares of quantised weights. method: by which they are; None where they are not.
-
-    Raises:
-        UnsupportedModelError: they are.
-    """
+    """Refuse shares of quantised weights. method: by which they are; None where they are not. Raises
+    UnsupportedModelError: they are."""
     if method is not None:
         raise UnsupportedModelError(
             f"tensor_parallel_size={size}: the checkpoint's weights are quantised ({method}), and shares of "

@@ -215,8 +215,7 @@ Answer = Opened | Fetched
 class Failed:
     """Back to rank 0: a load failed, or these are the last words of the rank.
 
-    Attributes:
-        kind: the error's class. follows: whether it came from another rank that was gone before.
+    kind: the error's class. follows: whether it came from another rank that was gone before.
     """
 
     kind: str

@@ -54,8 +54,7 @@ class Process:
 class Watched:
     """All processes, and what the threads that listen to them change.
 
-    Attributes:
-        loading: which load this process is in; None outside of one. abort: called when a process is lost.
+    loading: which load this process is in; None outside of one. abort: called when a process is lost.
     """
 
     processes: list[Process]

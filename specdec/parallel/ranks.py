@@ -28,10 +28,7 @@ class Channel(Protocol):
 
     def told(self, message: Any) -> Any:
         """On rank 0: tell all others this message. On another rank: the next one of rank 0. Returns what rank 0 says.
-
-        Raises:
-            RanksLostError: a rank is lost.
-        """
+        Raises RanksLostError: a rank is lost."""
 
     def check(self) -> None:
         """On rank 0: raises RanksLostError once a rank is lost."""
@@ -122,16 +119,13 @@ class Ranks(Group):
         self.collectives.hold(graph)
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """See `Group.least`."""
         return self.collectives.least(values)
 
     def gather(self, rows: list[list[int]]) -> list[list[list[int]]]:
-        """See `Group.gather`."""
         found: list[list[list[int]]] = self.collectives.gather(torch.tensor(rows, device=self.device)).tolist()
         return found
 
     def copies(self, name: str) -> int:
-        """See `Group.copies`."""
         if self.part is None or name in self.part.divided:
             return 1
         return self.part.repeated.get(name, self.size)
@@ -149,7 +143,6 @@ class Ranks(Group):
             )
 
     def check_whole(self, call: str, instead: str) -> None:
-        """See `Group.check_whole`."""
         raise InvalidInputError(
             f"{call}: with tensor_parallel_size={self.size} this process has one share of the weights; {instead}"
         )
@@ -160,7 +153,6 @@ class Ranks(Group):
         return self._engine(self, *parts)
 
     def run(self, function: Callable[..., Any], engine: Any, *arguments: Any) -> Any:
-        """See `Group.run`."""
         return engine.run(f"{function.__module__}:{function.__name__}", *arguments)
 
     def facts(self) -> dict[str, Any]:

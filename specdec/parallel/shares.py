@@ -1,13 +1,10 @@
-"""From a model that transformers has divided to plain modules over this rank's share.
+"""Turns a model that transformers has divided among ranks into plain modules over this rank's share.
 
-transformers plans and reads: every rank reads its part of each divided parameter. Its distributed tensors and replaced
-forwards are taken off again. What stays is the model's own classes with fewer heads and narrower layers, hooks that sum
-partial results, and an lm_head that multiplies its own rows and gathers; so the probe, the KV cache, MLA's absorbed
-form, the compiler and CUDA graphs need to know nothing of ranks.
-
-Sums and gathers between ranks are operators that torch.compile does not look into, and that CUDA graphs hold. Compiled
-code finds what carries them when it runs: `exchanging`. The compiler's graph of a share is changed in one way: two sums
-between ranks become one.
+transformers plans, and every rank reads its part of each divided parameter. Its distributed tensors and replaced
+forwards are taken off again: what stays is the model's own classes with fewer heads and narrower layers, hooks that sum
+partial results, and an lm_head that multiplies its own rows and gathers. So probe, KV cache, compiler and CUDA graphs
+know nothing of ranks. Sums and gathers are opaque operators, which find what carries them when they run (`exchanging`).
+A graph pass makes one of two sums that are added.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
 
+from attention.hf.custom_op import opaque_operator
 from specdec.errors import SpecdecError
 from specdec.parallel.collectives import Collectives
 from specdec.parallel.plan import Plan, Share, pattern_of
@@ -55,35 +53,18 @@ def _current() -> Collectives:
     return found
 
 
-@torch.library.custom_op("specdec::sum_ranks", mutates_args=())
+@opaque_operator(lambda x: x.new_empty(x.shape))
 def sum_ranks(x: torch.Tensor) -> torch.Tensor:
-    """The sum of all ranks' x, the same bits on each of them.
-
-    Raises:
-        SpecdecError: this rank runs alone.
-    """
+    """The sum of all ranks' x, the same bits on each of them. Raises SpecdecError: this rank runs alone."""
     return _current().sum(x)
 
 
-@sum_ranks.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("specdec::gather_ranks", mutates_args=())
+@opaque_operator(lambda x, size: x.new_empty(*x.shape[:-1], size * x.shape[-1]))
 def gather_ranks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """x [..., C] of each of `size` ranks -> [..., size·C], in the order of ranks.
-
-    Raises:
-        SpecdecError: this rank runs alone.
-    """
+    """x [..., C] of each of `size` ranks -> [..., size·C], in the order of ranks. Raises SpecdecError: this rank runs
+    alone."""
     found = _current().gather(x)
     return found.movedim(0, -2).reshape(*x.shape[:-1], size * x.shape[-1])
-
-
-@gather_ranks.register_fake
-def _(x: torch.Tensor, size: int) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], size * x.shape[-1])
 
 
 _SUM: Any = torch.ops.specdec.sum_ranks.default
@@ -217,8 +198,7 @@ class DividedRows(nn.Linear):
 
     The user's own `nn.Linear` of another class: its weight stays whole, heads and a tied embedding share it.
 
-    Attributes:
-        size: N. first, count: the rank's rows, every rank's count the same; the last rows may lie beyond the weight.
+    size: N. first, count: the rank's rows, every rank's count the same; the last rows may lie beyond the weight.
     """
 
     size: int

@@ -177,11 +177,8 @@ class Follower:
                     engine.follow(message)
 
     def _load(self, number: int, message: Load) -> None:
-        """Load this rank's share. What fails is told; what is next, rank 0 decides.
-
-        Raises:
-            Exception: another rank is gone: this process ends, too, for others may be waiting for it.
-        """
+        """Load this rank's share. What fails is told; what is next, rank 0 decides. Raises Exception: another rank is
+        gone: this process ends, too, for others may be waiting for it."""
         ranks = Ranks(
             self._rank, self._size, self._device, self._collectives, Orders(self._inbox, number), FollowingEngine
         )
@@ -203,8 +200,7 @@ class Follower:
 def main(descriptor: int, parent: int, folder: str) -> None:
     """Load shares and run rounds until rank 0 ends, or something fails, which rank 0 is told.
 
-    Args:
-        descriptor: of the socket to rank 0. parent: its process id. folder: of all ranks' files.
+    descriptor: of the socket to rank 0. parent: its process id. folder: of all ranks' files.
     """
     inbox = Inbox(Connection(descriptor), parent, folder)
     try:

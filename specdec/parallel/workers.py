@@ -1,13 +1,10 @@
 """The processes of ranks 1 … N-1, on the side of rank 0: told what to do, watched, and ended with it.
 
-There is one set of them in a process, however many tensor-parallel models are open: torch has one default group. Calls
-go one way, over a socket pair with each process; nobody answers them. What comes back are a process's first words, that
-it has loaded, and its last ones. A process that ends unasked is noticed by a thread that reads its socket: the next
-call raises RanksLostError, and what waits for the process on the device is aborted.
-
-The processes run `python -m specdec.parallel.worker`: nothing of the user's program is imported there. They have a
-session of their own, so Ctrl-C in a terminal is rank 0's alone, and they end when their socket does, however rank 0
-ended.
+A process has one set of them, however many tensor-parallel models are open: torch has one default group. Calls go one
+way, over a socket pair with each; what comes back are that it has loaded, answers about moved requests, and last words.
+A thread notices a process that ends: the next call raises RanksLostError, and what waits for it on the device is
+aborted. They run `python -m specdec.parallel.worker`, import nothing of the user's program, have a session of their own
+(Ctrl-C reaches rank 0 alone), and end when their socket does.
 """
 
 from __future__ import annotations
@@ -52,11 +49,8 @@ class Workers:
     collectives: Collectives
 
     def __init__(self, size: int) -> None:
-        """Start them; `wait_started` waits until they can be told something.
-
-        Raises:
-            ModelLoadError: the system starts no more processes.
-        """
+        """Start them; `wait_started` waits until they can be told something. Raises ModelLoadError: the system starts
+        no more processes."""
         self.size = size
         self.lock = threading.RLock()
         self.folder = tempfile.mkdtemp(prefix="specdec-")  # of this user alone, mode 0700
@@ -167,11 +161,8 @@ class Workers:
             return {each.rank: each.answers[key] for each in self._watched.processes if key in each.answers}
 
     def wait_answers(self, key: tuple[str, int, int], deadline: float) -> dict[int, Answer]:
-        """As `answers`, once all have come, or at the deadline (`time.monotonic` seconds).
-
-        Raises:
-            RanksLostError: one that has not answered is lost.
-        """
+        """As `answers`, once all have come, or at the deadline (`time.monotonic` seconds). Raises RanksLostError: one
+        that has not answered is lost."""
         with self._watched.changed:
             while True:
                 left = [each for each in self._watched.processes if key not in each.answers]
@@ -308,11 +299,8 @@ class Link:
 
 
 def open_workers(size: int) -> tuple[Workers, bool]:
-    """The processes of this process's models, started unless they are; and whether they were started now.
-
-    Raises:
-        InvalidInputError: there are models among another number of ranks. ModelLoadError: see `Workers`.
-    """
+    """The processes of this process's models, started unless they are; and whether they were started now. Raises
+    InvalidInputError: there are models among another number of ranks. ModelLoadError: see `Workers`."""
     global _open
     if _open is not None and are_open() and _open.is_lost:
         _open.end()

@@ -1,11 +1,9 @@
 """Self-tests of quantised layers: the same result in any batch, rounding of activations, and FP8 operators.
 
 A layer that rounds its activations by the largest one of the *batch* (torchao's per-tensor scales), or treats columns
-in which any token is large in another way (outliers of bitsandbytes' LLM.int8), computes a token by its neighbours. In
-a batch of requests, or a verification of several tokens, such a model says other things than alone; in half precision
-the difference may be below what the self-test of logits allows. Here one layer of each kind is asked directly.
-
-A wrong scale is in both readings of the self-test of logits, whose eager forward runs the same operators.
+with large values in another way (bitsandbytes' LLM.int8), gives a token different results in a batch, by less than the
+self-test of logits may notice. So one layer of each kind is tested directly. A wrong scale of an FP8 operator is on
+both sides of the self-test of logits, whose eager forward runs the same operators: they are tested here as well.
 """
 
 from __future__ import annotations
@@ -120,11 +118,8 @@ _FP8_ROWS = 4 * BLOCK
 
 @torch.inference_mode()
 def fp8_self_test(layers: Fp8Layers) -> None:
-    """Multiply by one layer of every shape.
-
-    Raises:
-        UnsupportedModelError: an operator comes out wrong on this device; the message names the layer.
-    """
+    """Multiply by one layer of every shape. Raises UnsupportedModelError: an operator comes out wrong on this device;
+    the message names the layer."""
     linear = {(m.weight.shape, m.activation_scale is None): (n, m) for n, m in layers.linear.items()}
     for name, module in linear.values():
         for tokens in _TOKENS:

@@ -1,12 +1,9 @@
 """Self-test of a mixture's routers: another expert than the reference's is allowed only where two nearly tie.
 
-In half precision hidden states of two paths differ by rounding. Where a router's last chosen expert and the best of the
-others are closer than that, the paths take different experts, and the token's logits are those of other experts. With 8
-chosen of 256 experts that is every tenth token in each layer: in a model of a few layers most tokens have one, and no
-median over tokens helps. So the eager forward is run once more, and its routers are given the choices of the paged
-forward where these differ. What differs then is no choice, and is compared as in a model without experts: the logits,
-and the states that each mixture reads, which show an error of attention in the layer in which it arises. How many
-choices differ is limited, too: a router that goes wrong of itself has few of them right.
+In half precision hidden states of two paths differ by rounding, and where a router's last chosen expert and the next
+one are closer than that, the paths take different experts: with 8 of 256 experts every tenth token in each layer. So
+the eager forward runs once more with the paged forward's choices where these differ. Then logits, and the states that
+each mixture reads, are compared as in a model without experts. The number of different choices is limited, too.
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ _JUMP = 0.25
 class Routed:
     """What one mixture of experts was called with, for T tokens of a row.
 
-    Attributes:
-        states: [T, H], its input. index: [T, k] int64, the chosen experts. weights: their factors, [T, k].
+    states: [T, H], its input. index: [T, k] int64, the chosen experts. weights: their factors, [T, k].
     """
 
     states: torch.Tensor
@@ -68,8 +64,7 @@ class Routed:
 class RoutedReader:
     """What mixtures of experts were called with for each token, when a paged forward read it last.
 
-    Attributes:
-        rows: row -> the calls of mixtures in the order of a forward, of all of its tokens that stand read.
+    rows: row -> the calls of mixtures in the order of a forward, of all of its tokens that stand read.
     """
 
     def __init__(self) -> None:
@@ -109,8 +104,7 @@ class RoutedReader:
 def check_choices(model: PreTrainedModel, reader: RoutedReader, right: list[list[Routed]]) -> None:
     """Refuse a model of which a mixture's choices differ by more than near ties.
 
-    Args:
-        right: of each row the calls of its eager forward, as its routers made them.
+    right: of each row the calls of its eager forward, as its routers made them.
 
     Raises:
         UnsupportedModelError: more than a quarter of them do.
@@ -140,8 +134,7 @@ def _mixtures(model: nn.Module) -> Iterator[nn.Module]:
 def _calls(model: nn.Module, given: list[Routed] | None = None) -> Iterator[list[Routed]]:
     """The calls of mixtures inside, as the routers made them.
 
-    Args:
-        given: of each call the choices that take the place of the router's, for the tokens of which any has moved.
+    given: of each call the choices that take the place of the router's, for the tokens of which any has moved.
     """
     seen: list[Routed] = []
 

@@ -78,8 +78,7 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int, report
 
     A model without a twin is itself read in rows of up to 512 tokens, and a SpecdecWarning names what was not tested.
 
-    Args:
-        report: of `twin.twin_test`, which comes first: it names the threshold past which a model is wrong.
+    report: of `twin.twin_test`, which comes first: it names the threshold past which a model is wrong.
 
     Raises:
         UnsupportedModelError, CacheTooSmallError: as `self_test`; the former also of a quantised target whose results
@@ -116,9 +115,8 @@ def self_test(target: Target, longest: int = 0) -> float:
     Layers do not round their activations to 8 bits here, where that can be switched off (`unrounded_activations`), so
     that what is compared is the attention; `fp8_self_test` has ours.
 
-    Args:
-        longest: tokens of the longest row; more where nothing else tests long rows. At least 23, and 26 of a recurrent
-            target.
+    longest: tokens of the longest row; more where nothing else tests long rows. At least 23, and 26 of a recurrent
+    target.
 
     Returns:
         The largest error of the pieces, a piece being one row's prompt or its verification, as `_error` says:
@@ -180,11 +178,8 @@ def _errors(target: Target, rows: _Rows) -> list[torch.Tensor]:
 
 
 def _routed_errors(target: Target, rows: _Rows) -> list[torch.Tensor]:
-    """The same against an eager forward with the paged one's choices of experts, and of the states these read.
-
-    Raises:
-        UnsupportedModelError: more choices of a mixture differ than rounding explains.
-    """
+    """The same against an eager forward with the paged one's choices of experts, and of the states these read. Raises
+    UnsupportedModelError: more choices of a mixture differ than rounding explains."""
     model, reader = target.hf_model, RoutedReader()
     pieces = _read_pieces(target, rows, reader.read_paged)
     read = [reader.read_eager(model, row, ids) for row, ids in enumerate(rows.ids)]
@@ -251,8 +246,7 @@ def _limit(target: Target, error: float) -> float:
 def invariance_test(target: Target, model: Callable[..., Any]) -> None:
     """Read three rows at once and again in pieces, and compare all logits bit by bit.
 
-    Args:
-        model: the form of the target that is tested, see `Target.forward`.
+    model: the form of the target that is tested, see `Target.forward`.
 
     Raises:
         UnsupportedModelError: a token's logits depend on what else is in the batch, or are not those of the model.
@@ -283,11 +277,8 @@ def invariance_test(target: Target, model: Callable[..., Any]) -> None:
 
 @torch.inference_mode()
 def matmul_test(model: PreTrainedModel) -> None:
-    """Multiply by a weight of every shape of the model in batches of all sizes of tiles, and compare bit by bit.
-
-    Raises:
-        UnsupportedModelError: on this device the result for a token depends on how many there are.
-    """
+    """Multiply by a weight of every shape of the model in batches of all sizes of tiles, and compare bit by bit. Raises
+    UnsupportedModelError: on this device the result for a token depends on how many there are."""
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and is_plain_weight(m.weight)]
     weights = {m.weight.shape: m.weight for m in layers}
     for weight in weights.values():
@@ -306,8 +297,7 @@ def matmul_test(model: PreTrainedModel) -> None:
 def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, num_drafts: int) -> None:
     """Read a short text with the target and check on it how the head is read; heads without such a check pass.
 
-    Args:
-        num_drafts: K; with 0 nothing is tested.
+    num_drafts: K; with 0 nothing is tested.
 
     Raises:
         HeadLoadError: see `drafters.base.HasInputConvention`.

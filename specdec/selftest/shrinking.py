@@ -60,11 +60,7 @@ _SIZES: tuple[tuple[str, Size], ...] = (
     (r"(mamba_)?d_state|(ssm_)?state_size", lambda n: min(n, 8)),
     (r"first_k_dense_replace|num_dense_layers|first_num_dense_layers|num_kv_shared_layers", lambda n: min(n, 1)),
 )  # fmt: skip
-_MAMBA_HEADS = (
-    ("mamba_n_heads", "mamba_d_head"),
-    ("n_mamba_heads", "mamba_headdim"),
-    ("num_heads", "head_dim"),
-)
+_MAMBA_HEADS = (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"), ("num_heads", "head_dim"))
 """Names of the number of a Mamba2 layer's heads and of their width, which together are as wide as the layer."""
 _QUERY_HEADS = re.compile(
     r"(?!.*(key_value|kv))(.*_)?(num_attention_heads|num_heads|n_head|n_heads|attention_heads)(_per_layer)?"

@@ -78,8 +78,7 @@ def in_words(found: Sequence[Threshold]) -> str:
 def twin_test(probed: TargetProbe, max_model_len: int) -> TwinReport:
     """Build a model's twin and compare all of its logits through the paged cache with its own eager forward.
 
-    Args:
-        max_model_len: longest row of a request. Thresholds from there on stay beyond the twin's rows.
+    max_model_len: longest row of a request. Thresholds from there on stay beyond the twin's rows.
 
     Raises:
         UnsupportedModelError: the twin comes out wrong, or only fails through the paged attention; the message names
@@ -141,11 +140,8 @@ def _errors(probed: TargetProbe, low: Sequence[Threshold], max_model_len: int) -
 
 
 def _build(probed: TargetProbe, low: Sequence[str], seed: int) -> TargetProbe:
-    """The twin of a model, on the CPU in float32.
-
-    Raises:
-        _NoTwin: its class cannot be built so small, does not run then, or lacks a variant of attention.
-    """
+    """The twin of a model, on the CPU in float32. Raises _NoTwin: its class cannot be built so small, does not run
+    then, or lacks a variant of attention."""
     reason: Exception | None = None
     for towers in (True, False):
         try:

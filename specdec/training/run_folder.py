@@ -45,11 +45,8 @@ class Setting:
 
 
 def check_writable(folder: Path) -> None:
-    """Find out whether `folder` can be made and written to, without making it.
-
-    Raises:
-        InvalidInputError: it or something above it is a file, or may not be written.
-    """
+    """Find out whether `folder` can be made and written to, without making it. Raises InvalidInputError: it or
+    something above it is a file, or may not be written."""
     above = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))  # "/" does at last
     if not above.is_dir():
         raise InvalidInputError(f"the output folder {folder} cannot be made: {above} is a file; name another folder")
@@ -63,8 +60,7 @@ def locked(folder: Path, name: str = "run") -> Iterator[None]:
 
     The lock belongs to the process: the operating system takes it back from a killed one. Nested use is allowed.
 
-    Args:
-        name: of the part; other parts of the folder stay free.
+    name: of the part; other parts of the folder stay free.
 
     Raises:
         RunFolderError: another process holds the lock, or the folder cannot be written.
@@ -192,8 +188,7 @@ class Questions:
 def prepare_questions(model: SpeculativeModel, questions: Sequence[Any], limits: AnswerLimits) -> Questions:
     """Encode questions and find out which of them leave room for an answer.
 
-    Args:
-        questions: prompts as `SpeculativeModel.generate` takes them.
+    questions: prompts as `SpeculativeModel.generate` takes them.
 
     Raises:
         InvalidInputError: a prompt that cannot be encoded, a token outside the vocabulary, or no usable question.

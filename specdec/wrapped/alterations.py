@@ -1,9 +1,7 @@
 """Alterations of a user's model while it is wrapped, each with the function that undoes it.
 
-Everything that stays on a model between two forwards of ours is registered here by whoever does it: hooks for aux
-hidden states, the hooks of the gate, the handles by which attention modules find their cache, cos/sin hooks and fused
-projections of compiled code. What is changed for the duration of one forward (the name of the attention function,
-`expand_kv`, the form of the experts) is put back by the context managers that change it.
+What stays on a model between two forwards of ours is registered here: hooks, the handles by which attention modules
+find their cache, fused projections of compiled code. Context managers put back what is changed during one forward.
 """
 
 from __future__ import annotations
@@ -66,11 +64,8 @@ class Alterations:
         self._finalizer.atexit = False
 
     def on_undo(self, undo: Callable[[], object]) -> None:
-        """Register what takes back a change that was just made.
-
-        Raises:
-            InvariantError: everything was undone already; the change is taken back.
-        """
+        """Register what takes back a change that was just made. Raises InvariantError: everything was undone already;
+        the change is taken back."""
         if not self._finalizer.alive:
             undo()
             raise InvariantError("a model was altered for an engine that is closed")

@@ -1,12 +1,9 @@
-"""Whether quantised layers round their activations to 8 bits, which they do not in the self-test of logits.
+"""Layers in FP8 as ours, and whether quantised layers of any library round their activations to 8 bits.
 
-That test compares attentions: two forwards that differ by a last bit after the first one. In a layer that rounds what
-it reads to 8 bits such a bit moves roundings, each by a whole step, and over 32 layers that comes to a third of the
-logits: more than what a wrong slot in a deep model may make. So the test compares the same model without that rounding,
-by the limit of its dtype.
-
-Of three kinds of layers: our own in FP8 (`specdec.wrapped.fp8`) ask `are_rounded`; those of compressed-tensors round in
-a forward of their own, which calls that of their class; weights of torchao say how their inputs are rounded.
+They do not in the self-test of logits, which compares attentions: there two forwards differ by last bits, each such bit
+can move a rounding to 8 bits by a whole step, and over 32 layers that comes to a third of the logits. So the test
+compares the same model without that rounding. Our own layers ask `are_rounded`; those of compressed-tensors round in a
+forward of their own, which calls that of their class; weights of torchao say how their inputs are rounded.
 """
 
 from __future__ import annotations
@@ -46,9 +43,8 @@ def unrounded_activations(model: nn.Module | None = None) -> Iterator[None]:
 
     Each layer multiplies its weight out, in the dtype of its input, while it runs.
 
-    Args:
-        model: of whose layers those of compressed-tensors and torchao are meant; None: our own FP8 layers alone. What
-            other libraries round (quanto's activations, LLM.int8) is rounded all the same.
+    model: of whose layers those of compressed-tensors and torchao are meant; None: our own FP8 layers alone. What other
+    libraries round (quanto's activations, LLM.int8) is rounded all the same.
     """
     before = _ROUNDS.set(False)
     layers = () if model is None else tuple(model.modules())
@@ -151,12 +147,8 @@ class Scheme:
         return f"fine-grained, {'x'.join(map(str, self.blocks))}{', static activation scales' * self.static}"
 
     def check(self, name: str) -> None:
-        """Refuse a scheme that no operator serves.
-
-        Raises:
-            UnsupportedModelError: blocks of another size than 128 x 128, one scale a weight with dynamic scales of
-                activations, or scales in powers of two.
-        """
+        """Refuse a scheme that no operator serves. Raises UnsupportedModelError: blocks of another size than 128 x 128,
+        one scale a weight with dynamic scales of activations, or scales in powers of two."""
         reason = None
         if self.exponents:
             reason = "scale_fmt='ue8m0', scales that are powers of two"
@@ -174,17 +166,12 @@ class Scheme:
 class Fp8Layers:
     """The FP8 layers of a model, run by our operators until `release`, or until this is garbage.
 
-    Attributes:
-        scheme: of all of them. linear, experts: the modules, by name.
+    scheme: of all of them. linear, experts: the modules, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """`model` has such layers, see `fp8_layers`.
-
-        Raises:
-            UnsupportedModelError: layers that our operators do not serve, or scales that are no scales; nothing is
-                changed then.
-        """
+        """`model` has such layers, see `fp8_layers`. Raises UnsupportedModelError: layers that our operators do not
+        serve, or scales that are no scales; nothing is changed then."""
         found = {name: m for name, m in model.named_modules() if isinstance(m, _KINDS)}
         what = type(model).__name__
         self.scheme = _common_scheme(what, found.values())
@@ -206,11 +193,8 @@ class Fp8Layers:
 
 
 def fp8_layers(model: nn.Module) -> Fp8Layers | None:
-    """The FP8 layers of a model, from now on run by our operators; None for a model without.
-
-    Raises:
-        UnsupportedModelError: see `Fp8Layers`.
-    """
+    """The FP8 layers of a model, from now on run by our operators; None for a model without. Raises
+    UnsupportedModelError: see `Fp8Layers`."""
     return Fp8Layers(model) if any(isinstance(m, _KINDS) for m in model.modules()) else None
 
 

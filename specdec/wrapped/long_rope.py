@@ -1,21 +1,15 @@
 """Rotary embeddings of type longrope: which tokens have the short factors and which the long ones.
 
-A longrope model has two sets of frequencies. transformers chooses by the largest position of a *forward*: the short
-factors while it is below `original_max_position_embeddings`, the long ones for all tokens of a longer one. In
-`generate` a request's forwards are its prompt and then one token each, so:
+transformers chooses between the two sets of frequencies by the largest position of a *forward*: the short factors while
+it is below `original_max_position_embeddings`, else the long ones for all its tokens. So in `generate` a prompt of at
+most `original` tokens, and the tokens after it up to that length, have the short factors, later tokens the long ones; a
+longer prompt has the long ones from its first token on. Models of the Phi-3 family drop their cache when a request
+passes `original`: all of its tokens are read again with the long factors. (transformers 5.17 drops the cache and reads
+only the last token; read here is what is meant, and what later releases do.)
 
-- a prompt of at most `original` tokens has the short factors, and so have the tokens after it, up to that length; every
-  later token has the long ones. Keys that were cached before stay as they are.
-- a longer prompt has the long factors from its first token on.
-
-Models of the Phi-3 family differ at the crossing: their `prepare_inputs_for_generation` drops the cache when a request
-passes `original`, so all of its tokens are read again with the long factors. (transformers 5.17 drops the cache and
-reads only the last token, without any other; read here is what is meant, and what later releases do.)
-
-In a ragged batch each token has a choice of its own. Wherever rows verify, its position alone decides. Only rows that
-read their first tokens with the long factors differ, and those are given positions below 0: p - original. So one lookup
-in a table of cos and sin serves every token, without a branch on data, in compiled code and in graphs alike. The table
-is made by the model's own rotary modules.
+In a ragged batch each token chooses by its position alone. Rows that read their first tokens with the long factors are
+given positions below 0: p - original. So one lookup in a table of cos and sin, made by the model's own rotary modules,
+serves every token without a branch on data.
 
 Source: transformers, modeling_rope_utils.py (longrope_frequency_update), models/phi3/modeling_phi3.py.
 """
@@ -74,8 +68,7 @@ class LongRopeRule(NamedTuple):
 class RotaryPositions(Generic[A]):
     """Positions of a batch's tokens as the rotary modules of a longrope model get them, where they are not its own.
 
-    Attributes:
-        positions: [T] int64, see `LongRopeRule.encoded`. what: see `attention.batch.host.BatchExtra`.
+    positions: [T] int64, see `LongRopeRule.encoded`. what: see `attention.batch.host.BatchExtra`.
     """
 
     positions: A = array(np.int64, "tokens")

@@ -1,9 +1,8 @@
 """Check that a wrapped model still is what the engine was built around: weights, settings, hooks.
 
-The engine runs the user's own model and reads its weights at every forward, so new values in place (`load_state_dict`,
-an optimiser's step, an adapter merged in place) are used from the next round on, in captured graphs too: those
-read the same memory. What it has taken over at loading is another matter: the dtype and device of its caches, which
-modules attend, what is hooked, the vocabulary, and in graphs the weights' addresses.
+The engine runs the user's own model, so new values in place (`load_state_dict`, an optimiser's step) count from the
+next round on, in captured graphs too. What it has taken over at loading may not change: dtype and device of its caches,
+which modules attend, what is hooked, the vocabulary, and in graphs the weights' addresses.
 """
 
 from __future__ import annotations
@@ -225,10 +224,7 @@ class LiveModel:
 
     def check(self) -> None:
         """Refuse a model that was changed since. Runs at every call, so a model in which nothing moved is seen first.
-
-        Raises:
-            ModelChangedError: what has changed, and what to do.
-        """
+        Raises ModelChangedError: what has changed, and what to do."""
         with gate_of(self.model.config).held():  # forwards of ours change some settings while they run
             self._check()
 

@@ -34,11 +34,8 @@ _CAUSAL = 1
 
 
 def check_mla_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
-    """Refuse what these kernels do not offer, before anything is allocated.
-
-    Raises:
-        UnsupportedAttentionError: dtype, widths, page size, number of heads, window, softcap or sinks.
-    """
+    """Refuse what these kernels do not offer, before anything is allocated. Raises UnsupportedAttentionError: dtype,
+    widths, page size, number of heads, window, softcap or sinks."""
     where, elsewhere = f"group {group.name}: FlashInfer's MLA", "; use backend='torch'"
     widths = (key.head_dim_v, key.head_dim_k - key.head_dim_v)
     if dtype not in HALF:
@@ -145,18 +142,9 @@ class MlaKernel:
             self.building.wait()
             self._module = _module(self._dtype, self.device)
         self._module.run(
-            self._workspace,
-            plan.work.remote,
-            plan.info,
-            query[..., :LATENT_DIM],
-            query[..., LATENT_DIM:],
-            latent,
-            rope,
-            plan.page_indices,
-            out,
-            None,
-            *self._tail,
-        )
+            self._workspace, plan.work.remote, plan.info, query[..., :LATENT_DIM], query[..., LATENT_DIM:], latent,
+            rope, plan.page_indices, out, None, *self._tail,
+        )  # fmt: skip
 
 
 class MlaBuilder:

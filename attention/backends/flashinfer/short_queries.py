@@ -142,16 +142,9 @@ def whole_batch(metadata: CommonAttentionMetadata) -> Part:
     """All rows as one part."""
     host = metadata.host
     return Part(
-        host.query_start_loc,
-        host.page_indptr,
-        host.seq_lens,
-        metadata.query_start_loc,
-        metadata.page_indptr,
-        metadata.last_page_len,
-        metadata.page_indices,
-        0,
-        host.num_tokens,
-    )
+        host.query_start_loc, host.page_indptr, host.seq_lens, metadata.query_start_loc, metadata.page_indptr,
+        metadata.last_page_len, metadata.page_indices, 0, host.num_tokens,
+    )  # fmt: skip
 
 
 def split_batch(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
@@ -162,28 +155,15 @@ def split_batch(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
     if cut in (0, host.num_reqs):
         return (whole_batch(metadata),)
     token = int(host.query_start_loc[cut])
-    first, rest = slice(0, cut), slice(cut, host.num_reqs)
-    starts, rest_starts = slice(0, cut + 1), slice(cut, host.num_reqs + 1)
-    short = Part(
-        host.query_start_loc[starts],
-        host.page_indptr[starts],
-        host.seq_lens[first],
-        metadata.query_start_loc[starts],
-        metadata.page_indptr[starts],
-        metadata.last_page_len[first],
-        metadata.page_indices,
-        0,
-        token,
-    )
-    long = Part(
-        host.query_start_loc[rest_starts] - token,
-        host.page_indptr[rest_starts],
-        host.seq_lens[rest],
-        metadata.query_start_loc[rest_starts] - token,
-        metadata.page_indptr[rest_starts],
-        metadata.last_page_len[rest],
-        metadata.page_indices,
-        token,
-        host.num_tokens,
-    )
-    return short, long
+    return _part(metadata, 0, cut, 0, token), _part(metadata, cut, host.num_reqs, token, host.num_tokens)
+
+
+def _part(metadata: CommonAttentionMetadata, first: int, last: int, token: int, stop: int) -> Part:
+    """Rows first … last - 1 of a batch, whose tokens are token … stop - 1."""
+    host, rows, starts = metadata.host, slice(first, last), slice(first, last + 1)
+    own, on_device = host.query_start_loc[starts], metadata.query_start_loc[starts]
+    return Part(
+        own - token if token else own, host.page_indptr[starts], host.seq_lens[rows],
+        on_device - token if token else on_device, metadata.page_indptr[starts], metadata.last_page_len[rows],
+        metadata.page_indices, token, stop,
+    )  # fmt: skip

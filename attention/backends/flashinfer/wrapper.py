@@ -1,9 +1,7 @@
 """One FlashInfer paged-attention wrapper: which kernel it is, how that is built, and planning it from host arrays.
 
-FlashInfer builds a module of eight large files, four masks over paged and over contiguous keys, of which we launch one:
-causal, paged. Two modules at once would keep sixteen cores busy for more than a minute. Here a module has the one file
-that we launch, unchanged, and the host code with the other kernels left out: asked for one of them, it raises. It has a
-name of its own, so that FlashInfer's modules are whole for everybody else in the process.
+FlashInfer builds a module of eight large files, of which we launch one: causal, paged. Here a module has that file,
+unchanged, and the host code without the other kernels (asked for one, it raises), under a name of its own.
 
 Source: flashinfer-ai/flashinfer, flashinfer/jit/attention/modules.py (gen_batch_prefill_module), csrc/batch_prefill.cu,
 csrc/batch_prefill_sm90.cu.
@@ -54,8 +52,7 @@ _CAUSAL_ONLY = """
 def causal_module(route: str, *arguments: Any) -> Any:
     """As FlashInfer's get_batch_prefill_module, with causal paged kernels only. Builds it where it is not built yet.
 
-    Args:
-        route, arguments: as there.
+    route, arguments: as there.
     """
     from flashinfer import prefill
 
@@ -87,8 +84,7 @@ def _causal(generate: Any) -> Any:
 def write_causal(sources: Iterable[Path], folder: Path) -> list[Path]:
     """Write the sources of a causal module beside those of the whole one; files that are right already stay.
 
-    Args:
-        sources: of the whole module, all in one folder with the headers that they include.
+    sources: of the whole module, all in one folder with the headers that they include.
 
     Returns:
         The sources to compile.
@@ -132,8 +128,7 @@ _SPLIT_SHARE = 0.9
 class FixedShape:
     """The shape of every batch that a captured launch serves: `rows` rows of `query_len` tokens each.
 
-    Attributes:
-        tokens: of the batch, where rows have 0 … query_len each, others every time; None: rows·query_len.
+    tokens: of the batch, where rows have 0 … query_len each, others every time; None: rows·query_len.
     """
 
     rows: int
@@ -179,16 +174,9 @@ class Part:
     def at(self, host: HostBatch) -> Part:
         """As many rows of other lengths, planned from a whole batch; its device arrays lie where these do."""
         return Part(
-            host.query_start_loc,
-            host.page_indptr,
-            host.seq_lens,
-            self.device_query_start_loc,
-            self.device_page_indptr,
-            self.device_last_page_len,
-            self.device_page_indices,
-            self.start,
-            self.stop,
-        )
+            host.query_start_loc, host.page_indptr, host.seq_lens, self.device_query_start_loc, self.device_page_indptr,
+            self.device_last_page_len, self.device_page_indices, self.start, self.stop,
+        )  # fmt: skip
 
 
 def most_tiles(key: AttentionSpec, device: torch.device) -> int:
@@ -207,6 +195,18 @@ def least_unsplit(key: AttentionSpec, device: torch.device) -> int:
 def splits_kv(key: AttentionSpec, rows: int, device: torch.device) -> bool:
     """Whether there are so few rows that the planner would split the KV of a row over the GPU."""
     return rows < least_unsplit(key, device)
+
+
+def _rows_of_a_page(fixed: FixedShape | None, device: torch.device) -> dict[str, torch.Tensor]:
+    """The index arrays of rows with one page each, by which a wrapper is planned when it is made."""
+    rows, query_len = (1, 1) if fixed is None else (fixed.rows, fixed.query_len)
+    ones = torch.arange(rows + 1, dtype=torch.int32)
+    return {
+        "qo_indptr": ones * query_len if fixed is None else (ones * query_len).clamp(max=fixed.num_tokens),
+        "paged_kv_indptr": ones,
+        "paged_kv_indices": torch.zeros(rows, dtype=torch.int32, device=device),  # not copied: that would wait
+        "paged_kv_last_page_len": torch.ones(rows, dtype=torch.int32),
+    }
 
 
 class Kernel:
@@ -235,16 +235,11 @@ class Kernel:
         self.generation = 0
         self._planned: bytes | None = None
         self._scale = key.scale if key.has_sinks else None
-        rows, query_len = (1, 1) if fixed is None else (fixed.rows, fixed.query_len)
         uniform = None if fixed is None else fixed.uniform_query_len
         self._is_uneven = fixed is not None and uniform is None
         self._splits = fixed is None or route != "fa2" or splits_kv(key, fixed.least_busy_rows, workspace.device)
-        ones = torch.arange(rows + 1, dtype=torch.int32)
-        starts = ones * query_len if fixed is None else (ones * query_len).clamp(max=fixed.num_tokens)
-        page_indices = torch.zeros(rows, dtype=torch.int32, device=workspace.device)  # not copied: that would wait
-        buffers = (starts, ones, page_indices, torch.ones(rows, dtype=torch.int32))
-        names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
-        fixed_buffers = dict(zip(names, (b.to(workspace.device) for b in buffers), strict=True)) if fixed else {}
+        buffers = _rows_of_a_page(fixed, workspace.device)
+        fixed_buffers = {f"{name}_buf": x.to(workspace.device) for name, x in buffers.items()} if fixed else {}
         variant = _sink_variant(group.format.dtype_for(dtype), key, dtype) if key.has_sinks else {}
         self._wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(
             workspace, group.layout, use_cuda_graph=fixed is not None, backend=route, **fixed_buffers, **variant
@@ -255,20 +250,10 @@ class Kernel:
         if not key.has_sinks:
             self._wrapper._jit_module = module  # a plan takes this one, and builds none of its own
         self._wrapper.plan(
-            *buffers,
-            key.num_q_heads,
-            key.num_kv_heads,
-            key.head_dim_k,
-            group.page_size,
-            causal=True,
-            sm_scale=key.scale,
-            window_left=window_left,
-            logits_soft_cap=key.softcap,
-            q_data_type=dtype,
-            kv_data_type=group.format.dtype_for(dtype),
-            uniform_q_len=uniform,
-            disable_split_kv=not self._splits,
-        )
+            *buffers.values(), key.num_q_heads, key.num_kv_heads, key.head_dim_k, group.page_size, causal=True,
+            sm_scale=key.scale, window_left=window_left, logits_soft_cap=key.softcap, q_data_type=dtype,
+            kv_data_type=group.format.dtype_for(dtype), uniform_q_len=uniform, disable_split_kv=not self._splits,
+        )  # fmt: skip
         if not key.has_sinks:
             self._wrapper._jit_module = None  # which would be called with other arguments
         self._is_fixed = fixed is not None
@@ -301,16 +286,10 @@ class Kernel:
         tokens = part.stop - part.start
         before = wrapper._plan_info
         wrapper._plan_info = wrapper._cached_module.plan(
-            wrapper._float_workspace_buffer,
-            wrapper._int_workspace_buffer,
-            wrapper._pin_memory_int_workspace_buffer,
-            torch.from_numpy(part.query_start_loc),
-            torch.from_numpy(part.page_indptr),
-            torch.from_numpy(part.seq_lens),
-            tokens,
-            len(part.seq_lens),
-            *self._plan_tail,
-        )
+            wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer,
+            torch.from_numpy(part.query_start_loc), torch.from_numpy(part.page_indptr), torch.from_numpy(part.seq_lens),
+            tokens, len(part.seq_lens), *self._plan_tail,
+        )  # fmt: skip
         if self._is_fixed and checking():
             require(list(before) == list(wrapper._plan_info), "a plan changed the launch that a graph has captured")
         self._copied.record()
@@ -350,9 +329,8 @@ class Kernel:
 def building(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype, route: Route) -> Build:
     """The build of the kernel for queries of `dtype` and a cache of dtype `cache`, begun at the first call.
 
-    It gives the module that a wrapper is planned with; with sinks it ends in FlashInfer's cache of modules, which a
-    wrapper asks under the same arguments when it is made. That cache has no lock, so nobody may make a wrapper before
-    the build is awaited.
+    It gives the module that a wrapper is planned with; with sinks it ends in FlashInfer's cache of modules, which has
+    no lock: await the build before making a wrapper, which asks that cache under the same arguments.
     """
     features = (key.window is not None, key.softcap is not None, key.has_sinks)
     kind = (route, dtype, cache, key.head_dim_k, key.head_dim_v, *features)
@@ -363,10 +341,8 @@ def building(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype, route: 
 
             variant = _sink_variant(cache, key, dtype)
             return get_customize_batch_prefill_module(route, *variant["jit_args"], **variant["jit_kwargs"])
-        dims, positions = (key.head_dim_k, key.head_dim_k), 0
-        half_reduction = False
-        dtypes = (dtype, cache, dtype, torch.int32)
-        return causal_module(route, *dtypes, *dims, positions, *features[:2], half_reduction)
+        dtypes, dims = (dtype, cache, dtype, torch.int32), (key.head_dim_k, key.head_dim_k)
+        return causal_module(route, *dtypes, *dims, 0, *features[:2], False)  # 0: positions; False: half reduction
 
     return in_background(kind, kernel_name(cache, key, dtype, route), make)
 

@@ -22,7 +22,6 @@ from attention.recurrence import delta_kernel, delta_solve_kernel, delta_tokens_
 from attention.recurrence.delta_kernel import ShortTiling, gated_delta
 from attention.recurrence.delta_solve_kernel import unit_upper_inverse
 from attention.recurrence.delta_tokens_kernel import DeltaTiling
-from attention.recurrence.kernel_rows import ring_places
 from attention.recurrence.state_cache import DeltaRing
 from tests.attention.recurrence import token_by_token as oracle
 from tests.attention.recurrence.recurrence_cases import (
@@ -38,6 +37,20 @@ from tests.attention.recurrence.recurrence_cases import (
     same_rings,
 )
 from tests.attention.recurrence.token_by_token import StateRows
+
+
+def ring_places(start: int, replay: int, num_new: int, drafts: int, size: int) -> tuple[set[int], set[int]]:
+    """The places of a row's ring that a launch reads and those it writes.
+
+    They never meet where the tokens replayed and those of the launch are at most `size` (`FoldRule.ring_size`), or
+    replay is 0:
+
+    >>> ring_places(start=20, replay=2, num_new=1, drafts=3, size=7)
+    ({4, 5}, {0, 1, 2})
+    """
+    first_draft = start + num_new
+    reads = {p % size for p in range(start - replay, start)}
+    return reads, {p % size for p in range(first_draft, first_draft + drafts)}
 
 
 @pytest.mark.slow

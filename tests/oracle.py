@@ -66,11 +66,7 @@ def oracle_drafts(
 
 
 def oracle_module_drafts(
-    stack: MtpStack,
-    token_ids: torch.Tensor,
-    states: torch.Tensor,
-    num_drafts: int,
-    choose: ChooseDraft = most_probable,
+    stack: MtpStack, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int, choose: ChooseDraft = most_probable
 ) -> list[int]:
     """As `oracle_drafts`, for M modules: every module runs every row of every prefix.
 
