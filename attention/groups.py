@@ -37,7 +37,8 @@ def windows_of(specs: Sequence[AttentionSpec], longest: int) -> tuple[int, ...]:
     The layers that reach furthest get none, they are the first group: those without a window, and without such layers
     those with the largest.
 
-    longest: most tokens of a request; a window that covers them all is none.
+    Args:
+        longest: most tokens of a request; a window that covers them all is none.
 
     >>> full = AttentionSpec(1, 1, 8, 8, 1.0)
     >>> near, far = (AttentionSpec(1, 1, 8, 8, 1.0, window=w) for w in (16, 64))

@@ -22,7 +22,8 @@ def has_flashinfer_heads(key: AttentionSpec) -> bool:
 def check_heads(key: AttentionSpec, where: str, elsewhere: str = "") -> None:
     """Refuse heads that no kernel is built for.
 
-    where, elsewhere: how the message begins, and what it recommends in the end.
+    Args:
+        where, elsewhere: how the message begins, and what it recommends in the end.
 
     Raises:
         UnsupportedAttentionError: head counts or head dims, or slopes by distance, which no kernel here adds.

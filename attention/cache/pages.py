@@ -55,7 +55,8 @@ class PageAllocator:
     def check_holders(self, held: Counter[int]) -> None:
         """Every page has exactly one owner: the free list or a row.
 
-        held: of every page, in how many places of rows it stands.
+        Args:
+            held: of every page, in how many places of rows it stands.
 
         Raises:
             InvariantError: a page is owned twice, or lost.

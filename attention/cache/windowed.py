@@ -18,7 +18,8 @@ class WindowedTables(BlockTables):
     `table` keeps its index by logical page. A freed entry is the null page, so who owns which page can be read from
     the table alone.
 
-    window: number of visible positions including its own, see `AttentionSpec`.
+    Attributes:
+        window: number of visible positions including its own, see `AttentionSpec`.
     """
 
     def __init__(
@@ -68,8 +69,9 @@ class WindowedTables(BlockTables):
     def free_behind(self, rows: np.ndarray, computed: np.ndarray) -> None:
         """Free the pages of rows [B] that no query at position computed[i] or later sees a key of.
 
-        computed: [B] committed tokens whose keys are in the cache. Never those of a launched round: its drafts may be
-        rejected, and then the next query stands before them.
+        Args:
+            computed: [B] committed tokens whose keys are in the cache. Never those of a launched round: its drafts may
+                be rejected, and then the next query stands before them.
         """
         first = (computed - (self.window - 1)) // self.page_size
         more = first - self._first[rows]

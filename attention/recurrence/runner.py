@@ -46,7 +46,8 @@ class Recur(Protocol):
 class StateRunner:
     """The states of a model's recurrent calls on one device.
 
-    group: whose states; dtype: of the model. states: of each call. functions: what computes them.
+    Attributes:
+        group: whose states; dtype: of the model. states: of each call. functions: what computes them.
     """
 
     def __init__(self, group: StateGroup, dtype: torch.dtype, device: torch.device) -> None:

@@ -53,7 +53,8 @@ class Read(Protocol):
     def wait(self, deadline: float) -> None:
         """Until every byte is there.
 
-        deadline: `time.monotonic` seconds.
+        Args:
+            deadline: `time.monotonic` seconds.
 
         Raises:
             TransferTimeoutError: they are not by then; see `settled`.

@@ -76,7 +76,8 @@ _KINDS = {stat.S_ISFIFO: "a named pipe", stat.S_ISDIR: _FOLDER, stat.S_ISSOCK: "
 def locate(path: str | Path, revision: str | None = None) -> Path:
     """Folder of a checkpoint: `path` itself when it is a folder, else a model of that name from the Hugging Face hub.
 
-    revision: branch, tag or commit on the hub; a folder has none.
+    Args:
+        revision: branch, tag or commit on the hub; a folder has none.
 
     Raises:
         HeadLoadError: neither a folder nor a name on the hub (or in its local cache); or what lies in the folder under

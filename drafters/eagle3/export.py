@@ -53,7 +53,8 @@ _UNWRITTEN = dict.fromkeys(("windowed_layers", "window"), "this export writes no
 class Verifier:
     """The target as a head's configuration names it, for engines that are given the head alone.
 
-    name_or_path: hub name or folder. architectures: of its config.json.
+    Attributes:
+        name_or_path: hub name or folder. architectures: of its config.json.
     """
 
     name_or_path: str
@@ -109,7 +110,8 @@ def export_eagle3(
 def shares_embedding(head: Eagle3Head, embedding: torch.Tensor, stored: torch.dtype) -> bool:
     """Whether a head's own embedding is a copy of its target's, as the speculators layout has it.
 
-    embedding: [V, H] the target's. stored: dtype of the head's files, to which such a copy was rounded.
+    Args:
+        embedding: [V, H] the target's. stored: dtype of the head's files, to which such a copy was rounded.
     """
     own = head.embed_tokens.weight if head.spec.own_embed else None
     return own is not None and own.shape == embedding.shape and torch.equal(own, embedding.to(stored).to(own))

@@ -133,7 +133,8 @@ def _start(names: Mapping[str, str]) -> str:
 def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:
     """Patterns that find (re.search) the names of module tensors, of any family, and no others of a target.
 
-    num_layers: N of the target; num_modules: how many its configuration has.
+    Args:
+        num_layers: N of the target; num_modules: how many its configuration has.
 
     >>> patterns = module_names(4, 1)
     >>> names = ("model.layers.4.enorm.weight", "model.layers.3.mlp.gate.weight", "mtp.fc.weight")
@@ -150,7 +151,8 @@ def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
 
     A projection of [hidden, embedding] has its halves swapped: these checkpoints have [embedding, hidden].
 
-    layer: N + k, the number of the target's layers plus the module's own.
+    Args:
+        layer: N + k, the number of the target's layers plus the module's own.
 
     Raises:
         HeadLoadError: the module has something that these checkpoints cannot hold.

@@ -49,8 +49,9 @@ class MtpHead(nn.Module):
     def __init__(self, spec: MtpSpec, target: MtpTarget, device: torch.device | None = None) -> None:
         """Build a module whose weights are still to be loaded.
 
-        device: of the weights; by default that of the target's embedding. "meta" makes none, for `load_state_dict(...,
-        assign=True)`.
+        Args:
+            device: of the weights; by default that of the target's embedding. "meta" makes none, for
+                `load_state_dict(..., assign=True)`.
 
         Raises:
             HeadLoadError: a block has no attention that transformers' interface serves, or none of them has.

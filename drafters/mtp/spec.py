@@ -137,7 +137,8 @@ Source: sgl-project/sglang 0.5.23, models/exaone_moe_mtp.py, exaone_moe.py (laye
 def attention_of(config: PreTrainedConfig, module: int) -> tuple[str, str]:
     """The kind of attention of a module's block, and what says so.
 
-    config: the target's text configuration. module: 0 … M-1.
+    Args:
+        config: the target's text configuration. module: 0 … M-1.
 
     Raises:
         HeadLoadError: it is of a kind that a module cannot have.

@@ -183,7 +183,8 @@ class AnswerStore:
     def __init__(self, path: Path, key: str) -> None:
         """Read `path`, when there is one.
 
-        key: identifies prompts, target and limits.
+        Args:
+            key: identifies prompts, target and limits.
 
         Raises:
             RunFolderError: the file cannot be read or repaired.

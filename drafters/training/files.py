@@ -38,7 +38,8 @@ def write_file(path: Path, content: bytes) -> None:
 def whole_folder(path: Path, *, manifest: bool = True) -> Iterator[Path]:
     """Fill a folder that takes the place of `path` when the block ends.
 
-    manifest: add one, so that `damage` can tell later whether the files are still what was written.
+    Args:
+        manifest: add one, so that `damage` can tell later whether the files are still what was written.
 
     Yields:
         An empty folder next to `path` to write into. After an error it is removed, and `path` is as it was.

@@ -140,7 +140,8 @@ def evaluate_batch(
     A draft counts as accepted when it is the answer's own token and all drafts before it were: on answers that the
     target generated greedily, that is what greedy verification accepts.
 
-    aux_hidden_states, logits: the target's features of `batch.token_ids`, [B, S, A·Ht] and [B, S, V].
+    Args:
+        aux_hidden_states, logits: the target's features of `batch.token_ids`, [B, S, A·Ht] and [B, S, V].
     """
     ids = head.to_target_ids(torch.arange(head.draft_vocab_size, device=logits.device))
     probabilities, known = draft_targets(logits, ids)

@@ -68,7 +68,8 @@ class Learner(Generic[TrainedHead]):
 class Run:
     """What a checkpoint must agree with.
 
-    folder: of the checkpoints; config: of the run; data: digest of the answers it learns from and measures on.
+    Attributes:
+        folder: of the checkpoints; config: of the run; data: digest of the answers it learns from and measures on.
     """
 
     folder: Path

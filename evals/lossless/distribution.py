@@ -69,7 +69,8 @@ def spots_of(found: Search) -> tuple[Spot, ...]:
 class DistributionTest:
     """The test as work for one worker: its models are sampled there.
 
-    questions: where places are looked for; samples: per place and configuration; places: how many of each trial.
+    Attributes:
+        questions: where places are looked for; samples: per place and configuration; places: how many of each trial.
     """
 
     questions: tuple[Question, ...]

@@ -44,8 +44,9 @@ class Sampling:
 class Defect:
     """One way to be wrong.
 
-    name: shown. change: what is verified with instead of the request's sampling; None: not a matter of sampling, but
-    the bonus token after full acceptance is drawn from what is left of p without the last draft.
+    Attributes:
+        name: shown. change: what is verified with instead of the request's sampling; None: not a matter of sampling,
+            but the bonus token after full acceptance is drawn from what is left of p without the last draft.
     """
 
     name: str

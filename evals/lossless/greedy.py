@@ -32,7 +32,8 @@ _AT_ONCE = 32
 class Replay:
     """A copy with transformers' own eager attention and experts: float32 models in float64, half precision in float32.
 
-    dtype: of the copy.
+    Attributes:
+        dtype: of the copy.
     """
 
     def __init__(self, hf_model: Any, device: torch.device | None = None) -> None:
@@ -176,7 +177,8 @@ def _at(tokens: Sequence[int], place: int) -> int | None:
 class Judge:
     """The verdicts on the divergences of one configuration, as work for one worker: the replay runs where the model is.
 
-    cases: (question, the target's own answer, where the other one differs).
+    Attributes:
+        cases: (question, the target's own answer, where the other one differs).
     """
 
     arm: Configuration

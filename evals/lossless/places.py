@@ -38,7 +38,8 @@ class ScoresText(Protocol):
 class Trial:
     """One way of sampling, and the defects that its places are chosen for.
 
-    name: shown in tables. sampling: its temperature is set by the search. aims: names of DEFECTS.
+    Attributes:
+        name: shown in tables. sampling: its temperature is set by the search. aims: names of DEFECTS.
     """
 
     name: str

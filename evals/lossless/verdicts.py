@@ -29,7 +29,8 @@ POWER = 0.95
 class Power:
     """How likely one defect would have been found.
 
-    defect: its name. everywhere: if every place had it; places: if that place alone had it, in their order.
+    Attributes:
+        defect: its name. everywhere: if every place had it; places: if that place alone had it, in their order.
     """
 
     defect: str

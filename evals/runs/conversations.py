@@ -32,7 +32,8 @@ class Model(Protocol):
 class Configuration:
     """One way of generating that is measured.
 
-    name: shown in every output; k: drafts a round, 0 for the target alone; model: key of the loaded model.
+    Attributes:
+        name: shown in every output; k: drafts a round, 0 for the target alone; model: key of the loaded model.
     """
 
     name: str

@@ -71,7 +71,8 @@ class RunStore:
 
     One process at a time has it open: leave it as a context manager, or with `close`.
 
-    folder: where it lies; key: hash of the settings; answers: by (question id, configuration), read at opening.
+    Attributes:
+        folder: where it lies; key: hash of the settings; answers: by (question id, configuration), read at opening.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:

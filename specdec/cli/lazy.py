@@ -59,7 +59,8 @@ class LazyCommand:
 class LazyGroup(click.Group):
     """A click group of lazy commands, in the order given. Errors of the `SpecdecError` tree end with one message.
 
-    lazy: the commands by name.
+    Attributes:
+        lazy: the commands by name.
     """
 
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **kwargs: Any) -> None:
@@ -131,7 +132,8 @@ class Plugin:
 def find_plugins(taken: Iterable[str], root: Path = ROOT) -> Mapping[str, Plugin]:
     """The commands that packages add, by name; those of this distribution first.
 
-    taken: names of built-in commands. root: the folder of this distribution's packages.
+    Args:
+        taken: names of built-in commands. root: the folder of this distribution's packages.
 
     Raises:
         PluginError: two commands have one name.

@@ -215,7 +215,8 @@ class Tally:
 class Selection:
     """Chooses for one device.
 
-    tally: what was done.
+    Attributes:
+        tally: what was done.
     """
 
     def __init__(

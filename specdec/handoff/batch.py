@@ -158,7 +158,8 @@ class Departures:
     def leave(self, batch: Batch, owners: Sequence[Request | None], tensors: RowTensors, drafts_of: DraftsOf) -> None:
         """Requests with a first token go out of the batch, with their drafts for the next engine's first verification.
 
-        owners, drafts_of: see `Guests.leave`.
+        Args:
+            owners, drafts_of: see `Guests.leave`.
         """
         leaving = [r for r in owners if r is not None and r.leaves and r.row >= 0]
         if not leaving:

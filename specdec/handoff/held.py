@@ -79,8 +79,9 @@ class _Late:
 class Due:
     """What is to be released now. Clocks and peers decide it, so of several ranks rank 0 finds it for all.
 
-    leases: of requests that were read, or that nobody will read. reads: numbers of reservations whose late reads write
-    to nothing any more.
+    Attributes:
+        leases: of requests that were read, or that nobody will read. reads: numbers of reservations whose late reads
+            write to nothing any more.
     """
 
     leases: tuple[str, ...]

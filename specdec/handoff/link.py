@@ -66,7 +66,8 @@ class RankEnd:
     def __init__(self, model: Any, held: HeldPages, transport: Transport, engine: str) -> None:
         """Make the pages of a `SpeculativeModel` readable.
 
-        held: of the engine. engine: its name, which no other engine has; the same on all of its ranks.
+        Args:
+            held: of the engine. engine: its name, which no other engine has; the same on all of its ranks.
 
         Raises:
             InvalidInputError: the layers' heads are not divided alike. TransferError: it cannot be opened.

@@ -138,7 +138,8 @@ class Departed(Update):
 class Leaving(Submission):
     """A request that leaves its engine with its first token.
 
-    seconds: for which its pages are held then.
+    Attributes:
+        seconds: for which its pages are held then.
     """
 
     seconds: float
@@ -153,7 +154,8 @@ class Leaving(Submission):
 class Resumption:
     """A request from another engine.
 
-    arrival: the number of its pages and its tensors, see `MovingRequests.resume`; None to read its tokens again.
+    Attributes:
+        arrival: the number of its pages and its tensors, see `MovingRequests.resume`; None to read its tokens again.
     """
 
     moved: MovedRequest

@@ -28,7 +28,8 @@ from specdec.rounds.rows import Schedule
 class MovingRequests(Guests):
     """The requests of one engine that come from other engines or leave for them. For one thread at a time.
 
-    held: their pages while they have no row.
+    Attributes:
+        held: their pages while they have no row.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -133,7 +134,8 @@ class MovingRequests(Guests):
     def resume(self, moved: MovedRequest, arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None) -> int:
         """Queue a request from another engine; it goes on as if it had been here all the time.
 
-        arrival: the number of its pages, filled, and its tensors (see `Departure`); None to read its tokens again.
+        Args:
+            arrival: the number of its pages, filled, and its tensors (see `Departure`); None to read its tokens again.
         """
         self.check_moved(moved)
         request = moved_here(self._engine.admission, self._engine.take_id(), moved)

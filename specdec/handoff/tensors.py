@@ -47,7 +47,8 @@ class RowTensors(Protocol):
     def pack(self, row: int, computed: int, drafts: bool) -> dict[str, torch.Tensor]:
         """What the request in a RowTable row carries from round to round, copied on the device.
 
-        computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
+        Args:
+            computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
         """
 
     def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
@@ -60,7 +61,8 @@ class RowTensors(Protocol):
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
         """Take over, into their rows, what requests have brought; the drafts of the whole round.
 
-        round_: sent, its last drafting rows being those of `arrived` that have drafts. draft: of the others.
+        Args:
+            round_: sent, its last drafting rows being those of `arrived` that have drafts. draft: of the others.
         """
 
     def refuses(self, tensors: Tensors) -> str:

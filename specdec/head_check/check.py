@@ -76,7 +76,8 @@ def as_read(head: Rereadable) -> Reading:
 def other_readings(reading: Reading, num_layers: int, rope_theta: float | None) -> tuple[Reading, ...]:
     """Readings that differ from one in a single choice.
 
-    num_layers: N of the target. rope_theta: of the target's rotary embedding; None where it has no single one.
+    Args:
+        num_layers: N of the target. rope_theta: of the target's rotary embedding; None where it has no single one.
     """
     return (
         *_other_layers(reading, num_layers),
@@ -223,7 +224,8 @@ def _tried_json(tried: Tried) -> dict[str, Any]:
 def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> Agreement:
     """Let the target answer some prompts greedily with the head, and compare other readings of the head on the answers.
 
-    prompts: default `PROMPTS`, as chats where the tokenizer has a template.
+    Args:
+        prompts: default `PROMPTS`, as chats where the tokenizer has a template.
 
     Raises:
         InvalidInputError: the model has no head, drafts nothing, a prompt is too long, or the answers are too short to

@@ -43,7 +43,8 @@ MAX_NEW_TOKENS = 64
 class Passage:
     """A prompt with the target's own greedy answer.
 
-    token_ids: [T] int64. start: where the answer begins.
+    Attributes:
+        token_ids: [T] int64. start: where the answer begins.
     """
 
     token_ids: torch.Tensor
@@ -62,7 +63,8 @@ def boundary_states(
 ) -> list[Mapping[int, torch.Tensor]]:
     """The target's states on each passage, by its own forward: [T, Ht] after each of these layers.
 
-    layers: boundaries 0 … N, or `drafters.base.FINAL_NORM`.
+    Args:
+        layers: boundaries 0 … N, or `drafters.base.FINAL_NORM`.
     """
     places = tuple(dict.fromkeys(layers))
     alterations = Alterations(probed)
@@ -85,7 +87,8 @@ def boundary_states(
 class Chains:
     """One chain of drafts from each position of some texts.
 
-    drafted, accepted: [C] int64, drafts of each chain and how many of them the target says itself.
+    Attributes:
+        drafted, accepted: [C] int64, drafts of each chain and how many of them the target says itself.
     """
 
     drafted: torch.Tensor
@@ -183,7 +186,8 @@ class MapCheck:
 def check_map(head: Head, passages: Sequence[Passage], states: Iterable[Mapping[int, torch.Tensor]]) -> MapCheck:
     """Compare a head's vocabulary map with one learnt from answers.
 
-    states: the target's, of each passage by layer; the head's aux layers are among them.
+    Args:
+        states: the target's, of each passage by layer; the head's aux layers are among them.
     """
     said = [_first_drafts(head, passage, of) for passage, of in zip(passages, states, strict=True)]
     halves = [[pair for pairs in said[half::2] for pair in pairs] for half in (0, 1)]

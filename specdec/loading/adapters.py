@@ -57,7 +57,8 @@ def unwrapped(target: Any) -> Any:
 def check_kinds(name: str, configs: Iterable[Any]) -> None:
     """Refuse adapters that are not computed by the layers alone.
 
-    configs: of peft, or adapter_config.json as read.
+    Args:
+        configs: of peft, or adapter_config.json as read.
 
     Raises:
         UnsupportedModelError: the message names the kind.
@@ -174,7 +175,8 @@ def _config(checkpoint: Checkpoint, what: str) -> Mapping[str, Any] | None:
 def import_peft(name: str) -> Any:
     """The package peft.
 
-    name: of the adapter that needs it.
+    Args:
+        name: of the adapter that needs it.
 
     Raises:
         ModelLoadError: it is not installed.
@@ -236,7 +238,8 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
 def _check_vocabulary(model: PreTrainedModel, adapter: Adapter, tensors: Mapping[str, Any]) -> None:
     """Refuse an adapter with embeddings of more or fewer tokens than the base has: tokens were added before training.
 
-    tensors: of the adapter, by name.
+    Args:
+        tensors: of the adapter, by name.
 
     Raises:
         ModelLoadError: the message says how such an adapter is loaded.

@@ -96,7 +96,8 @@ def choose_prefix_caching(
 def choose_cascade(backend: AttentionBackend, prefix_caching: str, asked: bool) -> str:
     """ "on", and the backend does so from now on; or "off: " and the reason. Which layers it does so for is its route.
 
-    prefix_caching: what `choose_prefix_caching` gave.
+    Args:
+        prefix_caching: what `choose_prefix_caching` gave.
 
     Raises:
         InvalidInputError: asked for where it cannot be done.
@@ -141,7 +142,8 @@ class Assembly:
 def assemble(parts: Parts, cuda_graphs: bool | Literal["auto"], group: Group = ALONE) -> Assembly:
     """Allocate caches, test the target, compile and capture, and wait for kernels. An error leaves the model as it was.
 
-    cuda_graphs: see `SpeculativeModel.from_pretrained`. group: the processes that run the target together.
+    Args:
+        cuda_graphs: see `SpeculativeModel.from_pretrained`. group: the processes that run the target together.
 
     Raises:
         InvalidInputError: the backend, the head or the target cannot do with CUDA graphs, or not without; a layer

@@ -37,7 +37,8 @@ _WRAPPERS = (
 def auto_class(config: PreTrainedConfig, name: str) -> AutoClass:
     """The auto class for a configuration: that of causal language models where it knows it, else one of wrappers.
 
-    name: what the user called the checkpoint, for the message.
+    Args:
+        name: what the user called the checkpoint, for the message.
 
     Raises:
         ModelLoadError: an encoder, with or without a decoder, or no language model.

@@ -60,7 +60,8 @@ _NO_REASON = (InvariantError, KernelBuildError)
 class Graphs:
     """The attempt to run a target's rounds from CUDA graphs.
 
-    state: "on", or "off: " and the reason.
+    Attributes:
+        state: "on", or "off: " and the reason.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig, choice: GraphChoice) -> None:
@@ -164,7 +165,8 @@ def kv_layout(layout: str, backend: AttentionBackend) -> KVLayout:
     Every backend serves both, with all cache dtypes, page sizes and variants of attention that it serves at all. In
     MLA's cache, which has one head, the two are the same bytes.
 
-    layout: "auto" is what the backend's kernels read best on its GPU (HND on Blackwell), else NHD.
+    Args:
+        layout: "auto" is what the backend's kernels read best on its GPU (HND on Blackwell), else NHD.
 
     Raises:
         InvalidInputError: an unknown name.
@@ -241,7 +243,8 @@ def uncaptured_state(model: nn.Module) -> str:
 def check_graphs(backend: AttentionBackend, loop: DraftLoop[Any, Any] | None, cuda_graphs: bool) -> None:
     """Refuse what cannot run from CUDA graphs, and what cannot run without.
 
-    loop: the head's draft loop; None without a head.
+    Args:
+        loop: the head's draft loop; None without a head.
 
     Raises:
         InvalidInputError: a backend or a draft loop that has no graphs, or a backend that needs them.
@@ -285,7 +288,8 @@ def begin_kernels(
 ) -> None:
     """Begin to build the kernels that a target with such layers needs, where they are built at all.
 
-    name: of the backend, as in `make_backend`; kv_cache_dtype: as in `kv_format`.
+    Args:
+        name: of the backend, as in `make_backend`; kv_cache_dtype: as in `kv_format`.
     """
     if (
         device.type == "cuda"

@@ -43,7 +43,8 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.(safetensors|bin)")
 def check_weight_files(folder: Path, what: str) -> None:
     """Refuse a folder whose weights are not there, or not all of them.
 
-    what: for the message, what cannot be loaded.
+    Args:
+        what: for the message, what cannot be loaded.
 
     Raises:
         ModelLoadError: the message names what is missing, or what there is instead.
@@ -200,7 +201,8 @@ def find_checkpoint(
 ) -> Checkpoint:
     """Find a target (or a tokenizer) by name. A name that can only be a folder is not looked up on the hub.
 
-    what: what is looked for, for the message.
+    Args:
+        what: what is looked for, for the message.
 
     Raises:
         ModelLoadError: there is no such folder, or it is a file, or no name of a hub model; or what lies in the folder
@@ -254,7 +256,8 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
 def check_depth(config: Mapping[str, Any], what: str) -> None:
     """Refuse a configuration with more layers than any model has, before one of them is made.
 
-    config: with those of parts in it. what: for the message, what cannot be loaded.
+    Args:
+        config: with those of parts in it. what: for the message, what cannot be loaded.
 
     Raises:
         ModelLoadError: the message names the field.
@@ -327,7 +330,8 @@ def _check_model_type(config: Mapping[str, Any], what: str) -> None:
 def check_quantisation(stored: Mapping[str, Any] | None, what: str) -> str | None:
     """The method of a `quantization_config`; None without one.
 
-    what: for the message, what cannot be loaded.
+    Args:
+        what: for the message, what cannot be loaded.
 
     Raises:
         ModelLoadError: transformers does not know the method (it passes over one, and would read packed integers as

@@ -51,7 +51,8 @@ def token_bytes(
 ) -> TokenBytes:
     """Bytes of one token by cache group.
 
-    longest: most tokens of a request; a window that covers them all needs no group. grouped: False: one group.
+    Args:
+        longest: most tokens of a request; a window that covers them all needs no group. grouped: False: one group.
     """
     specs, dtype = tuple(call.attention_spec for call in probed.calls), format.dtype_for(probed.model.dtype)
     windows = windows_of(specs, longest) if grouped else ()
@@ -100,7 +101,8 @@ def divide_cache(
 
     That is what the GPU has left, and on CPU 1 GiB. A model without attention has no KV cache, and all the tokens.
 
-    state_bytes: of the recurrent states of all rows, which come first.
+    Args:
+        state_bytes: of the recurrent states of all rows, which come first.
 
     Raises:
         CacheTooSmallError: the device has no room for a cache, or not for the given one.

@@ -93,7 +93,8 @@ def target_of_head(head: str | Path) -> str | None:
     """The target that a head was made for, as its own files say: a built-in head's, the checkpoint that holds a
     module, or the one that config.json names. None where they do not.
 
-    head: folder, or hub name.
+    Args:
+        head: folder, or hub name.
 
     Raises:
         HeadLoadError: the files cannot be read.

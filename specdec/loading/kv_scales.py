@@ -71,7 +71,8 @@ def chosen_scales(
 ) -> tuple[Sequence[Pair] | None, str]:
     """The scales of the target's cache, by attention layer in order, and where they come from.
 
-    checkpoint: of the target; its scales are read for dtype "fp8" only. given: the user's, None for none.
+    Args:
+        checkpoint: of the target; its scales are read for dtype "fp8" only. given: the user's, None for none.
 
     Returns:
         None for 1.0 everywhere.
@@ -159,7 +160,8 @@ def stored_scales(checkpoint: Checkpoint) -> StoredScales | None:
 def scales_in_words(checkpoint: Checkpoint | None, used: str) -> str | None:
     """For `describe`: the scales in use, or those that a checkpoint in a folder has; None for neither.
 
-    used: where the scales in use come from, see `chosen_scales`.
+    Args:
+        used: where the scales in use come from, see `chosen_scales`.
     """
     if used or checkpoint is None or not checkpoint.is_folder:
         return used or None

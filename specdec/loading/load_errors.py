@@ -134,7 +134,8 @@ _MOST_LETTERS = 600
 def loading_named(checkpoint: Checkpoint, what: str) -> Iterator[None]:
     """Turn what transformers raises inside into a ModelLoadError.
 
-    what: what is read, for the message: "the target model", "the tokenizer".
+    Args:
+        what: what is read, for the message: "the target model", "the tokenizer".
 
     Raises:
         ModelLoadError: with the name that was given, the reason, and what to do.

@@ -90,7 +90,8 @@ def load_pair(target: Any, draft: Any, revision: str | None, load: Callable[[Any
     The hub is not asked for a head's configuration: transformers has fetched that into the local cache by the time it
     refuses the head as a target.
 
-    load: loads a target by its name, or takes it as it is.
+    Args:
+        load: loads a target by its name, or takes it as it is.
 
     Raises:
         ModelLoadError, InvalidInputError: see `pair_of`; what `load` raises.

@@ -50,8 +50,9 @@ def load_parts(
 ) -> Parts:
     """Load target and head, and settle every size, before memory is taken for any of them.
 
-    target, draft: see `SpeculativeModel.from_pretrained`. group: the processes that load it together, all of which call
-    it.
+    Args:
+        target, draft: see `SpeculativeModel.from_pretrained`. group: the processes that
+            load it together, all of which call it.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;

@@ -62,7 +62,8 @@ def startup_progress(console: Console | None = None) -> Iterator[dict[str, float
 
     The log is as it was. Inside another one on the same thread it is that one.
 
-    console: default standard error.
+    Args:
+        console: default standard error.
 
     Returns:
         Seconds by step; complete when the outermost one is left.

@@ -143,7 +143,8 @@ def method_of(stored: Mapping[str, Any]) -> str | None:
 def check_packages(method: str, what: str) -> None:
     """Refuse a method whose packages are not installed, before anything of the checkpoint is read.
 
-    method: as `method_of` gives it; what: for the message, what cannot be loaded.
+    Args:
+        method: as `method_of` gives it; what: for the message, what cannot be loaded.
 
     Raises:
         ModelLoadError: naming what to install.

@@ -43,8 +43,9 @@ def load_quanto(
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Load such a folder on the CPU, all tensors or none.
 
-    loader: the auto class of the configuration. dtype: of what is not quantised, of the scales, and so of what
-    quantised layers give; "auto": the checkpoint's.
+    Args:
+        loader: the auto class of the configuration. dtype: of what is not quantised, of the scales, and so of what
+            quantised layers give; "auto": the checkpoint's.
 
     Returns:
         The model, and what a `quantization_config` would have said.

@@ -34,9 +34,10 @@ class Filtered:
 
     Undefined for greedy rows (temperature 0).
 
-    stats: [..., 4] float32, the last dimension contiguous: largest logit | lowest kept logit | first kept index among
-    tokens of that logit | sum of exp((logit - largest) / temperature) over the kept tokens. Where min-p keeps less than
-    that, it decides: p is zero below min_p times the largest.
+    Attributes:
+        stats: [..., 4] float32, the last dimension contiguous: largest logit | lowest kept logit | first kept index
+            among tokens of that logit | sum of exp((logit - largest) / temperature) over the kept tokens. Where min-p
+            keeps less than that, it decides: p is zero below min_p times the largest.
     """
 
     stats: torch.Tensor

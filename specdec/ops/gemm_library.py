@@ -26,7 +26,8 @@ _FLOAT32 = 0
 class Library:
     """cuBLASLt on one device.
 
-    device: the CUDA device; version: the library's, as one number; lt: the binding; handle: of the device.
+    Attributes:
+        device: the CUDA device; version: the library's, as one number; lt: the binding; handle: of the device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -175,7 +175,8 @@ def _gathered_differing(engine: LeadingEngine | FollowingEngine) -> list[int]:
 class FollowingEngine(Engine):
     """Another rank's: it does what rank 0 says, and has no texts. Whatever goes wrong is raised: the process ends.
 
-    also_follows: does what a feature's message says; False for a message that it does not know.
+    Attributes:
+        also_follows: does what a feature's message says; False for a message that it does not know.
     """
 
     def __init__(self, ranks: Ranks, *parts: Any) -> None:

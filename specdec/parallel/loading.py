@@ -81,7 +81,8 @@ def load_divided(load: Load[T], target: Any, draft: Any, options: LoadOptions) -
 def check_shares(checkpoint: Checkpoint, size: int) -> None:
     """Refuse, by its configuration alone, a target that cannot be divided: before any process is started for it.
 
-    checkpoint: where the target is read from. size: how many ranks there will be.
+    Args:
+        checkpoint: where the target is read from. size: how many ranks there will be.
 
     Raises:
         InvalidInputError: it is an adapter, or its heads cannot be divided among so many.

@@ -215,7 +215,8 @@ Answer = Opened | Fetched
 class Failed:
     """Back to rank 0: a load failed, or these are the last words of the rank.
 
-    kind: the error's class. follows: whether it came from another rank that was gone before.
+    Attributes:
+        kind: the error's class. follows: whether it came from another rank that was gone before.
     """
 
     kind: str

@@ -54,7 +54,8 @@ class Process:
 class Watched:
     """All processes, and what the threads that listen to them change.
 
-    loading: which load this process is in; None outside of one. abort: called when a process is lost.
+    Attributes:
+        loading: which load this process is in; None outside of one. abort: called when a process is lost.
     """
 
     processes: list[Process]

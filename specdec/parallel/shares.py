@@ -198,7 +198,8 @@ class DividedRows(nn.Linear):
 
     The user's own `nn.Linear` of another class: its weight stays whole, heads and a tied embedding share it.
 
-    size: N. first, count: the rank's rows, every rank's count the same; the last rows may lie beyond the weight.
+    Attributes:
+        size: N. first, count: the rank's rows, every rank's count the same; the last rows may lie beyond the weight.
     """
 
     size: int

@@ -200,7 +200,8 @@ class Follower:
 def main(descriptor: int, parent: int, folder: str) -> None:
     """Load shares and run rounds until rank 0 ends, or something fails, which rank 0 is told.
 
-    descriptor: of the socket to rank 0. parent: its process id. folder: of all ranks' files.
+    Args:
+        descriptor: of the socket to rank 0. parent: its process id. folder: of all ranks' files.
     """
     inbox = Inbox(Connection(descriptor), parent, folder)
     try:

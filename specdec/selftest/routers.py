@@ -35,7 +35,8 @@ _JUMP = 0.25
 class Routed:
     """What one mixture of experts was called with, for T tokens of a row.
 
-    states: [T, H], its input. index: [T, k] int64, the chosen experts. weights: their factors, [T, k].
+    Attributes:
+        states: [T, H], its input. index: [T, k] int64, the chosen experts. weights: their factors, [T, k].
     """
 
     states: torch.Tensor
@@ -64,7 +65,8 @@ class Routed:
 class RoutedReader:
     """What mixtures of experts were called with for each token, when a paged forward read it last.
 
-    rows: row -> the calls of mixtures in the order of a forward, of all of its tokens that stand read.
+    Attributes:
+        rows: row -> the calls of mixtures in the order of a forward, of all of its tokens that stand read.
     """
 
     def __init__(self) -> None:
@@ -104,7 +106,8 @@ class RoutedReader:
 def check_choices(model: PreTrainedModel, reader: RoutedReader, right: list[list[Routed]]) -> None:
     """Refuse a model of which a mixture's choices differ by more than near ties.
 
-    right: of each row the calls of its eager forward, as its routers made them.
+    Args:
+        right: of each row the calls of its eager forward, as its routers made them.
 
     Raises:
         UnsupportedModelError: more than a quarter of them do.
@@ -134,7 +137,8 @@ def _mixtures(model: nn.Module) -> Iterator[nn.Module]:
 def _calls(model: nn.Module, given: list[Routed] | None = None) -> Iterator[list[Routed]]:
     """The calls of mixtures inside, as the routers made them.
 
-    given: of each call the choices that take the place of the router's, for the tokens of which any has moved.
+    Args:
+        given: of each call the choices that take the place of the router's, for the tokens of which any has moved.
     """
     seen: list[Routed] = []
 

@@ -78,7 +78,8 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int, report
 
     A model without a twin is itself read in rows of up to 512 tokens, and a SpecdecWarning names what was not tested.
 
-    report: of `twin.twin_test`, which comes first: it names the threshold past which a model is wrong.
+    Args:
+        report: of `twin.twin_test`, which comes first: it names the threshold past which a model is wrong.
 
     Raises:
         UnsupportedModelError, CacheTooSmallError: as `self_test`; the former also of a quantised target whose results
@@ -115,8 +116,9 @@ def self_test(target: Target, longest: int = 0) -> float:
     Layers do not round their activations to 8 bits here, where that can be switched off (`unrounded_activations`), so
     that what is compared is the attention; `fp8_self_test` has ours.
 
-    longest: tokens of the longest row; more where nothing else tests long rows. At least 23, and 26 of a recurrent
-    target.
+    Args:
+        longest: tokens of the longest row; more where nothing else tests long rows. At least 23, and 26 of a recurrent
+            target.
 
     Returns:
         The largest error of the pieces, a piece being one row's prompt or its verification, as `_error` says:
@@ -246,7 +248,8 @@ def _limit(target: Target, error: float) -> float:
 def invariance_test(target: Target, model: Callable[..., Any]) -> None:
     """Read three rows at once and again in pieces, and compare all logits bit by bit.
 
-    model: the form of the target that is tested, see `Target.forward`.
+    Args:
+        model: the form of the target that is tested, see `Target.forward`.
 
     Raises:
         UnsupportedModelError: a token's logits depend on what else is in the batch, or are not those of the model.
@@ -297,7 +300,8 @@ def matmul_test(model: PreTrainedModel) -> None:
 def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, num_drafts: int) -> None:
     """Read a short text with the target and check on it how the head is read; heads without such a check pass.
 
-    num_drafts: K; with 0 nothing is tested.
+    Args:
+        num_drafts: K; with 0 nothing is tested.
 
     Raises:
         HeadLoadError: see `drafters.base.HasInputConvention`.

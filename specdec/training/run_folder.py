@@ -60,7 +60,8 @@ def locked(folder: Path, name: str = "run") -> Iterator[None]:
 
     The lock belongs to the process: the operating system takes it back from a killed one. Nested use is allowed.
 
-    name: of the part; other parts of the folder stay free.
+    Args:
+        name: of the part; other parts of the folder stay free.
 
     Raises:
         RunFolderError: another process holds the lock, or the folder cannot be written.
@@ -188,7 +189,8 @@ class Questions:
 def prepare_questions(model: SpeculativeModel, questions: Sequence[Any], limits: AnswerLimits) -> Questions:
     """Encode questions and find out which of them leave room for an answer.
 
-    questions: prompts as `SpeculativeModel.generate` takes them.
+    Args:
+        questions: prompts as `SpeculativeModel.generate` takes them.
 
     Raises:
         InvalidInputError: a prompt that cannot be encoded, a token outside the vocabulary, or no usable question.

@@ -43,8 +43,9 @@ def unrounded_activations(model: nn.Module | None = None) -> Iterator[None]:
 
     Each layer multiplies its weight out, in the dtype of its input, while it runs.
 
-    model: of whose layers those of compressed-tensors and torchao are meant; None: our own FP8 layers alone. What other
-    libraries round (quanto's activations, LLM.int8) is rounded all the same.
+    Args:
+        model: of whose layers those of compressed-tensors and torchao are meant; None: our own FP8 layers alone. What
+            other libraries round (quanto's activations, LLM.int8) is rounded all the same.
     """
     before = _ROUNDS.set(False)
     layers = () if model is None else tuple(model.modules())
@@ -166,7 +167,8 @@ class Scheme:
 class Fp8Layers:
     """The FP8 layers of a model, run by our operators until `release`, or until this is garbage.
 
-    scheme: of all of them. linear, experts: the modules, by name.
+    Attributes:
+        scheme: of all of them. linear, experts: the modules, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -16,7 +16,8 @@ GRAPH_PASSES: list[Callable[[Any], None]] = []
 class Reading:
     """How a checkpoint is read: here all of it.
 
-    options: further arguments of transformers' `from_pretrained`.
+    Attributes:
+        options: further arguments of transformers' `from_pretrained`.
     """
 
     options: Mapping[str, Any] = {}

@@ -68,7 +68,8 @@ class LongRopeRule(NamedTuple):
 class RotaryPositions(Generic[A]):
     """Positions of a batch's tokens as the rotary modules of a longrope model get them, where they are not its own.
 
-    positions: [T] int64, see `LongRopeRule.encoded`. what: see `attention.batch.host.BatchExtra`.
+    Attributes:
+        positions: [T] int64, see `LongRopeRule.encoded`. what: see `attention.batch.host.BatchExtra`.
     """
 
     positions: A = array(np.int64, "tokens")

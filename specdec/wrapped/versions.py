@@ -133,8 +133,9 @@ class WeightVersions:
     on. They call modules and run hooks, so other settings (`specdec.wrapped.settings`), other hooks and a forward set
     on a module count as other weights.
 
-    unseen: the first hook, parametrization or forward of the target whose state nobody can see, in words; "" where
-    there is none, and with graphs, which are not captured over such.
+    Attributes:
+        unseen: the first hook, parametrization or forward of the target whose state nobody can see, in words; "" where
+            there is none, and with graphs, which are not captured over such.
     """
 
     def __init__(self, *parts: object, captured: bool = False, settings: Settings | None = None) -> None:

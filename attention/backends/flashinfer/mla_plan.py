@@ -173,8 +173,9 @@ def _shared_out(keys: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray
 class Layout:
     """Offsets of a plan's arrays in one buffer, each at a multiple of 16 bytes.
 
-    info: arguments of a launch: the grid, the arrays' byte offsets, and the offsets in the workspace of the partial
-    results and of their log-sum-exps. starts: the arrays' first entries; counts: their entries; nbytes: of all.
+    Attributes:
+        info: arguments of a launch: the grid, the arrays' byte offsets, and the offsets in the workspace of the partial
+            results and of their log-sum-exps. starts: the arrays' first entries; counts: their entries; nbytes: of all.
     """
 
     info: tuple[int, ...]

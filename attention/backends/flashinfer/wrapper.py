@@ -52,7 +52,8 @@ _CAUSAL_ONLY = """
 def causal_module(route: str, *arguments: Any) -> Any:
     """As FlashInfer's get_batch_prefill_module, with causal paged kernels only. Builds it where it is not built yet.
 
-    route, arguments: as there.
+    Args:
+        route, arguments: as there.
     """
     from flashinfer import prefill
 
@@ -84,7 +85,8 @@ def _causal(generate: Any) -> Any:
 def write_causal(sources: Iterable[Path], folder: Path) -> list[Path]:
     """Write the sources of a causal module beside those of the whole one; files that are right already stay.
 
-    sources: of the whole module, all in one folder with the headers that they include.
+    Args:
+        sources: of the whole module, all in one folder with the headers that they include.
 
     Returns:
         The sources to compile.
@@ -128,7 +130,8 @@ _SPLIT_SHARE = 0.9
 class FixedShape:
     """The shape of every batch that a captured launch serves: `rows` rows of `query_len` tokens each.
 
-    tokens: of the batch, where rows have 0 … query_len each, others every time; None: rows·query_len.
+    Attributes:
+        tokens: of the batch, where rows have 0 … query_len each, others every time; None: rows·query_len.
     """
 
     rows: int
