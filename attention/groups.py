@@ -67,7 +67,10 @@ def layers_by_group(specs: Sequence[AttentionSpec], windows: Sequence[int]) -> t
 
 def split_group(group: CacheGroup, windowed: Sequence[tuple[int, int]]) -> tuple[CacheGroup, ...]:
     """A group of all layers as the first group and one for each of `windowed`, pairs (window, pages of its pool).
-    Raises InvalidInputError: no layer has such a window, or none is left for the first group."""
+
+    Raises:
+        InvalidInputError: no layer has such a window, or none is left for the first group.
+    """
     by_group = layers_by_group(group.attention_specs, [window for window, _ in windowed])
     if not all(by_group):
         raise InvalidInputError(

@@ -72,8 +72,11 @@ def _check_type(d2t: torch.Tensor) -> None:
 
 
 def check_offsets(d2t: torch.Tensor, target_vocab_size: int) -> None:
-    """Check that offsets [Vd] name strictly increasing target ids in [0, V). Raises InvalidInputError: they do not, or
-    they are no vector of integers."""
+    """Check that offsets [Vd] name strictly increasing target ids in [0, V).
+
+    Raises:
+        InvalidInputError: they do not, or they are no vector of integers.
+    """
     _check_type(d2t)
     ids = ids_of(d2t)
     if not bool((ids[1:] > ids[:-1]).all()):

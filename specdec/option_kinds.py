@@ -20,8 +20,11 @@ class Kind:
         return value
 
     def from_word(self, name: str, word: Any) -> Any:
-        """A value as a command line or lm-eval gives it, before it is read. Raises InvalidInputError: a text that this
-        kind cannot be written as."""
+        """A value as a command line or lm-eval gives it, before it is read.
+
+        Raises:
+            InvalidInputError: a text that this kind cannot be written as.
+        """
         return word
 
 

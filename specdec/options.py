@@ -213,8 +213,11 @@ class LoadOptions:
 
     @classmethod
     def from_words(cls: type[_Options], given: Mapping[str, Any]) -> _Options:
-        """Options by name, as a command line or lm-eval gives them; what is not given has its default. Raises
-        InvalidInputError: a name that is no option, or a value that is not allowed."""
+        """Options by name, as a command line or lm-eval gives them; what is not given has its default.
+
+        Raises:
+            InvalidInputError: a name that is no option, or a value that is not allowed.
+        """
         known = {each.name: option_of(each).kind for each in fields(cls)}
         unknown = sorted(set(given) - set(known))
         if unknown:

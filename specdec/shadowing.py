@@ -10,8 +10,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def check_sibling(name: str) -> None:
-    """Make sure that `import name` finds the package beside this one. Raises ImportError: it finds another or none; the
-    message names the file."""
+    """Make sure that `import name` finds the package beside this one.
+
+    Raises:
+        ImportError: it finds another or none; the message names the file.
+    """
     spec = find_spec(name)
     origin = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
     found = None if origin is None else Path(origin).resolve()

@@ -67,8 +67,11 @@ def whole(name: str, value: Any, least: int, most: int | None = MOST_COUNT, allo
 
 
 def real(name: str, value: Any, allowed: str) -> float:
-    """A number: whatever has `__float__` (numpy and torch scalars, Decimal); no bool, no str, no array. Raises
-    InvalidInputError: another type, or too large for a float."""
+    """A number: whatever has `__float__` (numpy and torch scalars, Decimal); no bool, no str, no array.
+
+    Raises:
+        InvalidInputError: another type, or too large for a float.
+    """
     if _is_bool(value) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) > 0:
         raise refuse(name, value, allowed)
     try:
@@ -101,8 +104,11 @@ def choice(name: str, value: Any, allowed: Collection[str]) -> str:
 
 
 def scale_pairs(name: str, value: Any) -> tuple[tuple[float, float], ...]:
-    """(scale of keys, scale of values) of each layer, from any sequence of pairs; none for None. Raises
-    InvalidInputError: no sequence of pairs of positive numbers."""
+    """(scale of keys, scale of values) of each layer, from any sequence of pairs; none for None.
+
+    Raises:
+        InvalidInputError: no sequence of pairs of positive numbers.
+    """
     if value is None:
         return ()
     try:

@@ -45,8 +45,11 @@ class AttentionBackend(Protocol):
         """Which kernels serve `key`, in words, for people."""
 
     def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> AttentionMetadataBuilder:
-        """Return a builder for queries and cache of `dtype`. Raises UnsupportedAttentionError: the variant is not
-        offered."""
+        """Return a builder for queries and cache of `dtype`.
+
+        Raises:
+            UnsupportedAttentionError: the variant is not offered.
+        """
 
     def run(
         self,

@@ -299,8 +299,12 @@ def _on_device(scale: float, device: torch.device) -> torch.Tensor:
 
 
 def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse what this backend does not offer, before anything is allocated. Raises UnsupportedAttentionError: MLA or
-    head counts; on CUDA also head dims, page sizes, caches and GPUs that the compiled kernel does not take."""
+    """Refuse what this backend does not offer, before anything is allocated.
+
+    Raises:
+        UnsupportedAttentionError: MLA or head counts; on CUDA also head dims, page sizes, caches and GPUs that the
+            compiled kernel does not take.
+    """
     where, elsewhere = f"group {group.name}: FlexAttention", "; use backend='torch'"
     if key.value_in_key:
         raise UnsupportedAttentionError(f"{where} does not serve MLA; use backend='flashinfer' or 'torch'")

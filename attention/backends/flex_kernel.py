@@ -49,8 +49,11 @@ class FlexKernel:
 
 @cache
 def function_of(kernel: FlexKernel) -> Attend:
-    """`attend_blocks` of one kernel: compiled at its first call, or in torch's eager form. Raises
-    UnsupportedAttentionError: at a call, torch's compiler is switched off."""
+    """`attend_blocks` of one kernel: compiled at its first call, or in torch's eager form.
+
+    Raises:
+        UnsupportedAttentionError: at a call, torch's compiler is switched off.
+    """
 
     width = tile_width(kernel)  # here, because the compiler cannot trace a greatest common divisor
 

@@ -124,8 +124,11 @@ def run_invariant(
 
 
 def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
-    """Refuse what this backend does not offer, before anything is allocated. Raises UnsupportedAttentionError: dtype,
-    head dim, head counts, MLA, or a cache in 8 bits."""
+    """Refuse what this backend does not offer, before anything is allocated.
+
+    Raises:
+        UnsupportedAttentionError: dtype, head dim, head counts, MLA, or a cache in 8 bits.
+    """
     where = f"group {group.name}: batch-invariant attention"
     if dtype not in HALF:
         raise UnsupportedAttentionError(

@@ -71,8 +71,11 @@ class TorchBuilder:
         self._slopes = None if slopes is None else slopes.reshape(key.num_kv_heads, -1, 1, 1)  # [Hkv, G, 1, 1]
 
     def build(self, metadata: CommonAttentionMetadata) -> TorchPlan:
-        """Plan one batch: its rows as padded segments, from host arrays only. Raises InvariantError: a page is not in
-        the pool."""
+        """Plan one batch: its rows as padded segments, from host arrays only.
+
+        Raises:
+            InvariantError: a page is not in the pool.
+        """
         host = metadata.host
         host.validate_pages(self._num_pages)
         prefix = None
@@ -165,8 +168,11 @@ class TorchBackend:
         return f"torch reference, cache {str(group.format.dtype_for(dtype)).removeprefix('torch.')}"
 
     def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> TorchBuilder:
-        """A builder for `key`, any floating dtype. Raises UnsupportedAttentionError: Hq is not a multiple of Hkv, or
-        two levels of what has none."""
+        """A builder for `key`, any floating dtype.
+
+        Raises:
+            UnsupportedAttentionError: Hq is not a multiple of Hkv, or two levels of what has none.
+        """
         if key.num_q_heads % key.num_kv_heads:
             raise UnsupportedAttentionError(
                 f"group {group.name}: {key.num_q_heads} query heads are not a multiple of {key.num_kv_heads} KV heads"

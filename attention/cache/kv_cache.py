@@ -143,8 +143,11 @@ def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tup
 
 
 def slots_view(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """View [num_pages, …] cache pages as [num_slots, Hkv, D]. Raises InvalidInputError: the layout is HND, where the
-    rows of a slot are not contiguous."""
+    """View [num_pages, …] cache pages as [num_slots, Hkv, D].
+
+    Raises:
+        InvalidInputError: the layout is HND, where the rows of a slot are not contiguous.
+    """
     if layout != "NHD":
         raise InvalidInputError(f"slots_view needs the NHD layout, not {layout}")
     return pages.view(-1, *pages.shape[2:])

@@ -165,8 +165,11 @@ class BlockTables:
         self._set(owners, np.maximum(self._pages_of(num_tokens), self._counts[owners]))
 
     def validate(self) -> None:
-        """Every page has the holders that its allocator knows of, and page 0 has none. Raises InvariantError: a page is
-        owned twice, lost, or an entry that is none of its row's pages is not 0."""
+        """Every page has the holders that its allocator knows of, and page 0 has none.
+
+        Raises:
+            InvariantError: a page is owned twice, lost, or an entry that is none of its row's pages is not 0.
+        """
         held = Counter(page for row in np.flatnonzero(self._counts).tolist() for page in self._held_by(row))
         self.allocator.check_holders(held + self._detached if self._detached else held)
         others = np.count_nonzero(self.table) - held.total()

@@ -246,8 +246,11 @@ class PrefixCache:
         self._entries, self._head_entries = {}, {}
 
     def validate(self) -> None:
-        """Whether tree and allocators agree. Raises InvariantError: a registered page has no entry, a node is not
-        reached from the root, or is of no use."""
+        """Whether tree and allocators agree.
+
+        Raises:
+            InvariantError: a registered page has no entry, a node is not reached from the root, or is of no use.
+        """
         reached: list[_Node] = []
         stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:

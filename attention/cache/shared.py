@@ -31,8 +31,11 @@ class SharedPages(PageAllocator):
         return len(self._free) + len(self._idle)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages, evicting idle ones where the free list is too short. Raises OutOfPagesError: fewer are
-        free or idle; nothing was taken."""
+        """Take `count` pages, evicting idle ones where the free list is too short.
+
+        Raises:
+            OutOfPagesError: fewer are free or idle; nothing was taken.
+        """
         if count > self.num_free:
             raise OutOfPagesError(f"{count} pages wanted, {self.num_free} of {self.num_pages - 1} are free")
         while len(self._free) < count:
@@ -100,14 +103,20 @@ class SharedPages(PageAllocator):
         return set(self._registered)
 
     def check_writable(self, pages: Sequence[int]) -> None:
-        """Whether a row may write to these pages of its own. Raises InvariantError: a page is registered or has several
-        holders: others may read it."""
+        """Whether a row may write to these pages of its own.
+
+        Raises:
+            InvariantError: a page is registered or has several holders: others may read it.
+        """
         shared = [page for page in pages if page in self._registered or self._holders[page] != 1]
         require(not shared, f"a round would write to pages that others may read: {shared[:8]}")
 
     def check_holders(self, held: Counter[int]) -> None:
-        """Every page is on the free list, idle, or held by as many rows as are counted. Raises InvariantError: holders
-        are not those that were counted, or a page has two owners or none."""
+        """Every page is on the free list, idle, or held by as many rows as are counted.
+
+        Raises:
+            InvariantError: holders are not those that were counted, or a page has two owners or none.
+        """
         require(NULL_PAGE not in held, "the null page has an owner")
         counted = {page: n for page, n in enumerate(self._holders) if n}
         if not dict.__eq__(counted, held):

@@ -66,8 +66,11 @@ def opaque_operator(
 def opaque_attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, channel: int, layer: int
 ) -> torch.Tensor:
-    """query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None -> [T, Hq, Dv]. Raises
-    UnsupportedAttentionError: nothing is carried on the channel: compiled code was called outside its engine."""
+    """query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None -> [T, Hq, Dv].
+
+    Raises:
+        UnsupportedAttentionError: nothing is carried on the channel: compiled code was called outside its engine.
+    """
     attend: LayerAttend | None = _content.get(channel)
     if attend is None:
         raise UnsupportedAttentionError("compiled attention was called outside SpeculativeModel")

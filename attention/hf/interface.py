@@ -29,8 +29,11 @@ def specdec_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function behind transformers' attention interface. Raises UnsupportedAttentionError: the module was not bound
-    by an AttentionPort."""
+    """The function behind transformers' attention interface.
+
+    Raises:
+        UnsupportedAttentionError: the module was not bound by an AttentionPort.
+    """
     port, layer = getattr(module, "_specdec_layer", (None, 0))
     if port is None:
         raise UnsupportedAttentionError(

@@ -47,8 +47,11 @@ class _Entered:
         self.calls = 0
 
     def next(self) -> tuple[RecurrenceChannel, int]:
-        """The channel, and the number of the call that is being made. Raises UnsupportedAttentionError: it is none of
-        the layer's: it would be served by another call's states."""
+        """The channel, and the number of the call that is being made.
+
+        Raises:
+            UnsupportedAttentionError: it is none of the layer's: it would be served by another call's states.
+        """
         if self.place is None or self.calls == self.place[2]:
             raise UnsupportedAttentionError(
                 "a recurrence was called by a layer that the probe did not see; does a hook on the model run another "

@@ -85,8 +85,11 @@ class StateIndex(StateArrays[np.ndarray]):
         return int(self.replay.max(initial=0)) if self.most_replayed is None else self.most_replayed
 
     def validate(self, query_lens: np.ndarray, rule: FoldRule | None = None) -> None:
-        """Check the arrays against the rows' tokens [B], and the rule where it is given. Raises InvariantError: two
-        rows share a state, or a row replays or commits what cannot be."""
+        """Check the arrays against the rows' tokens [B], and the rule where it is given.
+
+        Raises:
+            InvariantError: two rows share a state, or a row replays or commits what cannot be.
+        """
         own = self.slots[self.slots != NULL_SLOT]
         require(len(np.unique(own)) == len(own), "two rows share a state")
         require(bool(((self.replay >= 0) & (self.replay <= self.start)).all()), "a row replays what it never read")

@@ -374,8 +374,11 @@ class Descriptors:
         return found
 
     def index(self, blocks: Mapping[str, Sequence[int]]) -> np.ndarray:
-        """[n] int64 rows of a transfer of these blocks of each group, segment after segment. Raises
-        HandoffMismatchError: a block is outside of its region."""
+        """[n] int64 rows of a transfer of these blocks of each group, segment after segment.
+
+        Raises:
+            HandoffMismatchError: a block is outside of its region.
+        """
         places = []
         for first, region in zip(self._first[:-1].tolist(), self._regions, strict=True):
             own = np.asarray(blocks[region.group], np.int64)

@@ -135,8 +135,11 @@ class LocalTransport:
         return LocalRead(source, self._bounds, plan)
 
     def copy(self, bounds: Sequence[Bound], plan: ReadPlan) -> None:
-        """Copy what a plan reads from here into the regions `bounds` of the reader. Raises TransferError: the pages are
-        no longer held, or blocks of another lease are asked for."""
+        """Copy what a plan reads from here into the regions `bounds` of the reader.
+
+        Raises:
+            TransferError: the pages are no longer held, or blocks of another lease are asked for.
+        """
         with self._lock:
             if plan.lease not in self._granted:
                 raise TransferError(f"engine {self._engine} no longer holds the pages of lease {plan.lease}")

@@ -91,8 +91,11 @@ def _typed(key: str, value: Any, kind: type) -> Any:
 
 
 def by_presence(config: Config, name: str, tensor: str, present: bool, *keys: str) -> Field:
-    """Resolve an optional module by its tensor; config flags that are set must agree. Raises HeadLoadError: a flag
-    disagrees."""
+    """Resolve an optional module by its tensor; config flags that are set must agree.
+
+    Raises:
+        HeadLoadError: a flag disagrees.
+    """
     for key in keys:
         flag = lookup(config, key)
         if flag is not None and bool(flag) != present:
@@ -102,8 +105,11 @@ def by_presence(config: Config, name: str, tensor: str, present: bool, *keys: st
 
 
 def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare a checkpoint's tensors with those of the module it was resolved to: shapes by name. Raises HeadLoadError:
-    tensors are missing, unknown or of another shape (all of them are named)."""
+    """Compare a checkpoint's tensors with those of the module it was resolved to: shapes by name.
+
+    Raises:
+        HeadLoadError: tensors are missing, unknown or of another shape (all of them are named).
+    """
     problems = [f"missing: {name} {list(expected[name])}" for name in sorted(expected.keys() - found.keys())]
     problems += [f"unknown: {name} {list(found[name])}" for name in sorted(found.keys() - expected.keys())]
     problems += [

@@ -42,8 +42,11 @@ class Layout(Enum):
 
 
 def strip_prefixes(names: Iterable[str]) -> dict[str, str]:
-    """Map names without their wrapper prefixes to the names in the files. Raises HeadLoadError: two names differ only
-    by a prefix."""
+    """Map names without their wrapper prefixes to the names in the files.
+
+    Raises:
+        HeadLoadError: two names differ only by a prefix.
+    """
     stripped: dict[str, str] = {}
     for name in names:
         short = name

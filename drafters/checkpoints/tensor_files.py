@@ -176,8 +176,11 @@ class CheckpointFolder:
     tensors: dict[str, TensorInfo]
 
     def load(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Load tensors on CPU in their stored dtype; every file is opened once. Raises HeadLoadError: a name is not in
-        the folder, or a file cannot be read."""
+        """Load tensors on CPU in their stored dtype; every file is opened once.
+
+        Raises:
+            HeadLoadError: a name is not in the folder, or a file cannot be read.
+        """
         by_file: dict[Path, list[str]] = {}  # names of experts are spread over many files: each is opened once
         for name in names:
             if name not in self.tensors:

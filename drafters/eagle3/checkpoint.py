@@ -163,8 +163,11 @@ class HeadFolder(NamedTuple):
 
 
 def open_head(path: str | Path) -> HeadFolder:
-    """Open a head's folder and tell its family. Raises HeadLoadError: it cannot be read, or its config.json names a
-    kind that no loader here reads."""
+    """Open a head's folder and tell its family.
+
+    Raises:
+        HeadLoadError: it cannot be read, or its config.json names a kind that no loader here reads.
+    """
     folder = open_folder(check_kind(path))
     files = folder.tensors
     stray = rotary_buffers(list(files))
@@ -180,8 +183,11 @@ def ignored_field(stray: list[str]) -> tuple[Field, ...]:
 
 
 def unread_keys(folder: CheckpointFolder, overrides: Eagle3Overrides) -> tuple[Field, ...]:
-    """What a report says of keys of config.json that decide nothing; see `drafters.checkpoints.config_fields`. Raises
-    HeadLoadError: one lists aux layers in a spelling that is not known, and the user does not say them."""
+    """What a report says of keys of config.json that decide nothing; see `drafters.checkpoints.config_fields`.
+
+    Raises:
+        HeadLoadError: one lists aux layers in a spelling that is not known, and the user does not say them.
+    """
     layer = format_of(folder.config).layer_config
     nested = () if layer is None else tuple(f"{layer}.{key}" for key in KEYS)
     return unread_fields(folder.config, {*KEYS, *nested}, layers_are_chosen=overrides.aux_layers is not None)
@@ -208,8 +214,11 @@ def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> 
 
 
 def target_vocab_size(folder: CheckpointFolder, target: TargetFacts, overrides: Eagle3Overrides) -> int:
-    """The target's V; or the rows of its padded embedding when the head counts those. Raises HeadLoadError: see
-    `drafters.eagle3.formats.flattened`."""
+    """The target's V; or the rows of its padded embedding when the head counts those.
+
+    Raises:
+        HeadLoadError: see `drafters.eagle3.formats.flattened`.
+    """
     padded = len(target.embedding)
     config = overrides.applied(flattened(folder.config).config)
     return padded if lookup(config, "vocab_size") == padded else target.vocab_size
@@ -252,8 +261,11 @@ def _empty_head(spec: Eagle3Spec, target: TargetFacts, d2t: torch.Tensor | None)
 
 
 def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
-    """Refuse weights with NaN or infinity (exporters leave what was never loaded as NaN). Raises HeadLoadError: with
-    the names of all such tensors."""
+    """Refuse weights with NaN or infinity (exporters leave what was never loaded as NaN).
+
+    Raises:
+        HeadLoadError: with the names of all such tensors.
+    """
     broken = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         raise HeadLoadError(f"tensors with NaN or infinity after the cast to the requested dtype: {', '.join(broken)}")

@@ -159,8 +159,11 @@ class FlatConfig:
 
 
 def flattened(config: Config) -> FlatConfig:
-    """A head's config.json with the decoder layer's own object, if it has one, completed and laid at the top. Raises
-    HeadLoadError: that object is missing, contradicts the keys at the top, or is not what its model_type allows."""
+    """A head's config.json with the decoder layer's own object, if it has one, completed and laid at the top.
+
+    Raises:
+        HeadLoadError: that object is missing, contradicts the keys at the top, or is not what its model_type allows.
+    """
     found = format_of(config)
     flat: dict[str, Any] = dict(config)
     origins: dict[str, str] = {}

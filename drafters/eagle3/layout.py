@@ -120,8 +120,11 @@ def resolve_spec(
 
 
 def refuse_unsupported(config: Config) -> None:
-    """Refuse what a configuration says and no EAGLE head here computes. Raises HeadLoadError: quantised weights,
-    another activation, several heads, or ModelOpt's norms of inputs."""
+    """Refuse what a configuration says and no EAGLE head here computes.
+
+    Raises:
+        HeadLoadError: quantised weights, another activation, several heads, or ModelOpt's norms of inputs.
+    """
     if lookup(config, "quantization_config") is not None:
         raise HeadLoadError("quantised EAGLE heads are not supported (config.json has quantization_config)")
     activation = read(config, "activation", str, "hidden_act", "hidden_activation", default="silu").value

@@ -66,8 +66,11 @@ class Eagle3Overrides:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Eagle3Overrides:
-        """The overrides that a user named: `aux_layers`, `feedback`, or keys of config.json. Raises HeadLoadError: a
-        name that decides nothing, or a value of another type."""
+        """The overrides that a user named: `aux_layers`, `feedback`, or keys of config.json.
+
+        Raises:
+            HeadLoadError: a name that decides nothing, or a value of another type.
+        """
         known = ("aux_layers", "feedback", *KEYS)
         odd = [key for key in given if key not in known and not key.startswith(("rope_scaling.", "rope_parameters."))]
         if odd:

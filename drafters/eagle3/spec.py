@@ -146,8 +146,11 @@ def attention_specs(spec: Attends) -> tuple[AttentionSpec, ...]:
 
 
 def check_windows(layers: tuple[int, ...], window: int | None, num_layers: int) -> None:
-    """Refuse windows of layers that a head does not have, or without a length. Raises InvalidInputError: with what was
-    given."""
+    """Refuse windows of layers that a head does not have, or without a length.
+
+    Raises:
+        InvalidInputError: with what was given.
+    """
     wrong = [layer for layer in layers if not 0 <= layer < num_layers]
     if wrong or (layers and (window is None or window < 1)):
         raise InvalidInputError(

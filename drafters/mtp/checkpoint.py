@@ -41,8 +41,11 @@ _COMPARED_ROWS = 64
 
 
 def has_mtp(path: str | Path) -> bool:
-    """Whether a checkpoint folder (or hub model) holds modules of a family that `load_mtp` reads. Raises HeadLoadError:
-    the folder cannot be read."""
+    """Whether a checkpoint folder (or hub model) holds modules of a family that `load_mtp` reads.
+
+    Raises:
+        HeadLoadError: the folder cannot be read.
+    """
     return _family(open_folder(path)) is not None
 
 
@@ -81,8 +84,11 @@ def load_mtp(
 
 
 def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention | None = None) -> HeadReport:
-    """Every resolved field of a checkpoint's modules and where it came from; no weights are read. Raises HeadLoadError:
-    there is no module."""
+    """Every resolved field of a checkpoint's modules and where it came from; no weights are read.
+
+    Raises:
+        HeadLoadError: there is no module.
+    """
     folder = open_folder(path)
     family = _family_of(folder).of(target.config)
     modules, how = _modules(folder, family, target.num_layers), convention or MtpConvention()
@@ -175,7 +181,10 @@ def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
 
 def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
     """Write one module as a DeepSeek-style checkpoint of its own: the target's config.json, and the module's tensors.
-    Raises HeadLoadError: see `deepseek_tensors`."""
+
+    Raises:
+        HeadLoadError: see `deepseek_tensors`.
+    """
     weights = {name: t.cpu().contiguous() for name, t in deepseek_tensors(head, target.num_layers).items()}
     config = copy.deepcopy(target.config)
     config.num_nextn_predict_layers = 1

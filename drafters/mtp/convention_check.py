@@ -107,8 +107,11 @@ def compare_conventions(
 
 
 def check_convention(head: CheckedHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
-    """Refuse modules that plainly run with the wrong convention; arguments as for `compare_conventions`. Raises
-    HeadLoadError: the other convention predicts the target's tokens far better; the message names the option."""
+    """Refuse modules that plainly run with the wrong convention; arguments as for `compare_conventions`.
+
+    Raises:
+        HeadLoadError: the other convention predicts the target's tokens far better; the message names the option.
+    """
     for found in compare_conventions(head, token_ids, states, num_drafts):
         if found.other_is_right:
             raise HeadLoadError(

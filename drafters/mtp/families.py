@@ -43,8 +43,11 @@ class Family:
     blocks: int = 1
 
     def of(self, config: PreTrainedConfig) -> Family:
-        """The family with the number of blocks that a target's configuration names. Raises HeadLoadError: see
-        `mixers_of`."""
+        """The family with the number of blocks that a target's configuration names.
+
+        Raises:
+            HeadLoadError: see `mixers_of`.
+        """
         if not self.numbered:
             return self
         blocks = len(mixers_of(config))
@@ -126,8 +129,11 @@ FAMILIES: Mapping[Layout, Family] = {
 
 
 def mixers_of(config: PreTrainedConfig) -> tuple[str, ...]:
-    """The mixers of a module's blocks, from the configuration of a target whose layers have one each. Raises
-    HeadLoadError: it names none, or one that a module cannot have: a recurrent one would need states of its own."""
+    """The mixers of a module's blocks, from the configuration of a target whose layers have one each.
+
+    Raises:
+        HeadLoadError: it names none, or one that a module cannot have: a recurrent one would need states of its own.
+    """
     mixers = tuple(getattr(config, "mtp_layers_block_type", None) or ())
     wrong = sorted(set(mixers) - set(_MIXERS))
     if wrong or not mixers:

@@ -78,8 +78,12 @@ class MtpTarget:
 
 
 def mtp_target(model: PreTrainedModel) -> MtpTarget:
-    """What modules need of a loaded target. Raises HeadMismatchError: its decoder is not built of `layers` with an
-    `input_layernorm` or `norm`, a `rotary_emb` where these take rotary embeddings, and an lm_head."""
+    """What modules need of a loaded target.
+
+    Raises:
+        HeadMismatchError: its decoder is not built of `layers` with an `input_layernorm` or `norm`, a `rotary_emb`
+            where these take rotary embeddings, and an lm_head.
+    """
     decoder, head, config = model.get_decoder(), model.get_output_embeddings(), model.config.get_text_config()
     layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
     norm = next((n for n in _norms(layers[-1]) if n is not None), None) if layers is not None else None
@@ -110,8 +114,11 @@ def _takes_positions(layer: nn.Module) -> bool:
 
 
 def _readable(module: Any, what: str) -> torch.Tensor:
-    """The weight of an embedding, of a quantised one a copy in floating point. Raises HeadMismatchError: it is packed
-    so that only its library can read it."""
+    """The weight of an embedding, of a quantised one a copy in floating point.
+
+    Raises:
+        HeadMismatchError: it is packed so that only its library can read it.
+    """
     weight = dense_weight(module)
     if weight is None:
         raise HeadMismatchError(

@@ -117,8 +117,11 @@ class AnswerSet:
         return _flatten([self.sequence(int(i)) for i in indices], self.answer_starts[indices])
 
     def split(self, held_out: int, seed: int) -> tuple[AnswerSet, AnswerSet]:
-        """Split off `held_out` sequences at random: (rest, held out). Raises InvalidInputError: nothing would remain on
-        one side."""
+        """Split off `held_out` sequences at random: (rest, held out).
+
+        Raises:
+            InvalidInputError: nothing would remain on one side.
+        """
         if not 0 < held_out < len(self):
             raise InvalidInputError(f"of {len(self)} sequences 1 to {len(self) - 1} can be held out, not {held_out}")
         order = np.random.default_rng(seed).permutation(len(self))
@@ -209,8 +212,11 @@ class AnswerStore:
         self._file.close()
 
     def add(self, index: int, token_ids: list[int]) -> None:
-        """Keep an answer; it outlives the process when this returns. Raises RunFolderError: the file cannot be written;
-        what was kept before stays."""
+        """Keep an answer; it outlives the process when this returns.
+
+        Raises:
+            RunFolderError: the file cannot be written; what was kept before stays.
+        """
         try:
             self._file.write(self._line(index, token_ids))
             self._file.flush()

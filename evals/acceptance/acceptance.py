@@ -160,8 +160,11 @@ def settings(plan: Plan, facts: Json) -> Json:
 
 @interrupts_as_they_are()
 def run(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json:
-    """Run the plan, continuing what the store holds, and return the JSON document. Raises DataError: every question
-    failed."""
+    """Run the plan, continuing what the store holds, and return the JSON document.
+
+    Raises:
+        DataError: every question failed.
+    """
     if plan.warmup and len(store.answers) < len(plan.data.questions) * len(plan.arms):
         warm_up(executor, plan.data, plan.arms, plan.asking, plan.batch_size, plan.warmup)
     answers = collect(executor, plan.data, plan.arms, plan.asking, store, batch_size=plan.batch_size, report=report)

@@ -161,8 +161,12 @@ class EngineLM(TemplateLM):
         self.cached_tokens += stats.cached_tokens
 
     def _prepare(self, name: str, request: Instance) -> tuple[list[int], SamplingParams]:
-        """Prompt ids and sampling of a request. Raises InvalidInputError: a generation argument that this model does
-        not have; without it the results were others; or no room for a prompt."""
+        """Prompt ids and sampling of a request.
+
+        Raises:
+            InvalidInputError: a generation argument that this model does not have; without it the results were others;
+                or no room for a prompt.
+        """
         context, gen_kwargs = request.args
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self._max_gen_toks))
         unknown = sorted(set(kwargs) - _KNOWN_KWARGS)
@@ -279,8 +283,11 @@ class SpecdecLM(EngineLM):
 
 
 def _load_options(given: dict[str, Any], batch_size: int | str, max_length: int | None) -> LoadOptions:
-    """lm-eval's model arguments as load options. Raises InvalidInputError: an unknown one, a value that is not allowed,
-    or max_length beside max_model_len."""
+    """lm-eval's model arguments as load options.
+
+    Raises:
+        InvalidInputError: an unknown one, a value that is not allowed, or max_length beside max_model_len.
+    """
     known = [each.name for each in fields(LoadOptions)]
     unknown = sorted(set(given) - set(known))
     if unknown:

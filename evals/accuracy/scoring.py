@@ -109,8 +109,11 @@ def pass_at_1(references: Sequence[str], predictions: Sequence[Sequence[str]]) -
 
 
 def check_programs_run() -> None:
-    """Run a program that is right and one that is wrong: where the first does not pass, no answer ever would. Raises
-    SpecdecError: programs cannot be run and judged here."""
+    """Run a program that is right and one that is wrong: where the first does not pass, no answer ever would.
+
+    Raises:
+        SpecdecError: programs cannot be run and judged here.
+    """
     if not passes("assert 1 + 1 == 2\n") or passes("assert 1 + 1 == 3\n"):
         raise SpecdecError(
             "programs cannot be run on this machine: a right one does not pass, or a wrong one does. Every answer "

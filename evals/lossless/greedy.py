@@ -37,8 +37,11 @@ class Replay:
     """
 
     def __init__(self, hf_model: Any, device: torch.device | None = None) -> None:
-        """hf_model: a whole one. device: of the copy, default the model's. Raises OutOfDeviceMemoryError: there is no
-        room for the copy."""
+        """hf_model: a whole one. device: of the copy, default the model's.
+
+        Raises:
+            OutOfDeviceMemoryError: there is no room for the copy.
+        """
         self.dtype = _higher(hf_model.dtype)
         place = hf_model.device if device is None else device
         check_room(hf_model.config, self.dtype, place)
@@ -54,7 +57,10 @@ class Replay:
     @classmethod
     def of(cls, model: Any) -> Replay:
         """Of a SpeculativeModel. With several ranks its checkpoint is read again: here is a share of its weights.
-        Raises OutOfDeviceMemoryError: this rank's GPU has no room for all of it."""
+
+        Raises:
+            OutOfDeviceMemoryError: this rank's GPU has no room for all of it.
+        """
         if getattr(model, "ranks", None) is None:
             return cls(model.hf_model)
         check_room(model.hf_model.config, _higher(model.dtype), model.device)  # before anything is read
@@ -100,8 +106,11 @@ def _higher(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_room(config: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a copy that a GPU has no room for, before it is made. Raises OutOfDeviceMemoryError: with what it takes,
-    and what is free."""
+    """Refuse a copy that a GPU has no room for, before it is made.
+
+    Raises:
+        OutOfDeviceMemoryError: with what it takes, and what is free.
+    """
     if device.type != "cuda":
         return
     with torch.device("meta"):

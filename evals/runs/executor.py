@@ -116,8 +116,11 @@ _CHUNK_S = 3600.0
 
 @contextmanager
 def connect(address: str) -> Iterator[None]:
-    """Connect to a cluster ("local": start one on this machine) and leave it at the end. Raises MissingExtraError: Ray
-    is not installed. WorkerError: the cluster cannot be reached."""
+    """Connect to a cluster ("local": start one on this machine) and leave it at the end.
+
+    Raises:
+        MissingExtraError: Ray is not installed. WorkerError: the cluster cannot be reached.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     require("ray", "ray")
     import ray
@@ -273,8 +276,11 @@ class _Actor:
 
 
 def _result(reference: Any) -> list[Answer] | None:
-    """The answers of a finished call; None when its worker died. Raises WorkerError: the call itself raised, which
-    another worker would do as well."""
+    """The answers of a finished call; None when its worker died.
+
+    Raises:
+        WorkerError: the call itself raised, which another worker would do as well.
+    """
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 
@@ -288,8 +294,11 @@ def _result(reference: Any) -> list[Answer] | None:
 
 
 def _gpus_per_worker(device: str | None, workers: int, ranks: int = 1) -> int:
-    """`ranks` where workers use CUDA, 0 otherwise. Raises WorkerError: fewer GPUs in the cluster than workers; without
-    this they would wait for ever."""
+    """`ranks` where workers use CUDA, 0 otherwise.
+
+    Raises:
+        WorkerError: fewer GPUs in the cluster than workers; without this they would wait for ever.
+    """
     import ray
 
     available = ray.cluster_resources().get("GPU", 0.0)

@@ -108,8 +108,11 @@ class RunStore:
         self._lock.release()
 
     def add(self, answers: Iterable[Answer]) -> None:
-        """Append answers; they are on disk when this returns. Raises OutputError: they cannot be written; what was
-        there before stays readable."""
+        """Append answers; they are on disk when this returns.
+
+        Raises:
+            OutputError: they cannot be written; what was there before stays readable.
+        """
         answers = list(answers)
         lines = [json.dumps({"key": self.key, "answer": to_json(answer)}, ensure_ascii=False) for answer in answers]
         with _named(self._path), self._path.open("ab") as out:
@@ -213,8 +216,11 @@ def _short(value: Any) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or nothing; to what is no regular file (a pipe, a device), straight. Raises OutputError: it
-    cannot be written."""
+    """Write a whole file or nothing; to what is no regular file (a pipe, a device), straight.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
     with _named(path):
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
@@ -231,8 +237,11 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before a run whether a file or folder can be made at `path`; nothing is left behind. Raises OutputError:
-    it cannot."""
+    """Find out before a run whether a file or folder can be made at `path`; nothing is left behind.
+
+    Raises:
+        OutputError: it cannot.
+    """
     folder = path if path.is_dir() else path.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -99,8 +99,11 @@ def _read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
 
 
 def read_prompt_file(path: Path) -> list[Any]:
-    """Prompts of a .jsonl file, one a line, or one text. Raises InvalidInputError: it cannot be read, is empty, or a
-    line is no prompt."""
+    """Prompts of a .jsonl file, one a line, or one text.
+
+    Raises:
+        InvalidInputError: it cannot be read, is empty, or a line is no prompt.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -84,8 +84,11 @@ class LazyGroup(click.Group):
             formatter.write_dl(self.help_lines(ctx))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Raises BadInput: instead of an error of the `SpecdecError` tree. Interrupted: instead of
-        KeyboardInterrupt."""
+        """Run the command.
+
+        Raises:
+            BadInput: instead of an error of the `SpecdecError` tree. Interrupted: instead of KeyboardInterrupt.
+        """
         try:
             return super().invoke(ctx)
         except SpecdecError as error:
@@ -115,8 +118,11 @@ class Plugin:
     distribution: str
 
     def load(self) -> click.Command:
-        """Import the command. Raises PluginError: another distribution owns the name of its package, or something that
-        it imports is missing."""
+        """Import the command.
+
+        Raises:
+            PluginError: another distribution owns the name of its package, or something that it imports is missing.
+        """
         name = self.entry.name
         try:
             if self.distribution == DISTRIBUTION:

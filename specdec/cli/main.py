@@ -30,8 +30,11 @@ class Commands(LazyGroup):
 
     @cached_property
     def plugins(self) -> Mapping[str, Plugin]:
-        """By name. Looked for once, when commands are listed or one is no built-in one. Raises BadInput: two commands
-        have one name."""
+        """By name. Looked for once, when commands are listed or one is no built-in one.
+
+        Raises:
+            BadInput: two commands have one name.
+        """
         try:
             return find_plugins(self.lazy)
         except PluginError as error:

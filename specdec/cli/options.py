@@ -99,8 +99,11 @@ def _click_type(kind: Kind) -> click.ParamType | type[str]:
 
 
 def load_options_of(options: Mapping[str, Any], **more: Any) -> LoadOptions:
-    """The load options among a command's options; `more`: those that it has under other names. Raises
-    InvalidInputError: a value that is not allowed."""
+    """The load options among a command's options; `more`: those that it has under other names.
+
+    Raises:
+        InvalidInputError: a value that is not allowed.
+    """
     names = {each.name for each in fields(LoadOptions)}
     return LoadOptions.from_words({name: value for name, value in options.items() if name in names} | more)
 
@@ -115,8 +118,11 @@ def model_options(*, without: Iterable[str] = ()) -> Callable[[_Command], _Comma
 
 
 def load_model(model: str, draft: str, options: LoadOptions) -> SpeculativeModel:
-    """Load what the options of `model_options` say. Raises InvalidInputError: no head is wanted, and the model is one.
-    Others: see `SpeculativeModel.from_pretrained`."""
+    """Load what the options of `model_options` say.
+
+    Raises:
+        InvalidInputError: no head is wanted, and the model is one. Others: see `SpeculativeModel.from_pretrained`.
+    """
     from specdec.loading.builtin import has_builtin_head
     from specdec.loading.pairs import pair_of
     from specdec.model import SpeculativeModel

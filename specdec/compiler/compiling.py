@@ -208,8 +208,11 @@ def compiler_settings(batch_invariant: bool = False) -> Iterator[None]:
 
 @contextmanager
 def unwrapped(kind: type[SpecdecError]) -> Iterator[None]:
-    """Raise an error of ours that the compiler met on its way as what it was. Raises SpecdecError: of that kind, when
-    there is one among the causes of what was raised inside; else that itself."""
+    """Raise an error of ours that the compiler met on its way as what it was.
+
+    Raises:
+        SpecdecError: of that kind, when there is one among the causes of what was raised inside; else that itself.
+    """
     try:
         yield
     except Exception as error:

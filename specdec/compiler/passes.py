@@ -83,7 +83,10 @@ def read_weights_once(graph: Graph) -> None:
 
 def sum_alike(graph: Graph) -> None:
     """Every matmul of [T, I] with a transposed input [O, I], with or without a bias [O], becomes `invariant_linear`.
-    Raises UnsupportedModelError: there is a matmul of another form, or not in half precision."""
+
+    Raises:
+        UnsupportedModelError: there is a matmul of another form, or not in half precision.
+    """
     for node in list(graph.nodes):
         if node.target not in _ATEN_MATMULS or _sums_nothing(node):
             continue

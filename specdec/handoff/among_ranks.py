@@ -80,8 +80,11 @@ class LeadingRequests(MovingRequests):
             return super().submit_leaving(request)
 
     def reserve(self, moved: MovedRequest) -> int:
-        """See `MovingRequests.reserve`; where there are no pages nobody is told. Raises OutOfPagesError: there are
-        none. RanksLostError: a rank is lost."""
+        """See `MovingRequests.reserve`; where there are no pages nobody is told.
+
+        Raises:
+            OutOfPagesError: there are none. RanksLostError: a rank is lost.
+        """
         self.check_moved(moved)
         missing: OutOfPagesError | None = None
         with self._leading.all_ranks():
@@ -166,8 +169,11 @@ class FollowingRequests(MovingRequests):
 
 
 def confirm(ranks: Ranks, granted: Mapping[str, Pages]) -> None:
-    """Wait until every rank has written the pages of requests that leave, and lets them be read. Raises RanksLostError:
-    a rank is lost, or has granted others."""
+    """Wait until every rank has written the pages of requests that leave, and lets them be read.
+
+    Raises:
+        RanksLostError: a rank is lost, or has granted others.
+    """
     synchronize([torch.empty(0, device=ranks.device)])
     digest = zlib.crc32(repr(sorted(granted.items())).encode())
     least, most = ranks.collectives.least([digest, -digest])
@@ -194,8 +200,11 @@ class RanksLink(Link):
 
 
 def open_on_other_ranks(model: Any, transport: str, options: dict[str, Any], engine: str) -> tuple[RankTable, ...]:
-    """Let the other ranks open a transport; their tables. Called between two rounds on rank 0. Raises TransferError:
-    one of them cannot, which is named. RanksLostError: one is lost."""
+    """Let the other ranks open a transport; their tables. Called between two rounds on rank 0.
+
+    Raises:
+        TransferError: one of them cannot, which is named. RanksLostError: one is lost.
+    """
     channel: Channel = model.ranks.channel
     secret, round_ = secrets.token_bytes(32), secrets.randbits(62)
     model.engine.guests.held.secret = secret

@@ -35,8 +35,11 @@ _METHODS = ("start", "grant", "revoke", "read", "finish", "finished", "close")
 
 
 def made(transport: str | Transport, options: Mapping[str, Any]) -> Transport:
-    """A transport that is not open: of a name and its options, or the one that was given. Raises InvalidInputError: no
-    transport, options that are not its, or values that these cannot have."""
+    """A transport that is not open: of a name and its options, or the one that was given.
+
+    Raises:
+        InvalidInputError: no transport, options that are not its, or values that these cannot have.
+    """
     if isinstance(transport, str):
         known = list(inspect.signature(TRANSPORTS[transport]).parameters)
         if unknown := [name for name in options if name not in known]:
@@ -89,8 +92,11 @@ class RankEnd:
         self.transport.grant(lease, dict(zip(self.groups, pages, strict=True)))
 
     def read_plan(self, handoff: Handoff, pages: Pages) -> ReadPlan:
-        """What this rank reads into reserved pages. Raises HandoffMismatchError: it cannot move here, see `plan`; or it
-        has more pages there, or fewer."""
+        """What this rank reads into reserved pages.
+
+        Raises:
+            HandoffMismatchError: it cannot move here, see `plan`; or it has more pages there, or fewer.
+        """
         here = dict(zip(self.groups, pages, strict=True))
         for group, own in here.items():
             if len(own) != len(handoff.blocks[group]):
@@ -181,8 +187,11 @@ class Link:
         self._end.close()
 
     def table(self) -> EngineTable:
-        """What others need to know of this engine; its weights are looked at once, and again when they change. Raises
-        HandoffMismatchError: weights of a model that is divided among ranks have changed here."""
+        """What others need to know of this engine; its weights are looked at once, and again when they change.
+
+        Raises:
+            HandoffMismatchError: weights of a model that is divided among ranks have changed here.
+        """
         with self._looking:
             self._stale = self._versions.changed() or self._stale
             if self._stale and self._model.ranks is not None:
@@ -211,8 +220,11 @@ class Link:
         return Handoff(self.table(), departure.lease, expires, departure.moved, blocks, departure.tensors)
 
     def check(self, handoff: Handoff) -> None:
-        """Whether a request can move here, on every rank. Raises HandoffMismatchError: it cannot. InvalidInputError,
-        CacheTooSmallError: see `check_moved`."""
+        """Whether a request can move here, on every rank.
+
+        Raises:
+            HandoffMismatchError: it cannot. InvalidInputError, CacheTooSmallError: see `check_moved`.
+        """
         source, groups = handoff.source, self._end.groups
         if source.transport != self._end.transport.name:
             raise HandoffMismatchError(

@@ -225,8 +225,11 @@ class Handoff:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Handoff:
-        """The inverse of `to_bytes`; no code of the data is run. Raises HandoffMismatchError: another version, or no
-        handoff. InvalidInputError: no bytes."""
+        """The inverse of `to_bytes`; no code of the data is run.
+
+        Raises:
+            HandoffMismatchError: another version, or no handoff. InvalidInputError: no bytes.
+        """
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise refuse_type("a handoff", data, "the bytes of Handoff.to_bytes")
         data, start = bytes(data), len(_MAGIC) + 8

@@ -96,8 +96,11 @@ class MovingRequests(Guests):
         return request_id
 
     def check_leaving(self, request: Leaving) -> int:
-        """As `Engine.check`, of a request whose prompt alone is read here. Raises HandoffMismatchError: the rounds have
-        what cannot move, see `RoundExtra.refuses_handoff`."""
+        """As `Engine.check`, of a request whose prompt alone is read here.
+
+        Raises:
+            HandoffMismatchError: the rounds have what cannot move, see `RoundExtra.refuses_handoff`.
+        """
         _check_extras(self._engine.admission)
         return self._engine.admission.check(request.token_ids, request.params, prompt_alone=True)
 

@@ -46,7 +46,10 @@ _SNAPSHOT = re.compile(r"[0-9a-f]{40}")
 
 def unwrapped(target: Any) -> Any:
     """The transformers model inside of a PeftModel; anything else as it is. Nothing is changed, and nothing merged.
-    Raises UnsupportedModelError: an adapter of a kind that changes inputs or cache."""
+
+    Raises:
+        UnsupportedModelError: an adapter of a kind that changes inputs or cache.
+    """
     peft: Any = sys.modules.get("peft")  # whoever has an object of its classes has imported it
     if peft is None or not isinstance(target, peft.PeftModel):
         return target
@@ -139,8 +142,11 @@ def _adapter(place: Checkpoint, config: Mapping[str, Any], merge: Merge) -> Adap
 
 
 def _config(checkpoint: Checkpoint, what: str) -> Mapping[str, Any] | None:
-    """adapter_config.json of a folder or a hub model; None where it has none. Raises ModelLoadError: it is damaged, or
-    lies in one folder with a whole model."""
+    """adapter_config.json of a folder or a hub model; None where it has none.
+
+    Raises:
+        ModelLoadError: it is damaged, or lies in one folder with a whole model.
+    """
     try:
         file = find_adapter_config_file(
             checkpoint.path, revision=checkpoint.revision, local_files_only=checkpoint.local_files_only

@@ -181,8 +181,11 @@ def _target(parts: Parts, group: Group) -> Target:
 
 
 def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: GraphChoice) -> Assembly:
-    """Test the target, and build what runs its rounds. Compiling comes before the kernels are there. Raises
-    UnsupportedModelError: the target comes out wrong; whatever else is wrong, this is said first."""
+    """Test the target, and build what runs its rounds. Compiling comes before the kernels are there.
+
+    Raises:
+        UnsupportedModelError: the target comes out wrong; whatever else is wrong, this is said first.
+    """
     probed, config, model, head = parts.probed, parts.config, parts.probed.model, parts.head
     graphs = Graphs(target, drafter, config, choice)
     log.info("testing a small copy of the model")

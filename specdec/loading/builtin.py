@@ -23,8 +23,11 @@ def builtin_names() -> tuple[str, ...]:
 
 
 def builtin_path(name: str) -> Path:
-    """Folder of a built-in model, to be given to `from_pretrained`. Raises InvalidInputError: there is no built-in
-    model of that name."""
+    """Folder of a built-in model, to be given to `from_pretrained`.
+
+    Raises:
+        InvalidInputError: there is no built-in model of that name.
+    """
     if name not in builtin_names():
         raise InvalidInputError(
             f"There is no built-in model {name!r}. Built in are: {', '.join(builtin_names()) or 'none'}. "

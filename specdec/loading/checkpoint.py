@@ -60,8 +60,11 @@ def check_weight_files(folder: Path, what: str) -> None:
 
 
 def check_no_pointers(folder: Path, what: str) -> None:
-    """Refuse a folder in which git has put pointers to its weights. Raises ModelLoadError: the message says how to get
-    the files."""
+    """Refuse a folder in which git has put pointers to its weights.
+
+    Raises:
+        ModelLoadError: the message says how to get the files.
+    """
     files = sorted(f for f in folder.iterdir() if f.suffix in (".safetensors", ".bin") and f.is_file())
     pointers = [file.name for file in files if is_lfs_pointer(file)]
     if pointers:
@@ -233,8 +236,11 @@ def find_checkpoint(
 
 
 def check_target_folder(checkpoint: Checkpoint) -> None:
-    """Refuse a folder that holds no causal language model as transformers reads one. Hub names pass. Raises
-    ModelLoadError: the message names what the folder is."""
+    """Refuse a folder that holds no causal language model as transformers reads one. Hub names pass.
+
+    Raises:
+        ModelLoadError: the message names what the folder is.
+    """
     if not checkpoint.is_folder:
         return
     folder = Path(checkpoint.path)

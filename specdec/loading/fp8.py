@@ -28,8 +28,11 @@ class Fp8Quantizer(FineGrainedFP8HfQuantizer):
 
 @contextmanager
 def fp8_checkpoint(config: Any, name: str) -> Iterator[None]:
-    """Load a target of this configuration inside. Nothing is done for one that is not quantised in FP8. Raises
-    UnsupportedModelError: a scheme of FP8 that no operator serves, or `dequantize`, before weights are read."""
+    """Load a target of this configuration inside. Nothing is done for one that is not quantised in FP8.
+
+    Raises:
+        UnsupportedModelError: a scheme of FP8 that no operator serves, or `dequantize`, before weights are read.
+    """
     stored = getattr(config, "quantization_config", None)
     values: Mapping[str, Any] = stored if isinstance(stored, Mapping) else vars(stored) if stored else {}
     if values.get("quant_method") != METHOD:

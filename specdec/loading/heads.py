@@ -124,8 +124,11 @@ _NO_EAGLE = (
 
 
 def resolve_head(draft: str | Path, target_name: str | None) -> str:
-    """The head's folder or hub name; "auto" is the head that was built in with the target. Raises HeadLoadError: "auto"
-    for a target without a built-in head."""
+    """The head's folder or hub name; "auto" is the head that was built in with the target.
+
+    Raises:
+        HeadLoadError: "auto" for a target without a built-in head.
+    """
     if str(draft) != AUTO_HEAD:
         return resolve(draft)
     head = BUILTIN_HEADS.get(builtin_name(target_name) or "")
@@ -151,8 +154,11 @@ def target_facts(probed: TargetProbe) -> TargetFacts:
 
 
 def _shared(module: Any, what: str, model: Any) -> torch.Tensor:
-    """The weight of an embedding that a head may share; of a quantised one a copy in floating point. Raises
-    HeadLoadError: it is packed so that only its library can read it."""
+    """The weight of an embedding that a head may share; of a quantised one a copy in floating point.
+
+    Raises:
+        HeadLoadError: it is packed so that only its library can read it.
+    """
     weight = dense_weight(module)
     if weight is None:
         raise HeadLoadError(
@@ -218,8 +224,11 @@ def _warn_of_unknown_keys(report: HeadReport | None) -> None:
 
 
 def check_without_head(convention: MtpConvention, overrides: Mapping[str, Any] | None) -> None:
-    """Options that say how a head is read decide nothing where there is none. Raises InvalidInputError: one is
-    given."""
+    """Options that say how a head is read decide nothing where there is none.
+
+    Raises:
+        InvalidInputError: one is given.
+    """
     _check_no_convention(convention, "there is no draft head")
     _check_no_overrides(overrides, "there is no draft head")
 

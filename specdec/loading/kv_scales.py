@@ -138,8 +138,11 @@ def _check_same(
 
 
 def stored_scales(checkpoint: Checkpoint) -> StoredScales | None:
-    """What a checkpoint says of its KV cache and its scales; None where it says nothing, or is not to be found. Raises
-    ModelLoadError: a scale is no positive number, or there is one for each head."""
+    """What a checkpoint says of its KV cache and its scales; None where it says nothing, or is not to be found.
+
+    Raises:
+        ModelLoadError: a scale is no positive number, or there is one for each head.
+    """
     try:
         folder = open_folder(_files_of(checkpoint))
     except (HeadLoadError, OSError):  # a loaded model may be called anything; one that was read from here was complete

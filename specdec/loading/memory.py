@@ -29,8 +29,11 @@ def host_bytes() -> int | None:
 
 
 def check_counts(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int | None) -> None:
-    """Refuse counts that cannot be together whatever the model is, before anything is read. Raises InvalidInputError:
-    fewer tokens in a forward than requests in a batch, or see `check_tables_fit`."""
+    """Refuse counts that cannot be together whatever the model is, before anything is read.
+
+    Raises:
+        InvalidInputError: fewer tokens in a forward than requests in a batch, or see `check_tables_fit`.
+    """
     if max_num_batched_tokens < max_num_seqs:
         raise InvalidInputError(
             f"max_num_batched_tokens={max_num_batched_tokens}: {max_num_seqs} requests (max_num_seqs) with one token "
@@ -40,8 +43,11 @@ def check_counts(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: 
 
 
 def check_page_size(page_size: int, max_model_len: int | None) -> None:
-    """Refuse pages of the KV cache that no request could fill. Raises InvalidInputError: they are longer than the
-    longest request, and than any that is usual."""
+    """Refuse pages of the KV cache that no request could fill.
+
+    Raises:
+        InvalidInputError: they are longer than the longest request, and than any that is usual.
+    """
     most = max(max_model_len or page_size, _LARGEST_USUAL_PAGE)
     if page_size > most:
         raise InvalidInputError(
@@ -51,8 +57,11 @@ def check_page_size(page_size: int, max_model_len: int | None) -> None:
 
 
 def check_tables_fit(rows: int, length: int) -> None:
-    """Refuse a token table [max_num_seqs, max_model_len] that this machine could never hold. Raises InvalidInputError:
-    it is larger than the machine's memory."""
+    """Refuse a token table [max_num_seqs, max_model_len] that this machine could never hold.
+
+    Raises:
+        InvalidInputError: it is larger than the machine's memory.
+    """
     needed, total = rows * (length + 1) * _ID_BYTES, host_bytes()
     if total is not None and needed > total:
         raise InvalidInputError(
@@ -110,8 +119,11 @@ def _check_all_fit(config: EngineConfig, device: torch.device, cache_bytes: int,
 
 
 def check_weights_fit(model: torch.nn.Module, device: torch.device, name: str) -> None:
-    """Refuse to move a model to a GPU that has no room for its weights. Raises ModelLoadError: the weights are larger
-    than what is free."""
+    """Refuse to move a model to a GPU that has no room for its weights.
+
+    Raises:
+        ModelLoadError: the weights are larger than what is free.
+    """
     if device.type != "cuda":
         return
     # What is on a GPU already needs no room: a model may be there in part.
@@ -178,8 +190,11 @@ def check_cache_fits(
 
 @contextmanager
 def memory_named(device: torch.device, cache_tokens: int, cache_bytes: int) -> Iterator[None]:
-    """Name what took the memory when it runs out while the engine is built. Raises OutOfDeviceMemoryError: in place of
-    torch's and numpy's."""
+    """Name what took the memory when it runs out while the engine is built.
+
+    Raises:
+        OutOfDeviceMemoryError: in place of torch's and numpy's.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError

@@ -27,8 +27,11 @@ _WRAPPERS = {
 
 
 def check_target_type(target: Any) -> None:
-    """Refuse what is neither a name nor a loaded model. Raises InvalidInputError: the message names what the object
-    is."""
+    """Refuse what is neither a name nor a loaded model.
+
+    Raises:
+        InvalidInputError: the message names what the object is.
+    """
     names = {kind.__name__ for kind in type(target).__mro__}
     found = next((text for name, text in _WRAPPERS.items() if name in names), None)
     if found is not None:
@@ -70,8 +73,11 @@ def check_loaded_target(model: PreTrainedModel) -> None:
 
 
 def _check_not_dispatched(model: PreTrainedModel) -> None:
-    """Refuse a model whose parts accelerate moves between devices in each forward (`device_map`, offload). Raises
-    InvalidInputError: the message names the hook, and where the parts lie."""
+    """Refuse a model whose parts accelerate moves between devices in each forward (`device_map`, offload).
+
+    Raises:
+        InvalidInputError: the message names the hook, and where the parts lie.
+    """
     hooked = [(name, m._hf_hook) for name, m in model.named_modules() if getattr(m, "_hf_hook", None) is not None]
     if not hooked:
         return
@@ -108,8 +114,11 @@ def check_head_type(draft: Any) -> None:
 
 
 def check_head_place(head: Any, model: PreTrainedModel) -> None:
-    """Refuse a loaded head on another device or in another dtype than the target. Raises HeadMismatchError: with
-    both."""
+    """Refuse a loaded head on another device or in another dtype than the target.
+
+    Raises:
+        HeadMismatchError: with both.
+    """
     weights = list(head.parameters()) if isinstance(head, torch.nn.Module) else []
     dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
     places = {weight.device for weight in weights}

@@ -20,8 +20,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def resolve_device(device: Any) -> torch.device:
-    """The chosen device (a name, a torch.device, or the index of a GPU); by default CUDA where there is one. Raises
-    InvalidInputError: the name is no device of torch, or one that is not supported or not there."""
+    """The chosen device (a name, a torch.device, or the index of a GPU); by default CUDA where there is one.
+
+    Raises:
+        InvalidInputError: the name is no device of torch, or one that is not supported or not there.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     allowed = f"allowed are cpu{_cuda_devices()}"
@@ -43,8 +46,11 @@ def resolve_device(device: Any) -> torch.device:
 
 
 def resolve_dtype(dtype: Any, device: torch.device) -> torch.dtype | str:
-    """A torch dtype; "auto" is float32 on CPU and the checkpoint's own on a GPU. Raises InvalidInputError: no
-    floating-point dtype that a model computes in."""
+    """A torch dtype; "auto" is float32 on CPU and the checkpoint's own on a GPU.
+
+    Raises:
+        InvalidInputError: no floating-point dtype that a model computes in.
+    """
     if isinstance(dtype, str) and dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype

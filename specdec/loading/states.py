@@ -18,8 +18,11 @@ from specdec.wrapped.probing import TargetProbe
 
 
 def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
-    """Refuse recurrent and quantised layers where a token's result may not depend on the batch. Raises
-    UnsupportedModelError: the backend is batch-invariant and the target has such layers."""
+    """Refuse recurrent and quantised layers where a token's result may not depend on the batch.
+
+    Raises:
+        UnsupportedModelError: the backend is batch-invariant and the target has such layers.
+    """
     if probed.fp8 is not None and backend.batch_invariant:
         raise UnsupportedModelError(
             f"{type(probed.model).__name__} is quantised in FP8, whose matmuls run through other kernels for more "
@@ -41,8 +44,11 @@ def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
 
 
 def check_format_fits(probed: TargetProbe, format: KVFormat) -> None:
-    """Refuse a KV cache in 8 bits for a target that has none. Raises InvalidInputError: no layer attends, and the cache
-    was to be in 8 bits."""
+    """Refuse a KV cache in 8 bits for a target that has none.
+
+    Raises:
+        InvalidInputError: no layer attends, and the cache was to be in 8 bits.
+    """
     if format.dtype is not None and not probed.calls:
         raise InvalidInputError(
             f"kv_cache_dtype='fp8': no layer of {type(probed.model).__name__} attends, so it has no KV cache; give "

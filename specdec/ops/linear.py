@@ -47,8 +47,11 @@ def usual_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @opaque_operator(lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]))
 def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, I], weight [O, I], bias [O] or None -> [T, O]; a token's result does not depend on T. Raises ValueError:
-    tensors that are not in half precision on a GPU."""
+    """x [T, I], weight [O, I], bias [O] or None -> [T, O]; a token's result does not depend on T.
+
+    Raises:
+        ValueError: tensors that are not in half precision on a GPU.
+    """
     if not x.is_cuda or x.dtype not in HALF:
         raise ValueError(f"batch-invariant matmuls are for half precision on a GPU, not {x.dtype} on {x.device}")
     from specdec.ops.linear_kernel import fits, launch_invariant_linear, launch_linear

@@ -186,8 +186,11 @@ class FollowingEngine(Engine):
         super().__init__(*parts)
 
     def follow(self, message: Any) -> None:
-        """Do what rank 0 does. Raises RanksLostError: a message that does not belong here: the ranks stand at different
-        places."""
+        """Do what rank 0 does.
+
+        Raises:
+            RanksLostError: a message that does not belong here: the ranks stand at different places.
+        """
         if isinstance(message, Step):
             self.step()
         elif isinstance(message, Submit):

@@ -146,7 +146,10 @@ def _meet(workers: Workers, link: Link, device: torch.device) -> None:
 
 def _joined(workers: Workers, size: int, device: torch.device, meeting: str) -> Collectives:
     """Join the group on a thread of its own: gloo and NCCL wait long or without end for a rank that is lost meanwhile.
-    Raises RanksLostError: one is."""
+
+    Raises:
+        RanksLostError: one is.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
     found: list[Collectives | BaseException] = []
@@ -264,8 +267,11 @@ def _first_device(device: Any, size: int) -> torch.device:
 
 
 def check_no_adapter(adapter: Adapter | None, size: int) -> None:
-    """Refuse a target that is an adapter itself. adapter: the one of its checkpoint. Raises InvalidInputError: it is
-    one."""
+    """Refuse a target that is an adapter itself. adapter: the one of its checkpoint.
+
+    Raises:
+        InvalidInputError: it is one.
+    """
     if adapter is not None:
         raise InvalidInputError(_no_adapter(size, f"the target is the adapter {adapter}, which"))
 
@@ -278,8 +284,11 @@ def _no_adapter(size: int, what: str) -> str:
 
 
 def check_not_quantised(method: str | None, size: int) -> None:
-    """Refuse shares of quantised weights. method: by which they are; None where they are not. Raises
-    UnsupportedModelError: they are."""
+    """Refuse shares of quantised weights. method: by which they are; None where they are not.
+
+    Raises:
+        UnsupportedModelError: they are.
+    """
     if method is not None:
         raise UnsupportedModelError(
             f"tensor_parallel_size={size}: the checkpoint's weights are quantised ({method}), and shares of "

@@ -212,8 +212,11 @@ def _leave_uneven_whole(model: Any, styles: dict[str, str], size: int) -> None:
 
 
 def plan_for(config: PreTrainedConfig, found: AutoClass, size: int) -> Plan:
-    """The plan of a configuration's model. Raises UnsupportedModelError: its code is not transformers' own, or see
-    `plan_of`."""
+    """The plan of a configuration's model.
+
+    Raises:
+        UnsupportedModelError: its code is not transformers' own, or see `plan_of`.
+    """
     kind = model_class(config, found)
     if kind is PreTrainedModel:
         raise UnsupportedModelError(

@@ -28,7 +28,10 @@ class Channel(Protocol):
 
     def told(self, message: Any) -> Any:
         """On rank 0: tell all others this message. On another rank: the next one of rank 0. Returns what rank 0 says.
-        Raises RanksLostError: a rank is lost."""
+
+        Raises:
+            RanksLostError: a rank is lost.
+        """
 
     def check(self) -> None:
         """On rank 0: raises RanksLostError once a rank is lost."""

@@ -61,8 +61,11 @@ def sum_ranks(x: torch.Tensor) -> torch.Tensor:
 
 @opaque_operator(lambda x, size: x.new_empty(*x.shape[:-1], size * x.shape[-1]))
 def gather_ranks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """x [..., C] of each of `size` ranks -> [..., size·C], in the order of ranks. Raises SpecdecError: this rank runs
-    alone."""
+    """x [..., C] of each of `size` ranks -> [..., size·C], in the order of ranks.
+
+    Raises:
+        SpecdecError: this rank runs alone.
+    """
     found = _current().gather(x)
     return found.movedim(0, -2).reshape(*x.shape[:-1], size * x.shape[-1])
 

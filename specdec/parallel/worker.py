@@ -177,8 +177,11 @@ class Follower:
                     engine.follow(message)
 
     def _load(self, number: int, message: Load) -> None:
-        """Load this rank's share. What fails is told; what is next, rank 0 decides. Raises Exception: another rank is
-        gone: this process ends, too, for others may be waiting for it."""
+        """Load this rank's share. What fails is told; what is next, rank 0 decides.
+
+        Raises:
+            Exception: another rank is gone: this process ends, too, for others may be waiting for it.
+        """
         ranks = Ranks(
             self._rank, self._size, self._device, self._collectives, Orders(self._inbox, number), FollowingEngine
         )

@@ -49,8 +49,11 @@ class Workers:
     collectives: Collectives
 
     def __init__(self, size: int) -> None:
-        """Start them; `wait_started` waits until they can be told something. Raises ModelLoadError: the system starts
-        no more processes."""
+        """Start them; `wait_started` waits until they can be told something.
+
+        Raises:
+            ModelLoadError: the system starts no more processes.
+        """
         self.size = size
         self.lock = threading.RLock()
         self.folder = tempfile.mkdtemp(prefix="specdec-")  # of this user alone, mode 0700
@@ -161,8 +164,11 @@ class Workers:
             return {each.rank: each.answers[key] for each in self._watched.processes if key in each.answers}
 
     def wait_answers(self, key: tuple[str, int, int], deadline: float) -> dict[int, Answer]:
-        """As `answers`, once all have come, or at the deadline (`time.monotonic` seconds). Raises RanksLostError: one
-        that has not answered is lost."""
+        """As `answers`, once all have come, or at the deadline (`time.monotonic` seconds).
+
+        Raises:
+            RanksLostError: one that has not answered is lost.
+        """
         with self._watched.changed:
             while True:
                 left = [each for each in self._watched.processes if key not in each.answers]
@@ -299,8 +305,11 @@ class Link:
 
 
 def open_workers(size: int) -> tuple[Workers, bool]:
-    """The processes of this process's models, started unless they are; and whether they were started now. Raises
-    InvalidInputError: there are models among another number of ranks. ModelLoadError: see `Workers`."""
+    """The processes of this process's models, started unless they are; and whether they were started now.
+
+    Raises:
+        InvalidInputError: there are models among another number of ranks. ModelLoadError: see `Workers`.
+    """
     global _open
     if _open is not None and are_open() and _open.is_lost:
         _open.end()

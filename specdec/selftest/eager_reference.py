@@ -34,8 +34,11 @@ _SECTION = BatchSection("batch", extras=(StateSection,))
 
 @contextmanager
 def errors_named(model: PreTrainedModel, tried: str) -> Iterator[None]:
-    """Raise what the model's code raises inside as an error of ours that names what was tried. Raises
-    UnsupportedModelError: for errors without a name of ours; out of memory stays what it is."""
+    """Raise what the model's code raises inside as an error of ours that names what was tried.
+
+    Raises:
+        UnsupportedModelError: for errors without a name of ours; out of memory stays what it is.
+    """
     try:
         yield
     except (SpecdecError, torch.OutOfMemoryError):
@@ -47,8 +50,11 @@ def errors_named(model: PreTrainedModel, tried: str) -> Iterator[None]:
 
 
 def scrambled_table(target: Target, lens: np.ndarray) -> np.ndarray:
-    """A block table [B, P] int32 for rows of these lengths, its pages in random order. Raises CacheTooSmallError: the
-    cache cannot hold the rows."""
+    """A block table [B, P] int32 for rows of these lengths, its pages in random order.
+
+    Raises:
+        CacheTooSmallError: the cache cannot hold the rows.
+    """
     page_size, num_pages = target.runner.page_size, fewest_pages(target)
     width = -(-int(lens.max()) // page_size)
     pages = np.random.default_rng(0).permutation(np.arange(1, num_pages))[: len(lens) * width]
@@ -133,8 +139,11 @@ def all_committed(rows: np.ndarray, start: np.ndarray, stop: np.ndarray) -> Stat
 
 
 def read_eager(model: PreTrainedModel, ids: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Logits [len, V] of each row by the model's own eager forward, one row at a time, float32. Raises
-    UnsupportedModelError: they contain NaN."""
+    """Logits [len, V] of each row by the model's own eager forward, one row at a time, float32.
+
+    Raises:
+        UnsupportedModelError: they contain NaN.
+    """
     with attention_implementation(attention_configs(model), "eager"):
         logits = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in ids]
     if any(bool(row.isnan().any()) for row in logits):

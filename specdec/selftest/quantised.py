@@ -118,8 +118,11 @@ _FP8_ROWS = 4 * BLOCK
 
 @torch.inference_mode()
 def fp8_self_test(layers: Fp8Layers) -> None:
-    """Multiply by one layer of every shape. Raises UnsupportedModelError: an operator comes out wrong on this device;
-    the message names the layer."""
+    """Multiply by one layer of every shape.
+
+    Raises:
+        UnsupportedModelError: an operator comes out wrong on this device; the message names the layer.
+    """
     linear = {(m.weight.shape, m.activation_scale is None): (n, m) for n, m in layers.linear.items()}
     for name, module in linear.values():
         for tokens in _TOKENS:

@@ -39,7 +39,10 @@ Tensors = Callable[..., torch.Tensor]
 @torch.inference_mode()
 def recurrence_self_test(states: StateRunner) -> None:
     """Run each of the model's recurrences over a few launches; nothing where torch functions compute them anyway.
-    Raises UnsupportedModelError: a recurrence comes out wrong on this device; the message names it."""
+
+    Raises:
+        UnsupportedModelError: a recurrence comes out wrong on this device; the message names it.
+    """
     if states.functions == REFERENCE:
         return
     for spec in dict.fromkeys(states.group.specs):

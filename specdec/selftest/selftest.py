@@ -180,8 +180,11 @@ def _errors(target: Target, rows: _Rows) -> list[torch.Tensor]:
 
 
 def _routed_errors(target: Target, rows: _Rows) -> list[torch.Tensor]:
-    """The same against an eager forward with the paged one's choices of experts, and of the states these read. Raises
-    UnsupportedModelError: more choices of a mixture differ than rounding explains."""
+    """The same against an eager forward with the paged one's choices of experts, and of the states these read.
+
+    Raises:
+        UnsupportedModelError: more choices of a mixture differ than rounding explains.
+    """
     model, reader = target.hf_model, RoutedReader()
     pieces = _read_pieces(target, rows, reader.read_paged)
     read = [reader.read_eager(model, row, ids) for row, ids in enumerate(rows.ids)]
@@ -280,8 +283,11 @@ def invariance_test(target: Target, model: Callable[..., Any]) -> None:
 
 @torch.inference_mode()
 def matmul_test(model: PreTrainedModel) -> None:
-    """Multiply by a weight of every shape of the model in batches of all sizes of tiles, and compare bit by bit. Raises
-    UnsupportedModelError: on this device the result for a token depends on how many there are."""
+    """Multiply by a weight of every shape of the model in batches of all sizes of tiles, and compare bit by bit.
+
+    Raises:
+        UnsupportedModelError: on this device the result for a token depends on how many there are.
+    """
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and is_plain_weight(m.weight)]
     weights = {m.weight.shape: m.weight for m in layers}
     for weight in weights.values():

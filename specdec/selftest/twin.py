@@ -141,8 +141,11 @@ def _errors(probed: TargetProbe, low: Sequence[Threshold], max_model_len: int) -
 
 
 def _build(probed: TargetProbe, low: Sequence[str], seed: int) -> TargetProbe:
-    """The twin of a model, on the CPU in float32. Raises _NoTwin: its class cannot be built so small, does not run
-    then, or lacks a variant of attention."""
+    """The twin of a model, on the CPU in float32.
+
+    Raises:
+        _NoTwin: its class cannot be built so small, does not run then, or lacks a variant of attention.
+    """
     reason: Exception | None = None
     for towers in (True, False):
         try:

@@ -45,8 +45,11 @@ class Setting:
 
 
 def check_writable(folder: Path) -> None:
-    """Find out whether `folder` can be made and written to, without making it. Raises InvalidInputError: it or
-    something above it is a file, or may not be written."""
+    """Find out whether `folder` can be made and written to, without making it.
+
+    Raises:
+        InvalidInputError: it or something above it is a file, or may not be written.
+    """
     above = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))  # "/" does at last
     if not above.is_dir():
         raise InvalidInputError(f"the output folder {folder} cannot be made: {above} is a file; name another folder")

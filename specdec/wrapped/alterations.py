@@ -64,8 +64,11 @@ class Alterations:
         self._finalizer.atexit = False
 
     def on_undo(self, undo: Callable[[], object]) -> None:
-        """Register what takes back a change that was just made. Raises InvariantError: everything was undone already;
-        the change is taken back."""
+        """Register what takes back a change that was just made.
+
+        Raises:
+            InvariantError: everything was undone already; the change is taken back.
+        """
         if not self._finalizer.alive:
             undo()
             raise InvariantError("a model was altered for an engine that is closed")

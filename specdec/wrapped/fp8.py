@@ -148,8 +148,12 @@ class Scheme:
         return f"fine-grained, {'x'.join(map(str, self.blocks))}{', static activation scales' * self.static}"
 
     def check(self, name: str) -> None:
-        """Refuse a scheme that no operator serves. Raises UnsupportedModelError: blocks of another size than 128 x 128,
-        one scale a weight with dynamic scales of activations, or scales in powers of two."""
+        """Refuse a scheme that no operator serves.
+
+        Raises:
+            UnsupportedModelError: blocks of another size than 128 x 128, one scale a weight with dynamic scales of
+                activations, or scales in powers of two.
+        """
         reason = None
         if self.exponents:
             reason = "scale_fmt='ue8m0', scales that are powers of two"
@@ -172,8 +176,12 @@ class Fp8Layers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """`model` has such layers, see `fp8_layers`. Raises UnsupportedModelError: layers that our operators do not
-        serve, or scales that are no scales; nothing is changed then."""
+        """`model` has such layers, see `fp8_layers`.
+
+        Raises:
+            UnsupportedModelError: layers that our operators do not serve, or scales that are no scales; nothing is
+                changed then.
+        """
         found = {name: m for name, m in model.named_modules() if isinstance(m, _KINDS)}
         what = type(model).__name__
         self.scheme = _common_scheme(what, found.values())
@@ -195,8 +203,11 @@ class Fp8Layers:
 
 
 def fp8_layers(model: nn.Module) -> Fp8Layers | None:
-    """The FP8 layers of a model, from now on run by our operators; None for a model without. Raises
-    UnsupportedModelError: see `Fp8Layers`."""
+    """The FP8 layers of a model, from now on run by our operators; None for a model without.
+
+    Raises:
+        UnsupportedModelError: see `Fp8Layers`.
+    """
     return Fp8Layers(model) if any(isinstance(m, _KINDS) for m in model.modules()) else None
 
 

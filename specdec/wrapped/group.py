@@ -48,13 +48,19 @@ class Group:
         """Overwrite `ids`, contiguous int64 on the device, with those of the first process; here they are its own."""
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Wait on the host for an event of the device. Raises RanksLostError: another process is lost, and the event
-        would never come."""
+        """Wait on the host for an event of the device.
+
+        Raises:
+            RanksLostError: another process is lost, and the event would never come.
+        """
         event.synchronize()
 
     def before_launch(self, target: Any) -> None:
-        """Called with the `TargetArrays` of every round before it is launched. Raises RanksLostError: the processes
-        would launch different rounds."""
+        """Called with the `TargetArrays` of every round before it is launched.
+
+        Raises:
+            RanksLostError: the processes would launch different rounds.
+        """
 
     def note_graph(self, graph: torch.cuda.CUDAGraph) -> None:
         """Called with every CUDA graph before it is captured."""
@@ -72,8 +78,11 @@ class Group:
         return 1
 
     def reading(self, config: Any, found: Any) -> Reading:
-        """How the target of a configuration is read; `found`: its `AutoClass`. Raises UnsupportedModelError: it cannot
-        be divided."""
+        """How the target of a configuration is read; `found`: its `AutoClass`.
+
+        Raises:
+            UnsupportedModelError: it cannot be divided.
+        """
         return Reading()
 
     def check_target(self, probed: Any) -> None:

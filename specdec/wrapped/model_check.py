@@ -224,7 +224,10 @@ class LiveModel:
 
     def check(self) -> None:
         """Refuse a model that was changed since. Runs at every call, so a model in which nothing moved is seen first.
-        Raises ModelChangedError: what has changed, and what to do."""
+
+        Raises:
+            ModelChangedError: what has changed, and what to do.
+        """
         with gate_of(self.model.config).held():  # forwards of ours change some settings while they run
             self._check()
 

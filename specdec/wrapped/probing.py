@@ -126,8 +126,11 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def last_states(decoder: torch.nn.Module, output: Any, width: int) -> torch.Tensor:
-    """[1, T, width], the last states in what `decoder_of` a model returned. Raises UnsupportedModelError: there are
-    none, or they have another width."""
+    """[1, T, width], the last states in what `decoder_of` a model returned.
+
+    Raises:
+        UnsupportedModelError: there are none, or they have another width.
+    """
     states: torch.Tensor | None = getattr(output, "last_hidden_state", None)
     if states is None or states.shape[-1] != width:
         found = "" if states is None else f", but {list(states.shape)}"

@@ -269,8 +269,11 @@ class Target:
         return metadata.positions if own is None else own.positions
 
     def recur(self, planned: Planned) -> Recur | None:
-        """What serves the recurrent calls of a planned batch; None for a target without. Raises InvariantError: a batch
-        of a recurrent target has no states."""
+        """What serves the recurrent calls of a planned batch; None for a target without.
+
+        Raises:
+            InvariantError: a batch of a recurrent target has no states.
+        """
         if self.states is None:
             return None
         if is_blank(planned):

@@ -272,8 +272,11 @@ class FlashInferBackend:
         beside: object | None = None,
         tokens: int | None = None,
     ) -> FixedBuilder | FixedMlaBuilder | InvariantBuilder | FixedTrtllmBuilder:
-        """A builder for CUDA graphs; see `attention.backends.base.GraphBackend`. Raises UnsupportedAttentionError: no
-        kernel serves the layer, or it is MLA and the batch is read in chunks."""
+        """A builder for CUDA graphs; see `attention.backends.base.GraphBackend`.
+
+        Raises:
+            UnsupportedAttentionError: no kernel serves the layer, or it is MLA and the batch is read in chunks.
+        """
         check_supported(group, key, dtype)
         if tokens is not None and key.value_in_key:
             raise UnsupportedAttentionError(f"group {group.name}: MLA in chunks has no fixed plans for CUDA graphs")

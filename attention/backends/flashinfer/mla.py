@@ -34,8 +34,11 @@ _CAUSAL = 1
 
 
 def check_mla_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
-    """Refuse what these kernels do not offer, before anything is allocated. Raises UnsupportedAttentionError: dtype,
-    widths, page size, number of heads, window, softcap or sinks."""
+    """Refuse what these kernels do not offer, before anything is allocated.
+
+    Raises:
+        UnsupportedAttentionError: dtype, widths, page size, number of heads, window, softcap or sinks.
+    """
     where, elsewhere = f"group {group.name}: FlashInfer's MLA", "; use backend='torch'"
     widths = (key.head_dim_v, key.head_dim_k - key.head_dim_v)
     if dtype not in HALF:

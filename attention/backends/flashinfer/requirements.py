@@ -24,8 +24,12 @@ PAGE_SIZES = (1, 16, 32, 64)
 
 
 def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
-    """Refuse what this backend does not offer, before anything is allocated. Raises UnsupportedAttentionError: dtype,
-    heads, or MLA; for heads that FlashInfer has a kernel for, page size and sinks with softcap as well."""
+    """Refuse what this backend does not offer, before anything is allocated.
+
+    Raises:
+        UnsupportedAttentionError: dtype, heads, or MLA; for heads that FlashInfer has a kernel for, page size and sinks
+            with softcap as well.
+    """
     if key.value_in_key:
         check_mla_supported(group, key, dtype)
         return
