@@ -145,8 +145,10 @@ class SpeculativeModel:
             tokenizer: or its folder or hub name; default the target's own; required for a model without a name.
             max_model_len: most tokens of one request; default the model's limit, or the length where its rotary
                 embedding starts to depend on the batch's longest request (longrope, dynamic).
-            max_num_seqs: most requests a batch. max_num_batched_tokens: most tokens a forward; prompts are chunked.
-            max_num_prefill_tokens: most prompt tokens beside requests that decode; more delay those, fewer prompts.
+            max_num_seqs: most requests in one batch.
+            max_num_batched_tokens: most tokens of one forward; longer prompts are read in chunks.
+            max_num_prefill_tokens: most prompt tokens of a forward in which other requests decode. With more these wait
+                longer for their next tokens, with fewer the prompts wait longer; the answers stay the same.
             page_size: tokens a page of the KV cache. kv_cache_tokens: its size, in tokens of layers without a window;
                 default max_num_seqs full-length requests, within gpu_memory_utilization, or 1 GiB on a CPU.
             kv_cache_dtype: "auto" (the model's) or "fp8": the target's cache in 8 bits (e4m3), half the memory. That
@@ -310,9 +312,7 @@ class SpeculativeModel:
         self.group.check_whole("refresh()", "save new weights and load them again")
         with self._shared.between_rounds() as idle:
             if not idle:
-                raise InvalidInputError(
-                    "requests are running on the old weights; finish or close them before refresh()"
-                )
+                raise InvalidInputError("requests are running on the old weights; finish them before refresh()")
             self._live.check()
             self.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
             with interrupts_as_they_are():
