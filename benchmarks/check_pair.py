@@ -22,10 +22,10 @@ import torch
 from rich.progress import track
 
 from benchmarks.document import publish
+from drafters.oracle import oracle_drafts
 from evals.lossless.greedy import Replay
 from specdec import Completion, SamplingParams, SpeculativeModel
 from specdec.requests.prompts import encode_prompts
-from tests.oracle import oracle_drafts
 
 TIE = 1e-4
 MAX_NEW_TOKENS = 320

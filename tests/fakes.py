@@ -239,7 +239,7 @@ def _hf_states(token_ids: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
 
 def wrong_rounds(head: Head, completion: Any) -> list[int]:
     """Rounds of a `tiny_llama` whose drafts are not the oracle's. True states come from transformers' own forward."""
-    from tests.oracle import oracle_drafts
+    from drafters.oracle import oracle_drafts
 
     ids = torch.tensor(completion.prompt_token_ids + completion.token_ids)
     wrong, bonus = [], len(completion.prompt_token_ids)

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 import specdec.execution.sampled as sampled
+from drafters.oracle import ChooseDraft, most_probable
 from specdec.acceptance.accept import SampledInputs, accept_sampled
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.draws import Filtered, Proposal, accept_drafts, draw_drafts, filter_rows
 from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors, draw, target_probs
 from specdec.rounds.randomness import Role, request_key, uniforms
-from tests.oracle import ChooseDraft, most_probable
 
 
 def reference_filters(

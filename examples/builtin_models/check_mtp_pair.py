@@ -15,9 +15,9 @@ import click
 import gsm8k_text
 import torch
 
+from drafters.oracle import oracle_drafts
 from specdec import SamplingParams, SpeculativeModel
 from specdec.requests.stats import pool_requests
-from tests.oracle import oracle_drafts
 
 LIMIT = 320
 

@@ -16,9 +16,9 @@ from fakes import eagle3_head, engine_of, free_everywhere, random_prompts, table
 from drafters.base import FINAL_NORM
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.spec import mtp_target
+from drafters.oracle import ChooseDraft, most_probable, oracle_drafts
 from specdec.errors import HeadLoadError
 from specdec.requests.sampling import SamplingParams
-from tests.oracle import ChooseDraft, most_probable, oracle_drafts
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 GREEDY = SamplingParams(max_new_tokens=20, return_drafts=True)

@@ -26,8 +26,8 @@ from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
+from drafters.oracle import oracle_drafts
 from specdec.requests.sampling import SamplingParams
-from tests.oracle import oracle_drafts
 
 NEW, DRAFTS, VOCAB, CHUNK = 20, 3, 64, 1024
 SHORTS = (5, 40, 17)

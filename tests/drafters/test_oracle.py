@@ -8,7 +8,7 @@ from fakes import eagle3_head, random_prompts, table_head, tiny_llama
 
 from attention.errors import InvalidInputError
 from drafters.base import Head
-from tests.oracle import oracle_drafts
+from drafters.oracle import oracle_drafts
 
 HEADS = {"table": table_head, "reduced": lambda m: table_head(m, known=range(1, 64, 3)), "eagle3": eagle3_head}
 

@@ -14,9 +14,9 @@ import torch
 from fakes import LetterTokenizer, eagle3_head, free_everywhere, random_prompts, wrap
 
 from drafters.base import FINAL_NORM
+from drafters.oracle import oracle_drafts
 from specdec import SamplingParams, SpeculativeModel
 from tests.hybrids import tiny_hybrid
-from tests.oracle import oracle_drafts
 
 PROMPTS = random_prompts((5, 33, 1, 17))
 GREEDY = SamplingParams(max_new_tokens=16, return_drafts=True)

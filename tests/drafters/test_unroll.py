@@ -15,10 +15,10 @@ from attention.spec import AttentionSpec
 from drafters.base import Attend
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
+from drafters.oracle import oracle_drafts
 from drafters.training.objective import Batch, chain_mask, draft_targets, evaluate_batch
 from drafters.unroll import TttAttend, shift_left, unroll
 from drafters.vocab import most_frequent
-from tests.oracle import oracle_drafts
 
 SPEC = eagle3_spec(head_dim=8, vocab_size=300, draft_vocab_size=200)
 VARIANTS = [SPEC, replace(SPEC, feedback="post_norm"), replace(SPEC, num_layers=2, qkv_bias=True)]

@@ -12,10 +12,10 @@ from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM, 
 from benchmarks.sweep_configs import named_cases
 from benchmarks.sweep_models import build
 from drafters.eagle import Eagle1Head, Eagle1Spec
+from drafters.oracle import oracle_drafts
 from specdec import SamplingParams, UnsupportedModelError
 from specdec.selftest.selftest import read_text
 from specdec.training.run import final_features
-from tests.oracle import oracle_drafts
 from tests.public.test_llama4 import llama4
 
 PARAMS = SamplingParams(max_new_tokens=9, ignore_eos=True, return_drafts=True)

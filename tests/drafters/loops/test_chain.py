@@ -17,7 +17,7 @@ from drafters.loops.base import Draft
 from drafters.loops.chain import draft_chain
 from drafters.loops.chain_arrays import draft_steps, step_batch
 from drafters.loops.chain_staged import DraftPrefill
-from tests.oracle import oracle_drafts
+from drafters.oracle import oracle_drafts
 
 CPU = torch.device("cpu")
 PAGE_SIZE, WIDTH = 4, 8

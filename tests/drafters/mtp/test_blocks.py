@@ -17,7 +17,7 @@ from drafters.mtp.checkpoint import deepseek_tensors, describe_mtp, has_mtp, loa
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.head import MtpHead, MtpStack
 from drafters.mtp.spec import MtpSpec, block_config, mtp_target
-from tests.oracle import oracle_drafts
+from drafters.oracle import oracle_drafts
 
 ROWS, EPS = 23, 1e-5
 IDS = torch.randint(VOCAB, (ROWS,), generator=torch.Generator().manual_seed(0))

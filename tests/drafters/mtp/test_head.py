@@ -21,7 +21,7 @@ from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, block_config, mtp_target
-from tests.oracle import oracle_drafts
+from drafters.oracle import oracle_drafts
 
 ROWS = 23
 

@@ -24,7 +24,7 @@ from drafters.loops.modules import draft_modules, module_prefill
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.head import MtpStack
 from drafters.mtp.spec import mtp_target
-from tests.oracle import oracle_drafts, oracle_module_drafts
+from drafters.oracle import oracle_drafts, oracle_module_drafts
 
 CPU = torch.device("cpu")
 PAGE_SIZE, WIDTH = 4, 10

@@ -18,13 +18,13 @@ from drafters.eagle3.checkpoint import TargetFacts, fresh_eagle3, load_eagle3, s
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import TrainingDivergedError
+from drafters.oracle import oracle_drafts
 from drafters.training.data import answer
 from drafters.training.files import whole_folder
 from drafters.training.objective import Features
 from drafters.training.train_config import TrainConfig
 from drafters.training.trainer import TrainingData
 from drafters.training.trainer import train as train_any
-from tests.oracle import oracle_drafts
 
 SPEC = Eagle3Spec(
     hidden_size=16,
