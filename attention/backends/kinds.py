@@ -61,9 +61,7 @@ def _batch_invariant(device: torch.device) -> AttentionBackend:
 
 
 def _automatic(device: torch.device) -> AttentionBackend:
-    import torch
-
-    return KINDS[automatic(device.type == "cuda", torch.version.hip is not None)].make(device)
+    return KINDS[chosen("auto", device)].make(device)
 
 
 KINDS: dict[str, BackendKind] = {
@@ -80,7 +78,7 @@ KINDS: dict[str, BackendKind] = {
     "flex": BackendKind(_flex, needs_cuda=True),
     "batch_invariant": BackendKind(_batch_invariant, needs_cuda=True, needs_nvidia=True),
 }
-"""Backends by the name that a user gives; "auto" is the fastest that is there, see `automatic`."""
+"""Backends by the name that a user gives; "auto" is the fastest that is there, see `chosen`."""
 
 
 def register(name: str, kind: BackendKind) -> None:
@@ -90,8 +88,12 @@ def register(name: str, kind: BackendKind) -> None:
     KINDS[name] = kind
 
 
-def automatic(is_cuda: bool, is_rocm: bool) -> str:
-    """The name that "auto" stands for: FlashInfer on a GPU where it runs, else Flex there; elsewhere torch."""
-    if not is_cuda:
+def chosen(name: str, device: torch.device) -> str:
+    """The name itself; for "auto" FlashInfer on a GPU where it runs, else Flex there, and torch elsewhere."""
+    if name != "auto":
+        return name
+    if device.type != "cuda":
         return "torch"
-    return "flex" if is_rocm or not KINDS["flashinfer"].is_installed else "flashinfer"
+    import torch
+
+    return "flex" if torch.version.hip is not None or not KINDS["flashinfer"].is_installed else "flashinfer"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from attention.backends.base import AttentionBackend, GraphBackend, PrefersLayout
-from attention.backends.kinds import KINDS, automatic
+from attention.backends.kinds import KINDS, chosen
 from attention.cache.kv_cache import FP8, KVFormat, KVLayout
 from attention.hf.weights import runs_plainly
 from attention.spec import AttentionSpec
@@ -291,10 +291,9 @@ def begin_kernels(
     Args:
         name: of the backend, as in `make_backend`; kv_cache_dtype: as in `kv_format`.
     """
-    if (
-        device.type == "cuda"
-        and (automatic(True, torch.version.hip is not None) if name == "auto" else name) == "flashinfer"
-    ):
+    kind = KINDS["flashinfer"]
+    is_wanted = device.type == "cuda" and chosen(name, device) == "flashinfer"
+    if is_wanted and kind.is_installed and torch.version.hip is None:
         from attention.backends.flashinfer.backend import start_building
 
         cache = _STORED.get(kv_cache_dtype) or dtype
@@ -310,10 +309,9 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
         InvalidInputError: unknown name, a backend for CUDA elsewhere, one for NVIDIA GPUs on ROCm, or FlashInfer not
             installed.
     """
-    chosen = _chosen(name, device)
-    if chosen not in KINDS:
+    if name not in KINDS:
         raise InvalidInputError(f"backend={name!r}: allowed are {', '.join(KINDS)}")
-    kind = KINDS[chosen]
+    kind = KINDS[name]
     if kind.needs_cuda and device.type != "cuda":
         raise InvalidInputError(f"backend={name!r} needs a CUDA device, not {device}; use backend='torch'")
     if kind.needs_nvidia and torch.version.hip is not None:
@@ -323,14 +321,9 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
         )
     if not kind.is_installed:
         raise InvalidInputError(kind.install)
-    if (name, chosen) == ("auto", "flex"):
+    if name == "auto" and chosen(name, device) == "flex":
         _warn_of_flex()
     return kind.make(device)
-
-
-def _chosen(name: str, device: torch.device) -> str:
-    """The backend's own name; that of "auto" on this device."""
-    return automatic(device.type == "cuda", torch.version.hip is not None) if name == "auto" else name
 
 
 def _warn_of_flex() -> None:

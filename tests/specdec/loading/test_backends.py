@@ -126,6 +126,18 @@ def test_on_rocm_nothing_of_flashinfer_is_built(rocm: None, monkeypatch: pytest.
     assert len(built) == 1
 
 
+def test_nothing_is_built_for_a_backend_that_will_be_refused(
+    without_flashinfer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named by the user, but not installed, or on ROCm: `make_backend` says so."""
+    monkeypatch.setattr("attention.backends.flashinfer.backend.start_building", lambda *args: pytest.fail("built"))
+    key = AttentionSpec(8, 2, 64, 64, 0.125)
+    begin_kernels("flashinfer", CUDA, [key], torch.bfloat16, "auto")
+    monkeypatch.setattr("attention.backends.kinds.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    begin_kernels("flashinfer", CUDA, [key], torch.bfloat16, "auto")
+
+
 def test_on_rocm_kernels_are_launched_without_nvidias_option(rocm: None) -> None:
     """Triton for ROCm knows no `launch_pdl`, and `wait_for_predecessor` compiles to nothing."""
     pdl = pytest.importorskip("attention.kernels.launch", reason="Triton is not installed")
