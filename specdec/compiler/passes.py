@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from attention.backends.limits import HALF
 from specdec.compiler.fp8_passes import quantise_at_once
 from specdec.errors import UnsupportedModelError
-from specdec.ops.elementwise import (  # noqa: F401  # noqa: F401
+from specdec.ops.elementwise import (  # noqa: F401 (registers the operators)
     add_rms_norm,
     rms_norm,
     rotated,

@@ -61,12 +61,7 @@ class Launcher:
         queue_verification: bool,
         group: Group = ALONE,
     ) -> None:
-        """Make one.
-
-        Args:
-            queue_verification: launch a round's verification with the round, without waiting for `verify`.
-            group: the processes that launch the same rounds.
-        """
+        """queue_verification: launch a round's verification with the round, without waiting for `verify`."""
         self.group = group
         self.executor = executor
         self._scheduler = scheduler

@@ -10,9 +10,12 @@ import numpy as np
 
 from attention.batch.host import BatchExtra, offsets_within
 from attention.batch.metadata import ExtraSection, MakeSection
-from specdec.rounds.extras import LONG_FACTORS, RoundExtra
+from specdec.rounds.extras import RoundExtra
 from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
 from specdec.wrapped.long_rope import LongRopeRule, RotaryPositions
+
+LONG_FACTORS = 1
+"""Bit of `RoundExtra.variant`: first tokens have the long factors of a rotary embedding."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,11 @@ class Ranks(Group):
             self.check_alive()
 
     def before_launch(self, target: TargetArrays) -> None:
-        """See `Group.before_launch`: rank 0 tells the digest of its round, the others compare their own with it."""
+        """See `Group.before_launch`: rank 0 tells the digest of its round, the others compare their own with it.
+
+        Raises:
+            RanksLostError: the ranks would launch different rounds.
+        """
         own = Launching(digest_of(target))
         message = self.channel.told(own)
         if message != own:

@@ -76,17 +76,13 @@ class RoundExtra:
     def variant(self, prompt_len: int, num_committed: int) -> int:
         """Bits that tell apart requests whose keys and values of the same tokens differ: such share no pages.
 
-        Asked whenever a request gets a row. Each extra has bits of its own, `LONG_FACTORS` one.
+        Asked whenever a request gets a row. Each extra has bits of its own.
         """
         return 0
 
     def reach(self, variant: int) -> int | None:
         """Positions that rounds of a row may reach before it is read again from its start; None for any."""
         return None
-
-
-LONG_FACTORS = 1
-"""Bit of `RoundExtra.variant`: first tokens have the long factors of a rotary embedding."""
 
 
 @dataclass(frozen=True)
