@@ -60,6 +60,7 @@ class Admission:
         """
         self.check_prompt(token_ids)
         self.check_ids("stop_token_ids: ", params.stop_token_ids)
+        self.check_ids("options: ", sorted(params.token_ids))
         self._check_num_drafts(params)
         limit = min(len(token_ids) + params.max_new_tokens, self.config.max_model_len)
         self.check_cache(len(token_ids), len(token_ids) if prompt_alone else limit)

@@ -353,6 +353,7 @@ class Scheduler:
             begin,
             self._longest(request),
             request.variant,
+            request.prompt_len,
         )
 
     def _open(self, request: Request, prefill: int, found: Found) -> None:

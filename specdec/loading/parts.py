@@ -36,6 +36,7 @@ from specdec.loading.states import check_backend_fits, check_format_fits, state_
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
+from specdec.logits.extra import ChangedLogits
 from specdec.options import LoadOptions
 from specdec.rounds.buckets import loop_limits
 from specdec.rounds.extras import RoundExtra
@@ -142,6 +143,7 @@ def _sized(
     tokens, *others = group.least([cache.tokens, *cache.windowed])  # their schedules must be the same
     cache = Division(tokens, tuple(others))
     extras = state_extras(probed, rows.num_speculative_tokens) + long_rope_extras(probed.model, longest)
+    extras += (ChangedLogits(),)
     config = _config(rows, cache, sizes, extras, options)
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,9 @@ import numpy as np
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
+from specdec.logits.options import OFF, SAMPLED_ONLY
 from specdec.options import Use
+from specdec.requests.sampling import SamplingParams
 from specdec.values import flag, short, whole
 
 _WHOLE = {"max_new_tokens": 1, "max_length": 0, "top_k": 0, "num_return_sequences": 1}
@@ -71,14 +74,13 @@ def _plain(value: Any) -> bool:
 
 _SAMPLING = {"do_sample", "temperature", "top_k", "top_p", "min_p"}
 _LENGTHS = {"max_new_tokens", "max_length"}
+_OPTIONS = frozenset(OFF)
+"""Options that change logits, by the names that they have in both classes; some are SamplingParams' own."""
 _HONOURED = _SAMPLING | _LENGTHS | {"eos_token_id", "stop_strings", "num_return_sequences"}
-_SAMPLING_ONLY = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
-"""Ways of sampling that are not supported; without do_sample they do nothing."""
 _NO_EFFECT = {
     *("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version"),
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"),
     *("disable_compile", "compile_config", "continuous_batching_config"),
-    *("remove_invalid_values", "renormalize_logits"),  # of finite logits the arg max stays
     *("length_penalty", "early_stopping", "diversity_penalty"),  # of beams, which are refused themselves
 }
 """Fields that change no token of a request and nothing that it gives back, whoever sets them; docs/supported.md names
@@ -128,7 +130,29 @@ def sampling_fields(
         ignore_eos=not own_eos,
         n=_or(whole_config.num_return_sequences, 1),
         **_sampling(whole_config),
+        **logits_options(whole_config),
     )
+
+
+def logits_options(config: GenerationConfig) -> dict[str, Any]:
+    """Options that change logits and that a config sets, by name: see `specdec.logits.options.LogitsOptions`."""
+    values = {name: getattr(config, name, None) for name in OFF}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def with_own_options(params: SamplingParams, model: PreTrainedModel, use: Use) -> SamplingParams:
+    """The same with the options that it leaves at None as the model's own generation_config has them.
+
+    Filters of sampling are not among them, as temperature, top_k and top_p are not.
+
+    Raises:
+        InvalidInputError: the model's own have a value that is not allowed.
+    """
+    if use == "ignore":
+        return params
+    own = logits_options(model.generation_config)
+    missing = {name: v for name, v in own.items() if name not in SAMPLED_ONLY and getattr(params, name) is None}
+    return replace(params, **missing) if missing else params
 
 
 def sampling_of_model(model: Any) -> dict[str, Any]:
@@ -140,10 +164,8 @@ def sampling_of_model(model: Any) -> dict[str, Any]:
     config = getattr(getattr(model, "hf_model", model), "generation_config", None)
     if not isinstance(config, GenerationConfig):
         raise InvalidInputError(f"from_model takes a SpeculativeModel or a transformers model, not {short(model)}")
-    odd = _set_fields(config, _SAMPLING_ONLY) if config.do_sample else {}
-    if odd:
-        raise InvalidInputError(f"the model's generation_config samples with {_named(odd)}: not supported")
     found = {"stop": _stop_strings(config), "n": _or(config.num_return_sequences, 1), **_sampling(config)}
+    found |= logits_options(config)
     if config.max_new_tokens is not None:
         found["max_new_tokens"] = config.max_new_tokens
     return found
@@ -178,7 +200,7 @@ def unsupported(config: GenerationConfig | None) -> dict[str, Any]:
 def refused_fields() -> frozenset[str]:
     """Fields of the installed transformers' GenerationConfig that a model's own may not set."""
     fields = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_"))
-    idle = _SAMPLING | _LENGTHS | _SAMPLING_ONLY | _NO_EFFECT | _CALLS_ONLY
+    idle = _SAMPLING | _LENGTHS | _OPTIONS | _NO_EFFECT | _CALLS_ONLY
     return fields - idle - {"eos_token_id", "num_return_sequences"}
 
 
@@ -210,17 +232,14 @@ def merged(config: GenerationConfig, own: GenerationConfig) -> GenerationConfig:
 def _refuse_unsupported(config: GenerationConfig, merged: GenerationConfig) -> None:
     known = set(vars(GenerationConfig()))
     custom = set(vars(config)) - known  # a misspelt field, most likely; those of the model's file do nothing
-    odd = _set_fields(merged, (known | custom) - _HONOURED - _NO_EFFECT - _CALLS_ONLY)
-    idle = _SAMPLING_ONLY if not merged.do_sample else set()
-    odd = {name: v for name, v in odd.items() if name not in idle or getattr(config, name, None) is not None}
+    odd = _set_fields(merged, (known | custom) - _HONOURED - _OPTIONS - _NO_EFFECT - _CALLS_ONLY)
     odd |= _asked_for(config)
     if not odd:
         return
     own = [name for name in odd if getattr(config, name, None) is None]
     where = f"; {', '.join(sorted(own))}: from the model's own generation_config: {_WAY_OUT}" if own else ""
-    raise InvalidInputError(
-        f"not supported in GenerationConfig: {_named(odd)}; supported are {', '.join(sorted(_HONOURED))}{where}"
-    )
+    served = ", ".join(sorted(_HONOURED | _OPTIONS & known))
+    raise InvalidInputError(f"not supported in GenerationConfig: {_named(odd)}; supported are {served}{where}")
 
 
 def _asked_for(config: GenerationConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from attention.declared import A, array
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
+from specdec.logits.options import LogitsOptions
 from specdec.values import flag, real, refuse, short, whole
 
 MAX_TOP_K = 2**31 - 1
@@ -21,8 +22,8 @@ TEMPERATURES = (1e-6, 1e6)
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled and when it ends.
+class SamplingParams(LogitsOptions):
+    """How one request is sampled and when it ends; options that change its logits are those of `LogitsOptions`.
 
     Nothing is added to it: `do_sample`, `temperature`, `top_k`, … of the model's generation_config do not apply to it
     (see `from_model`). Numbers may be numpy or torch scalars; they are kept as int and float.
@@ -70,6 +71,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for a value that is not of its kind or outside its range."""
+        super().__post_init__()
         spec, seed = self.num_speculative_tokens, self.seed
         kept = {
             "max_new_tokens": whole("max_new_tokens", self.max_new_tokens, 1, None, "at least 1, a whole number"),

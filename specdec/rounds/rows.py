@@ -65,6 +65,7 @@ class RowTable:
         head_computed [R]: positions of which the head has read the target's states; it may have read more.
         prefill [R]: tokens the row reads in chunks before it decodes: the whole prompt, whose last position gives the
             first token; after a preemption all but the bonus token that the row had drafts from.
+        prompt [R]: tokens of the request's prompt.
         limit [R]: most committed tokens (prompt + max_new_tokens, at most max_model_len).
         longest [R]: positions that rounds of the row may reach: max_model_len, but where the row is read again beyond
             a length. variant [R]: of its keys and values; for both see `specdec.rounds.extras.RoundExtra`.
@@ -81,6 +82,7 @@ class RowTable:
         self.begin = np.zeros(max_rows, np.int64)
         self.head_computed = np.zeros(max_rows, np.int64)
         self.prefill = np.zeros(max_rows, np.int64)
+        self.prompt = np.zeros(max_rows, np.int64)
         self.limit = np.zeros(max_rows, np.int64)
         self.longest = np.full(max_rows, max_model_len, np.int64)
         self.variant = np.zeros(max_rows, np.int64)
@@ -108,17 +110,19 @@ class RowTable:
         begin: int = 0,
         longest: int | None = None,
         variant: int = 0,
+        prompt: int | None = None,
     ) -> int:
         """Take a row for a request that enters (or comes back) with these committed tokens; return it.
 
         When a parameter does not fit its column numpy's error is raised and the row stays free.
 
         prefill: how many of the tokens it reads before it decodes; default all of them. begin: how many of these have
-            keys and values already. longest, variant: see the columns; default max_model_len.
+            keys and values already. longest, variant: see the columns; default max_model_len. prompt: default all.
         """
         row = self._free[-1]
         self.tokens[row, : len(tokens)] = tokens
         self.length[row], self.limit[row] = len(tokens), limit
+        self.prompt[row] = len(tokens) if prompt is None else prompt
         self.longest[row], self.variant[row] = self.max_model_len if longest is None else longest, variant
         self.computed[row] = self.begin[row] = self.head_computed[row] = begin
         self.prefill[row] = len(tokens) if prefill is None else prefill
@@ -136,6 +140,10 @@ class RowTable:
             self.eos = np.pad(self.eos, ((0, 0), (0, missing)), constant_values=-1)
         self.eos[row] = -1
         self.eos[row, : len(eos_ids)] = eos_ids
+
+    def leave_unfiltered(self, row: int) -> None:
+        """Rounds apply no filter to this row's distribution, only its temperature: an extra filters its logits."""
+        self._sampling.top_k[row], self._sampling.top_p[row], self._sampling.min_p[row] = 0, 1.0, 0.0
 
     def close(self, row: int) -> None:
         """Give a row back."""

@@ -1,0 +1,1 @@
+"""What changes logits before a token is decided: options of requests, processors of users."""

@@ -1,0 +1,152 @@
+"""ChangedLogits: the extra of requests whose options change their logits before a token is decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from attention.batch.host import BatchExtra, offsets_within
+from attention.checking import require
+from specdec.logits.options import SAMPLED_ONLY, WITHOUT_EFFECT
+from specdec.logits.prefixes import Prefixes
+from specdec.logits.processing import Filters, Rows, Subject, on_device, process
+from specdec.requests.sampling import SamplingParams
+from specdec.rounds.extras import DecidedRows, RoundExtra, drafted_prefixes
+from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
+
+
+@dataclass(frozen=True)
+class ChangedRows:
+    """The decided rows of a round whose requests have options, on the host.
+
+    Attributes:
+        subjects: [m] their requests.
+        lens: [m] int64 committed tokens, bonus token included. committed: [m, L] int32 these, the bonus token not
+            always; L is 1 where no option reads them.
+        first: [m] int64 each one's first row of logits; counts: [m] int64 how many there are, drafts and one.
+    """
+
+    subjects: tuple[Subject, ...]
+    lens: np.ndarray
+    committed: np.ndarray
+    first: np.ndarray
+    counts: np.ndarray
+    what: ClassVar[str] = "options of requests"
+
+    def validate(self, query_lens: np.ndarray) -> None:
+        """See `BatchExtra.validate`."""
+        require(len(self.subjects) == len(self.lens) == len(self.committed), "options of other rows")
+        require(bool((self.counts >= 1).all() and (self.lens >= 1).all()), "options of rows that are not decided")
+
+    @property
+    def logits_rows(self) -> np.ndarray:
+        """[N] int64, rows of logits."""
+        return np.repeat(self.first, self.counts) + offsets_within(self.counts)
+
+
+@dataclass(frozen=True)
+class ChangedLogits(RoundExtra):
+    """The extra. Rounds without such requests send nothing more and run no other operators."""
+
+    def columns(self, max_rows: int) -> OptionColumns:
+        """See `RoundExtra.columns`."""
+        return OptionColumns(max_rows)
+
+    def adjust(self, logits: torch.Tensor, round_: DecidedRows) -> torch.Tensor:
+        """See `RoundExtra.adjust`."""
+        own = round_.metadata.host.extra(ChangedRows)
+        if own is None:
+            return logits
+        at = on_device(own.logits_rows, logits.device)
+        scores = torch.zeros(len(at), logits.shape[1] + 1, device=logits.device)
+        scores[:, :-1] = logits[at]
+        process(scores, rows_of(own, round_, at))
+        return logits.float().index_copy(0, at, scores[:, :-1])
+
+
+def rows_of(own: ChangedRows, round_: DecidedRows, at: torch.Tensor) -> Rows:
+    """The rows of logits [N] at these places, with the tokens before each."""
+    owner, device = np.repeat(np.arange(len(own.subjects)), own.counts), at.device
+    before = drafted_prefixes(round_)
+    prompts = np.array([subject.prompt_len for subject in own.subjects], np.int64)
+    prefixes = Prefixes.of(
+        on_device(own.committed.astype(np.int64), device),
+        on_device(own.lens, device),
+        on_device(prompts, device),
+        on_device(owner, device),
+        before.token_ids[at],
+        before.there[at],
+    )
+    lens = own.lens[owner] + offsets_within(own.counts)
+    return Rows(tuple(own.subjects[j] for j in owner), lens, prefixes)
+
+
+class OptionColumns(ExtraColumns):
+    """The options of each row's request."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._subjects: list[Subject | None] = [None] * max_rows
+
+    def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
+        """See `ExtraColumns.open`."""
+        self._subjects[row] = subject = subject_of(params, table, row)
+        if subject is not None and subject.filters is not None:
+            table.leave_unfiltered(row)
+
+    def scheduled(self, table: RowTable, schedule: Schedule) -> ChangedRows | None:
+        """See `ExtraColumns.scheduled`."""
+        decided = table.computed[schedule.rows] + schedule.num_new == table.length[schedule.rows]
+        return self._changed(table, schedule, np.flatnonzero(decided), table.length[schedule.rows])
+
+    def after(
+        self,
+        table: RowTable,
+        last: BatchExtra | None,
+        schedule: Schedule,
+        start: np.ndarray,
+        num_accepted: np.ndarray,
+        tokens: np.ndarray | None,
+    ) -> ChangedRows | None:
+        """See `ExtraColumns.after`."""
+        if last is None:
+            return None
+        found = self._changed(table, schedule, np.arange(len(start)), start + schedule.num_new)
+        if found is None or tokens is None or found.committed.shape[1] == 1:
+            return found
+        every = [row for row in range(len(start)) if self._subjects[schedule.rows[row]] is not None]
+        for j, row in enumerate(every):  # the table has no accepted drafts yet
+            begin, count = start[row] - num_accepted[row], num_accepted[row]
+            found.committed[j, begin : begin + count] = tokens[row, :count]
+        return found
+
+    def _changed(
+        self, table: RowTable, schedule: Schedule, decided: np.ndarray, length: np.ndarray
+    ) -> ChangedRows | None:
+        """decided: [J] places of the decided rows, the first of the batch; length: [B] committed tokens."""
+        places = [row for row in decided if self._subjects[schedule.rows[row]] is not None]
+        if not places:
+            return None
+        subjects = tuple(s for row in places if (s := self._subjects[schedule.rows[row]]) is not None)
+        counts, lens = schedule.num_drafts[decided] + 1, length[places]
+        width = int(lens.max()) if any(subject.reads_prefix for subject in subjects) else 1
+        first = np.cumsum(counts) - counts
+        committed = table.tokens[schedule.rows[places], :width]
+        return ChangedRows(subjects, lens, committed, first[places], counts[places])
+
+
+def subject_of(params: SamplingParams, table: RowTable, row: int) -> Subject | None:
+    """What a row's options see of its request; None where it has none."""
+    settings = params.settings
+    later = {name: settings.pop(name, None) for name in SAMPLED_ONLY}
+    for name in WITHOUT_EFFECT:
+        settings.pop(name, None)
+    filters = None
+    if not params.greedy and any(given is not None for given in later.values()):
+        filters = Filters(params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, **later)
+    if filters is None and not settings:
+        return None
+    ends = (*(int(i) for i in table.eos[row] if i >= 0), *params.stop_token_ids)
+    return Subject(settings, int(table.prompt[row]), int(table.limit[row]), ends, filters)

@@ -1,0 +1,256 @@
+"""LogitsOptions: the options of a request that change logits before a token is decided.
+
+Names, meaning and order are those of transformers' GenerationConfig; presence and frequency penalty, logit_bias and
+allowed_token_ids are OpenAI's and vLLM's.
+
+Source: huggingface/transformers, generation/utils.py `_get_logits_processor` (order), generation/logits_process.py
+(formulas); vllm-project/vllm, vllm/v1/sample (presence and frequency penalty after the repetition penalty).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.errors import InvalidInputError
+from specdec.values import flag, real, refuse, short, whole
+
+Sequences = tuple[tuple[int, ...], ...]
+"""Sequences of token ids, each with one or more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsOptions:
+    """Options that change a request's logits. None: as the model's own generation_config has it, else off.
+
+    They apply at every position in the order below, before temperature; what follows temperature stands at the end. A
+    position's prefix is the prompt and every new token before it, drafts included.
+
+    Attributes:
+        sequence_bias: {token ids: bias}; the bias is added to the last of the ids where the others are the last tokens.
+            Pairs of a list of ids and a bias are read too, as in transformers.
+        logit_bias: {token id: bias}, added to its logit. OpenAI's range of ±100 is not enforced.
+        encoder_repetition_penalty: above 1 favours tokens of the prompt, below 1 penalises them.
+        repetition_penalty: logits of tokens in the prefix are divided by it where positive, multiplied where negative.
+        frequency_penalty: subtracted for each time that a token is among the new ones; presence_penalty: once.
+        no_repeat_ngram_size: no n tokens occur twice in the prefix; encoder_no_repeat_ngram_size: no n tokens of the
+            prompt occur again.
+        bad_words_ids: sequences of token ids that are not generated; single eos ids among them are ignored.
+        min_length, min_new_tokens: ids that end the request (eos, stop_token_ids) have no probability before so many
+            tokens, of prompt and new ones together, or of new ones.
+        forced_bos_token_id: the first new token after a prompt of one token; forced_eos_token_id: the last one that
+            the length allows, an id or several.
+        remove_invalid_values: NaN becomes 0, infinities the largest finite numbers.
+        exponential_decay_length_penalty: (start, factor): from start new tokens on the logits of ids that end the
+            request grow by |logit| · (factor^(new - start) - 1).
+        suppress_tokens: ids that are not generated; begin_suppress_tokens: not as the first new token.
+        allowed_token_ids: only these ids are generated.
+        top_h, typical_p, epsilon_cutoff, eta_cutoff: filters of sampled requests; top_h stands between temperature
+            and top_k, the others after min_p. Without effect on greedy requests, as in transformers.
+        renormalize_logits: log-probabilities in place of logits, at the end. No token changes.
+    """
+
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] | None = None
+    logit_bias: tuple[tuple[int, float], ...] | None = None
+    encoder_repetition_penalty: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    encoder_no_repeat_ngram_size: int | None = None
+    bad_words_ids: Sequences | None = None
+    min_length: int | None = None
+    min_new_tokens: int | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: tuple[int, ...] | None = None
+    remove_invalid_values: bool | None = None
+    exponential_decay_length_penalty: tuple[int, float] | None = None
+    suppress_tokens: tuple[int, ...] | None = None
+    begin_suppress_tokens: tuple[int, ...] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    top_h: float | None = None
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
+    renormalize_logits: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError: a value that is not of its kind or outside its range."""
+        for name, read in _READ.items():
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, read(name, given))  # frozen: checked values replace given ones
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Options that do something, by name."""
+        own = ((name, getattr(self, name), off) for name, off in OFF.items())
+        return {name: given for name, given, off in own if given is not None and given != off}
+
+    @property
+    def token_ids(self) -> set[int]:
+        """Every token id that an option names."""
+        found = {i for ids, _ in self.sequence_bias or () for i in ids} | {i for i, _ in self.logit_bias or ()}
+        found |= {i for ids in self.bad_words_ids or () for i in ids}
+        lists = (self.suppress_tokens, self.begin_suppress_tokens, self.forced_eos_token_id, self.allowed_token_ids)
+        found |= {i for ids in lists for i in ids or ()}
+        return found if self.forced_bos_token_id is None else found | {self.forced_bos_token_id}
+
+
+def _count(name: str, given: Any) -> int:
+    return whole(name, given, 0, None, "0 (off) or more, a whole number")
+
+
+def _number(low: float, high: float, allowed: str) -> Callable[[str, Any], float]:
+    def read(name: str, given: Any) -> float:
+        number = real(name, given, allowed)
+        if not low <= number <= high or math.isinf(number):
+            raise refuse(name, given, allowed)
+        return number
+
+    return read
+
+
+def _share_of_one(allowed: str, low_is_in: bool) -> Callable[[str, Any], float]:
+    def read(name: str, given: Any) -> float:
+        number = real(name, given, allowed)
+        if not 0 <= number <= 1 or (number == 0 and not low_is_in):
+            raise refuse(name, given, allowed)
+        return number
+
+    return read
+
+
+def _penalty(name: str, given: Any) -> float:
+    allowed = "a number above 0; 1.0 is off"
+    number = real(name, given, allowed)
+    if not 0 < number < math.inf:
+        raise refuse(name, given, allowed)
+    return number
+
+
+def token_ids(name: str, given: Any) -> tuple[int, ...]:
+    """Token ids from any sequence of whole numbers, or one of them.
+
+    Raises:
+        InvalidInputError: something else, or a negative number.
+    """
+    allowed = "a list of token ids, whole numbers from 0"
+    if isinstance(given, (str, bytes, Mapping)):
+        raise refuse(name, given, allowed)
+    if not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:
+        given = [given]
+    return tuple(whole(name, one, 0, None, allowed) for one in given)
+
+
+def _allowed(name: str, given: Any) -> tuple[int, ...]:
+    ids = tuple(sorted(set(token_ids(name, given))))
+    if not ids:
+        raise InvalidInputError(f"{name} is empty: no token could be generated; give token ids, or None for all")
+    return ids
+
+
+def _one_id(name: str, given: Any) -> int:
+    return whole(name, given, 0, None, "None, or a token id")
+
+
+def _sequences(name: str, given: Any) -> Sequences:
+    allowed = "a list of lists of token ids, each with one or more"
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise refuse(name, given, allowed)
+    found = []
+    for ids in given:
+        if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable) or not (own := token_ids(name, ids)):
+            raise refuse(name, given, allowed)
+        found.append(own)
+    return tuple(found)
+
+
+def _biases(name: str, given: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
+    allowed = "{(token id, …): bias}, or a list of pairs ([token id, …], bias)"
+    found = {}
+    for ids, bias in _pairs(name, given, allowed):
+        own = _sequences(name, [ids])[0] if isinstance(ids, Iterable) else token_ids(name, ids)
+        found[own] = _bias(name, bias)
+    return tuple(found.items())
+
+
+def _token_biases(name: str, given: Any) -> tuple[tuple[int, float], ...]:
+    allowed = "{token id: bias}, or a list of pairs (token id, bias)"
+    found = {}
+    for key, bias in _pairs(name, given, allowed):
+        number = int(key) if isinstance(key, str) and key.isdecimal() else key  # OpenAI's keys are JSON's: strings
+        found[whole(name, number, 0, None, allowed)] = _bias(name, bias)
+    return tuple(found.items())
+
+
+def _pairs(name: str, given: Any, allowed: str) -> list[tuple[Any, Any]]:
+    each = given.items() if isinstance(given, Mapping) else given
+    if isinstance(each, (str, bytes)) or not isinstance(each, Iterable):
+        raise refuse(name, given, allowed)
+    pairs = list(each)
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+        raise refuse(name, given, allowed)
+    return [(one, other) for one, other in pairs]
+
+
+def _bias(name: str, given: Any) -> float:
+    number = real(name, given, "biases that are numbers")
+    if math.isnan(number) or number == math.inf:
+        raise InvalidInputError(f"{name} has the bias {short(given)}: allowed are finite numbers and -inf")
+    return number
+
+
+def _decay(name: str, given: Any) -> tuple[int, float]:
+    allowed = "None, or (start, factor): a whole number from 0 and a number above 0"
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise refuse(name, given, allowed)
+    factor = real(name, given[1], allowed)
+    if not 0 < factor < math.inf:
+        raise refuse(name, given, allowed)
+    return whole(name, given[0], 0, None, allowed), factor
+
+
+_FILTER = _share_of_one("in (0, 1]; 1.0 is off", low_is_in=False)
+_CUTOFF = _number(0.0, math.nextafter(1, 0), "0 (off) or more, below 1")
+_SUBTRACTED = _number(-math.inf, math.inf, "a finite number; 0.0 is off")
+_READ: dict[str, Callable[[str, Any], Any]] = {
+    "sequence_bias": _biases,
+    "logit_bias": _token_biases,
+    "encoder_repetition_penalty": _penalty,
+    "repetition_penalty": _penalty,
+    "frequency_penalty": _SUBTRACTED,
+    "presence_penalty": _SUBTRACTED,
+    "no_repeat_ngram_size": _count,
+    "encoder_no_repeat_ngram_size": _count,
+    "bad_words_ids": _sequences,
+    "min_length": _count,
+    "min_new_tokens": _count,
+    "forced_bos_token_id": _one_id,
+    "forced_eos_token_id": token_ids,
+    "remove_invalid_values": flag,
+    "exponential_decay_length_penalty": _decay,
+    "suppress_tokens": token_ids,
+    "begin_suppress_tokens": token_ids,
+    "allowed_token_ids": _allowed,
+    "top_h": _FILTER,
+    "typical_p": _FILTER,
+    "epsilon_cutoff": _CUTOFF,
+    "eta_cutoff": _CUTOFF,
+    "renormalize_logits": flag,
+}
+OFF: dict[str, Any] = dict.fromkeys(_READ) | {
+    **dict.fromkeys(("sequence_bias", "logit_bias", "bad_words_ids", "forced_eos_token_id"), ()),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), ()),
+    **dict.fromkeys(("encoder_repetition_penalty", "repetition_penalty", "typical_p"), 1.0),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "epsilon_cutoff", "eta_cutoff"), 0.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("remove_invalid_values", "renormalize_logits"), False),
+}
+"""Every option, with the value that switches it off."""
+SAMPLED_ONLY = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Options that greedy requests ignore, as in transformers."""
+WITHOUT_EFFECT = ("renormalize_logits",)
+"""Options that change no token."""

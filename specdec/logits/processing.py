@@ -1,0 +1,302 @@
+"""Apply the options of requests to the scores of their logits rows, in transformers' order.
+
+Rules whose effect follows from lengths alone are worked out on the host; those that read drafts run on the device
+(`forms.py`). Filters of sampled requests are transformers' own classes.
+
+Source: huggingface/transformers, generation/utils.py `_get_logits_processor`; a token's bias (`logit_bias`) is added
+with the other biases, the penalties of OpenAI follow the repetition penalty, `allowed_token_ids` stands with the
+suppressed ids, as in vllm-project/vllm, vllm/v1/sample/sampler.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.generation import logits_process as hf
+
+from specdec.logits.forms import add_sequence_bias, ban_repeated_ngrams, penalise_tokens, subtract_counts
+from specdec.logits.options import OFF
+from specdec.logits.prefixes import Prefixes
+
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Temperature and all filters of a sampled request, in the order in which they apply; None and 0 are off."""
+
+    temperature: float
+    top_h: float | None
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float | None
+    epsilon_cutoff: float | None
+    eta_cutoff: float | None
+
+    def warpers(self) -> list[hf.LogitsProcessor]:
+        """transformers' classes for them."""
+        found: list[hf.LogitsProcessor] = [hf.TemperatureLogitsWarper(self.temperature)]
+        for kind, own, off in (
+            (hf.TopHLogitsWarper, self.top_h, None),
+            (hf.TopKLogitsWarper, self.top_k, 0),
+            (hf.TopPLogitsWarper, self.top_p, 1.0),
+            (hf.MinPLogitsWarper, self.min_p, 0.0),
+            (hf.TypicalLogitsWarper, self.typical_p, None),
+            (hf.EpsilonLogitsWarper, self.epsilon_cutoff, None),
+            (hf.EtaLogitsWarper, self.eta_cutoff, None),
+        ):
+            if own is not None and own != off:
+                found.append(kind(own))
+        return found
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One request, as its options see it.
+
+    Attributes:
+        settings: its options that do something, by name (see `LogitsOptions`).
+        prompt_len: tokens of its prompt. limit: most tokens, of prompt and new ones. ends: token ids that end it.
+        filters: of a sampled request whose filters are applied here, all of them; None where the round applies them.
+    """
+
+    settings: Mapping[str, Any]
+    prompt_len: int
+    limit: int
+    ends: tuple[int, ...]
+    filters: Filters | None = None
+
+    def get(self, name: str) -> Any:
+        """An option; its value for off where it is not set."""
+        return self.settings.get(name, OFF[name])
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether any option needs the tokens before a position, not just how many there are."""
+        return any(name in self.settings for name in _OF_TOKENS) or any(
+            len(ids) > 1 for ids, _ in (*self.get("sequence_bias"), *_bad_words(self))
+        )
+
+
+_OF_TOKENS = (
+    *("encoder_repetition_penalty", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """N logits rows of requests with options.
+
+    Attributes:
+        subjects: [N] the request of each. lens: [N] int64 tokens before each, on the host. prefixes: the tokens, on the
+            device.
+    """
+
+    subjects: tuple[Subject, ...]
+    lens: np.ndarray
+    prefixes: Prefixes
+
+    def some(self, index: Sequence[int]) -> Rows:
+        """Some of them, in this order."""
+        at = on_device(np.array(index, np.int64), self.prefixes.ids.device)
+        return Rows(tuple(self.subjects[n] for n in index), self.lens[list(index)], self.prefixes.rows(at))
+
+    def floats(self, name: str) -> torch.Tensor:
+        """[N] float32, an option of each row."""
+        return on_device(np.array([s.get(name) for s in self.subjects], np.float32), self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.prefixes.ids.device
+
+
+Rule = tuple[Callable[[Subject], Hashable], Callable[[torch.Tensor, Rows, Any], None]]
+"""What a request's rule is set to (False, None, 0 or () where it is off), and how it changes the scores [N, V+1] of
+rows for which that is equal."""
+
+
+def process(scores: torch.Tensor, rows: Rows) -> None:
+    """Change scores [N, V+1] float32 in place by the options of their rows; the last column is no token's."""
+    for setting, apply in RULES:
+        groups: dict[Hashable, list[int]] = {}
+        for n, subject in enumerate(rows.subjects):
+            if own := setting(subject):
+                groups.setdefault(own, []).append(n)
+        for own, index in groups.items():
+            if len(index) == len(rows.subjects):
+                apply(scores, rows, own)
+                continue
+            at = on_device(np.array(index, np.int64), scores.device)
+            part = scores[at]
+            apply(part, rows.some(index), own)
+            scores[at] = part
+
+
+def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device, without waiting for it."""
+    own = torch.from_numpy(values)
+    return own.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else own.to(device)
+
+
+def _write(scores: torch.Tensor, places: Iterable[tuple[int, int]], value: float) -> None:
+    """Set scores of (row, token) to a value; tokens beyond V are left out."""
+    own = np.array([(n, token) for n, token in places if token < scores.shape[1] - 1], np.int64).reshape(-1, 2)
+    if len(own):
+        at = on_device(own, scores.device)
+        scores.index_put_((at[:, 0], at[:, 1]), scores.new_full((), value))
+
+
+def _ids(ids: Iterable[int], scores: torch.Tensor) -> torch.Tensor:
+    kept = np.array([i for i in ids if i < scores.shape[1] - 1], np.int64)
+    return on_device(kept, scores.device)
+
+
+def _sequence_bias(scores: torch.Tensor, rows: Rows, biases: tuple[tuple[tuple[int, ...], float], ...]) -> None:
+    most = max(len(ids) for ids, _ in biases)
+    table = np.array([(0,) * (most - len(ids)) + ids for ids, _ in biases], np.int64)
+    lens = np.array([len(ids) for ids, _ in biases], np.int64)
+    values = np.array([bias for _, bias in biases], np.float32)
+    add_sequence_bias(scores, rows.prefixes, *(on_device(each, scores.device) for each in (table, lens, values)))
+
+
+def _logit_bias(scores: torch.Tensor, rows: Rows, biases: tuple[tuple[int, float], ...]) -> None:
+    known = [(token, bias) for token, bias in biases if token < scores.shape[1] - 1]
+    at = on_device(np.array([token for token, _ in known], np.int64), scores.device)
+    scores[:, at] += on_device(np.array([bias for _, bias in known], np.float32), scores.device)
+
+
+def _encoder_repetition(scores: torch.Tensor, rows: Rows, _: bool) -> None:
+    own = rows.prefixes.there & rows.prefixes.prompt_mask()
+    inverse = 1 / np.array([s.get("encoder_repetition_penalty") for s in rows.subjects])
+    penalise_tokens(scores, rows.prefixes.ids, own, on_device(inverse.astype(np.float32), scores.device))
+
+
+def _repetition(scores: torch.Tensor, rows: Rows, _: bool) -> None:
+    penalise_tokens(scores, rows.prefixes.ids, rows.prefixes.there, rows.floats("repetition_penalty"))
+
+
+def _counts(scores: torch.Tensor, rows: Rows, _: bool) -> None:
+    subtract_counts(scores, rows.prefixes, rows.floats("frequency_penalty"), rows.floats("presence_penalty"))
+
+
+def _ngrams(scores: torch.Tensor, rows: Rows, size: int) -> None:
+    ban_repeated_ngrams(scores, rows.prefixes, size)
+
+
+def _prompt_ngrams(scores: torch.Tensor, rows: Rows, size: int) -> None:
+    ban_repeated_ngrams(scores, rows.prefixes, size, in_prompt=True)
+
+
+def _bad_words(subject: Subject) -> tuple[tuple[tuple[int, ...], float], ...]:
+    ends = {(end,) for end in subject.ends}
+    return tuple((ids, _NEVER) for ids in subject.get("bad_words_ids") if ids not in ends)
+
+
+def _no_end_yet(scores: torch.Tensor, rows: Rows, _: bool) -> None:
+    least = (max(s.get("min_length"), s.prompt_len + s.get("min_new_tokens")) for s in rows.subjects)
+    early = [n for n, most in enumerate(least) if rows.lens[n] < most]
+    _write(scores, ((n, end) for n in early for end in rows.subjects[n].ends), _NEVER)
+
+
+def _forced_first(scores: torch.Tensor, rows: Rows, tokens: tuple[int, ...]) -> None:
+    _force(scores, [n for n, length in enumerate(rows.lens) if length == 1], tokens)
+
+
+def _forced_last(scores: torch.Tensor, rows: Rows, tokens: tuple[int, ...]) -> None:
+    _force(scores, [n for n, s in enumerate(rows.subjects) if rows.lens[n] == s.limit - 1], tokens)
+
+
+def _force(scores: torch.Tensor, rows: list[int], tokens: tuple[int, ...]) -> None:
+    if rows:
+        scores[on_device(np.array(rows, np.int64), scores.device), :-1] = _NEVER
+        _write(scores, ((n, token) for n in rows for token in tokens), 0.0)
+
+
+def _finite(scores: torch.Tensor, rows: Rows, _: bool) -> None:
+    scores[:, :-1] = hf.InfNanRemoveLogitsProcessor()(None, scores[:, :-1])
+
+
+def _decay(scores: torch.Tensor, rows: Rows, decay: tuple[int, float]) -> None:
+    start, factor = decay
+    over = [int(length) - s.prompt_len - start for s, length in zip(rows.subjects, rows.lens, strict=True)]
+    found = [(n, end, factor**more - 1) for n, more in enumerate(over) if more > 0 for end in rows.subjects[n].ends]
+    if found:
+        at = on_device(np.array([(n, end) for n, end, _ in found], np.int64), scores.device)
+        grown = on_device(np.array([growth for *_, growth in found], np.float64).astype(np.float32), scores.device)
+        own = scores[at[:, 0], at[:, 1]]
+        added = (own.abs() * grown).masked_fill(~own.isfinite(), 0.0)
+        scores.index_put_((at[:, 0], at[:, 1]), own + added)
+
+
+def _suppress(scores: torch.Tensor, rows: Rows, tokens: tuple[int, ...]) -> None:
+    scores[:, _ids(tokens, scores)] = _NEVER
+
+
+def _allow(scores: torch.Tensor, rows: Rows, tokens: tuple[int, ...]) -> None:
+    at = _ids(tokens, scores)
+    kept = scores[:, at]
+    scores[:, :-1] = _NEVER
+    scores[:, at] = kept
+
+
+def _suppress_first(scores: torch.Tensor, rows: Rows, tokens: tuple[int, ...]) -> None:
+    first = [n for n, s in enumerate(rows.subjects) if rows.lens[n] == _begin(s)]
+    _write(scores, ((n, token) for n in first for token in tokens), _NEVER)
+
+
+def _begin(subject: Subject) -> int:
+    """Length at which `begin_suppress_tokens` counts: after a forced first token where there is one."""
+    forced = subject.prompt_len == 1 and "forced_bos_token_id" in subject.settings
+    return subject.prompt_len + forced
+
+
+def _filtered(scores: torch.Tensor, rows: Rows, filters: Filters) -> None:
+    """All filters of sampled requests, by transformers' classes. The scores are multiplied by the temperature
+    afterwards, by which the round divides them."""
+    found = scores[:, :-1]
+    for warper in filters.warpers():
+        found = warper(None, found)
+    scores[:, :-1] = found * filters.temperature
+
+
+def _set(*names: str) -> Callable[[Subject], Hashable]:
+    """Whether any of these options is on: rows with different values are changed together."""
+    return lambda subject: any(name in subject.settings for name in names)
+
+
+def _value(name: str) -> Callable[[Subject], Hashable]:
+    """An option's value: rows with equal values are changed together."""
+    return lambda subject: subject.settings.get(name)
+
+
+def _first_token(subject: Subject) -> Hashable:
+    token = subject.settings.get("forced_bos_token_id")
+    return None if token is None else (token,)
+
+
+RULES: tuple[Rule, ...] = (
+    (_value("sequence_bias"), _sequence_bias),
+    (_value("logit_bias"), _logit_bias),
+    (_set("encoder_repetition_penalty"), _encoder_repetition),
+    (_set("repetition_penalty"), _repetition),
+    (_set("frequency_penalty", "presence_penalty"), _counts),
+    (_value("no_repeat_ngram_size"), _ngrams),
+    (_value("encoder_no_repeat_ngram_size"), _prompt_ngrams),
+    (_bad_words, _sequence_bias),
+    (_set("min_length", "min_new_tokens"), _no_end_yet),
+    (_first_token, _forced_first),
+    (_value("forced_eos_token_id"), _forced_last),
+    (_set("remove_invalid_values"), _finite),
+    (_value("exponential_decay_length_penalty"), _decay),
+    (_value("suppress_tokens"), _suppress),
+    (_value("allowed_token_ids"), _allow),
+    (_value("begin_suppress_tokens"), _suppress_first),
+    (lambda subject: subject.filters, _filtered),
+)
+"""In the order in which they apply."""
