@@ -351,10 +351,13 @@ class GraphExecutor:
                 planner.replan(own)
 
     def _bucket_of(self, target: TargetArrays) -> int | None:
-        """The smallest bucket that holds a round of verifications only; None for any other round.
+        """The smallest bucket that holds a round of verifications only; None for any other round, and for one whose
+        logits an extra changes from the host.
 
         Before position M-1 a request has no rows yet for the later ones of M modules; a fixed shape has them all.
         """
+        if any(extra.adjusts_on_host and own is not None for extra, own in zip(self._extras, target.extras)):
+            return None
         if not target.only_bonus_tokens or (self._num_modules > 1 and target.start.min() < self._num_modules - 1):
             return None
         return self._fitting(len(target.start))

@@ -51,6 +51,8 @@ class ChangedRows:
 class ChangedLogits(RoundExtra):
     """The extra. Rounds without such requests send nothing more and run no other operators."""
 
+    adjusts_on_host: ClassVar[bool] = True
+
     def columns(self, max_rows: int) -> OptionColumns:
         """See `RoundExtra.columns`."""
         return OptionColumns(max_rows)

@@ -45,9 +45,12 @@ class RoundExtra:
     Attributes:
         refuses_handoff: why a request cannot go on in another engine, in words; "" where all that it needs there is
             moved, or follows from its tokens.
+        adjusts_on_host: whether `adjust` reads what only the host has of a round. Rounds that have arrays of such an
+            extra are launched like rounds of any shape, never from a captured graph of fixed shape.
     """
 
     refuses_handoff: ClassVar[str] = ""
+    adjusts_on_host: ClassVar[bool] = False
 
     @property
     def rereads(self) -> bool:
@@ -68,8 +71,9 @@ class RoundExtra:
     def adjust(self, logits: torch.Tensor, round_: DecidedRows) -> torch.Tensor:
         """The logits [R', V] by which the verification is decided, from the target's; in place or new.
 
-        It runs in every form of a round. Captured graphs replay its launches, so it must read values that change from
-        the round's tensors, never from the host. `drafted_prefixes` gives the tokens before each row.
+        It runs in every form of a round. Captured graphs replay its launches, so unless `adjusts_on_host` it must read
+        values that change from the round's tensors, never from the host. `drafted_prefixes` gives the tokens before
+        each row.
         """
         return logits
 

@@ -1,0 +1,228 @@
+"""Requests with options that change logits, beside requests without: greedy tokens are those of transformers' generate
+with the same options, in every pipeline, with preemptions and interrupts; and planted defects are seen."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import VOCAB, count_calls, tiny_llama
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from specdec.execution.ragged import RaggedTarget
+from specdec.logits import extra as extras
+from specdec.logits import forms
+from specdec.logits.extra import OptionColumns
+from specdec.logits.prefixes import Prefixes
+from specdec.requests.sampling import SamplingParams
+from specdec.rounds.extras import RoundExtra
+from specdec.rounds.static import FixedTarget
+from tests.specdec.execution.test_graphs import FixedPlaceBackend, graphs_on_cpu, recorded_on_cpu  # noqa: F401
+from tests.specdec.rounds.test_extras import PROMPTS, answers, engine_with
+
+NEW = 20
+EOS = 3
+OPTIONS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.6},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.8},
+    "frequency_penalty": {"frequency_penalty": 0.4},
+    "presence_penalty": {"presence_penalty": 1.2},
+    "logit_bias": {"logit_bias": {5: 3.0, 7: -2.0}},
+    "allowed_token_ids": {"allowed_token_ids": list(range(0, VOCAB, 2))},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+    "sequence_bias": {"sequence_bias": {(4,): 2.0, (6, 38): -6.0, (32, 6, 38): 5.0}},
+    "bad_words_ids": {"bad_words_ids": [[4], [6, 38], [51, 43, 29], [EOS]]},
+    "min_new_tokens": {"min_new_tokens": 15, "logit_bias": {EOS: 4.0}},
+    "min_length": {"min_length": 30, "logit_bias": {EOS: 4.0}},
+    "forced_bos_token_id": {"forced_bos_token_id": 6},
+    "forced_eos_token_id": {"forced_eos_token_id": 6},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (4, 1.5)},
+    "suppress_tokens": {"suppress_tokens": list(range(0, VOCAB, 3))},
+    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(0, VOCAB, 2))},
+    "remove_invalid_values": {"remove_invalid_values": True, "suppress_tokens": [1, 2]},
+    "several": {
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.1,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 6,
+        "logit_bias": {EOS: 3.0},
+        "sequence_bias": {(6, 38): -6.0},
+        "exponential_decay_length_penalty": (9, 1.1),
+        "begin_suppress_tokens": [8],
+    },
+}
+
+
+class OpenAI(LogitsProcessor):
+    """Options that transformers does not have, as OpenAI's and vLLM's documentation states them."""
+
+    def __init__(self, prompt_len: int, options: Mapping[str, Any]) -> None:
+        self.prompt_len, self.options = prompt_len, options
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for token, bias in dict(self.options.get("logit_bias", {})).items():
+            scores[0, token] += bias
+        new = input_ids[0, self.prompt_len :].tolist()
+        for token in set(new):
+            scores[0, token] -= new.count(token) * self.options.get("frequency_penalty", 0.0)
+            scores[0, token] -= self.options.get("presence_penalty", 0.0)
+        allowed = self.options.get("allowed_token_ids")
+        if allowed is not None:
+            scores[0, [t for t in range(scores.shape[1]) if t not in allowed]] = float("-inf")
+        return scores
+
+
+@functools.cache
+def oracle(prompt: tuple[int, ...], name: str | None, processed: LogitsProcessor | None = None) -> list[int]:
+    """Greedy tokens of transformers alone."""
+    options = {} if name is None else OPTIONS[name]
+    ours = {"frequency_penalty", "presence_penalty", "logit_bias", "allowed_token_ids"}
+    theirs = {key: value for key, value in options.items() if key not in ours}
+    if "sequence_bias" in theirs:
+        theirs["sequence_bias"] = [[list(ids), bias] for ids, bias in theirs["sequence_bias"].items()]
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=EOS, pad_token_id=0, **theirs)
+    model, ids = tiny_llama(), torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    if ours & set(options) and theirs:  # transformers appends a caller's processors; ours stand among its own
+        built = model._get_logits_processor
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "_get_logits_processor", lambda *a, **k: _interleaved(built(*a, **k), prompt, options))
+            said = model.generate(ids, attention_mask=mask, generation_config=config)
+    else:
+        own = LogitsProcessorList([OpenAI(len(prompt), options)])
+        said = model.generate(ids, attention_mask=mask, generation_config=config, logits_processor=own)
+    return list(said[0, len(prompt) :].tolist())
+
+
+def _interleaved(
+    processors: LogitsProcessorList, prompt: tuple[int, ...], options: Mapping[str, Any]
+) -> LogitsProcessorList:
+    """Biases of tokens after those of sequences, penalties of OpenAI after the repetition penalty."""
+    bias = OpenAI(len(prompt), {k: v for k, v in options.items() if k == "logit_bias"})
+    counts = OpenAI(len(prompt), {k: v for k, v in options.items() if k.endswith("e_penalty") or k[:5] == "frequ"})
+    names = [type(p).__name__ for p in processors]
+    at = names.index("SequenceBiasLogitsProcessor") + 1 if "SequenceBiasLogitsProcessor" in names else 0
+    processors.insert(at, bias)
+    names.insert(at, "")
+    after = [i for i, n in enumerate(names) if n == "RepetitionPenaltyLogitsProcessor"]
+    processors.insert(after[0] + 1 if after else at + 1, counts)
+    return processors
+
+
+def right(names: list[str | None]) -> list[list[int]]:
+    return [oracle(tuple(prompt), name) for prompt, name in zip(PROMPTS, names, strict=True)]
+
+
+def params_of(names: list[str | None]) -> list[SamplingParams]:
+    return [SamplingParams(max_new_tokens=NEW, **({} if name is None else OPTIONS[name])) for name in names]
+
+
+def said(names: list[str | None], drafts: int, graphs: bool, interrupts: Any = (), **options: Any) -> list[list[int]]:
+    engine = engine_with(drafts, graphs, RoundExtra(), **options)
+    engine.admission._eos = (EOS,)
+    return [c.token_ids for c in answers(engine, params_of(names), interrupts)]
+
+
+EVERY = [[name] * len(PROMPTS) for name in OPTIONS]
+MIXED = [[None, "several", "repetition_penalty", None, "no_repeat_ngram_size", "min_new_tokens"]]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_changes_some_answer(name: str) -> None:
+    """Otherwise equal answers say nothing."""
+    if name != "remove_invalid_values":
+        assert right([name] * len(PROMPTS)) != right([None] * len(PROMPTS))
+
+
+@pytest.mark.parametrize("names", [*EVERY, *MIXED], ids=[*OPTIONS, "mixed"])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_tokens_are_transformers(names: list[str | None], drafts: int) -> None:
+    assert said(names, drafts, False) == right(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["several"] * 6, *MIXED], ids=["several", "mixed"])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_tokens_from_graphs_are_too(
+    names: list[str | None],
+    drafts: int,
+    graphs_on_cpu: list[Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rounds with options run in the form of any shape, also when launched before the commit; others are fixed."""
+    ragged, fixed = count_calls(monkeypatch, RaggedTarget, "logits"), count_calls(monkeypatch, FixedTarget, "send")
+    after = count_calls(monkeypatch, OptionColumns, "after")
+    assert said(names, drafts, True) == right(names)
+    assert ragged and fixed and bool(after) == bool(drafts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_rows_that_are_opened_again_keep_their_options(drafts: int, graphs: bool, request: Any) -> None:
+    """After preemptions, and after interrupts."""
+    if graphs:
+        request.getfixturevalue("graphs_on_cpu")
+    names: list[str | None] = ["several", "repetition_penalty", "frequency_penalty", None, "several", "min_new_tokens"]
+    assert said(names, drafts, graphs, (4, 9), kv_cache_tokens=88, max_num_seqs=6) == right(names)
+
+
+def _committed_only(cls: Any, committed: Any, lens: Any, prompts: Any, owner: Any, followed: Any, there: Any) -> Any:
+    there = there & (torch.arange(there.shape[1]) == 0)
+    return PLAIN(committed, lens, prompts, owner, followed, there)
+
+
+def _last_twice(scores: torch.Tensor, prefixes: Prefixes, frequency: Any, presence: Any) -> None:
+    ids = torch.cat([prefixes.ids, prefixes.tails(1)], 1)
+    forms.subtract_counts(scores, Prefixes(ids, prefixes.lens + 1, prefixes.prompt_lens), frequency, presence)
+
+
+def _one_row_later(own: Any, round_: Any, at: torch.Tensor) -> Any:
+    rows = ROWS(own, round_, at)
+    later = [max(0, n - 1) for n in range(len(rows.subjects))]
+    return extras.Rows(rows.subjects, rows.lens[later], rows.prefixes.rows(torch.tensor(later)))
+
+
+PLAIN, ROWS = Prefixes.of, extras.rows_of
+DEFECTS: dict[str, tuple[str, Any]] = {
+    "drafted prefix not counted": ("several", (Prefixes, "of", classmethod(_committed_only))),
+    "last token counted twice": ("frequency_penalty", ("specdec.logits.processing.subtract_counts", _last_twice)),
+    "mask of position i at i + 1": ("no_repeat_ngram_size", (extras, "rows_of", _one_row_later)),
+    "a round's first tokens only": (
+        "frequency_penalty",
+        (OptionColumns, "_changed", lambda self, *a: _stale(CHANGED(self, *a))),
+    ),
+}
+CHANGED = OptionColumns._changed
+
+
+def _stale(own: Any) -> Any:
+    """The history without the last round's tokens, as if it were brought up to date once for a round."""
+    if own is not None:
+        for row, length in zip(own.committed, own.lens, strict=True):
+            row[max(1, length - 3) : length] = 0
+    return own
+
+
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_planted_defects_are_seen(defect: str, graphs: bool, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+    if graphs:
+        request.getfixturevalue("graphs_on_cpu")
+    name, planted = DEFECTS[defect]
+    monkeypatch.setattr(*planted)
+    names: list[str | None] = [name] * len(PROMPTS)
+    assert said(names, 3, graphs) != right(names)
+
+
+def test_drafts_are_accepted_under_options() -> None:
+    """A test in which no draft is ever accepted would say nothing about drafted prefixes."""
+    engine = engine_with(3, False, RoundExtra())
+    rounds = [r for c in answers(engine, params_of(["several"] * 6)) for r in c.stats.rounds if r.drafted]
+    assert np.mean([r.accepted / r.drafted for r in rounds]) > 0.1
