@@ -85,16 +85,15 @@ class Launcher:
         if schedule is None:
             return None
         tables = self.tables(schedule, self._num_drafts)
-        loop = hidden = None
-        if last is not None and committed is not None and draft is None and tables.head is not None:
+        loop = None
+        if committed is not None and draft is None and tables.head is not None:
             loop = draft_input(committed.verified, schedule, self._table, tables.head, self._page_size)
-            hidden = last.verification.aux_hidden_states
         in_order = self._drafts_are_placed(schedule) if last is None else draft is not None
         target = target_arrays(schedule, self._table, tables, in_order_of_last=in_order)
         device = self.send(loop, target, schedule.rows)
         self._table.mark_batch(schedule.rows)  # only now: the arrays are made from places in the last batch
-        if hidden is not None:
-            draft = self.executor.draft(device, hidden)
+        if loop is not None and last is not None:
+            draft = self.executor.draft(device, last.verification.aux_hidden_states)
         if self._scheduler.guests is not None:
             draft = self._scheduler.guests.join(device, draft)
         return self.launched(schedule, target, device, draft)
