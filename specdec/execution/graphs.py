@@ -356,7 +356,7 @@ class GraphExecutor:
 
         Before position M-1 a request has no rows yet for the later ones of M modules; a fixed shape has them all.
         """
-        if any(extra.adjusts_on_host and own is not None for extra, own in zip(self._extras, target.extras)):
+        if any(own is not None and self._extras[i].adjusts_on_host for i, own in enumerate(target.extras)):
             return None
         if not target.only_bonus_tokens or (self._num_modules > 1 and target.start.min() < self._num_modules - 1):
             return None

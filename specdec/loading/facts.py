@@ -17,8 +17,7 @@ from specdec.extras.long_factors import LongFactors
 from specdec.extras.recurrent_states import RecurrentStates
 from specdec.loading.kv_scales import scales_in_words
 from specdec.loading.quantisation import facts_of_quantisation
-from specdec.requests.generation_config import unsupported
-from specdec.values import short
+from specdec.requests.generation_config import named, own_options, unsupported
 from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
 
 if TYPE_CHECKING:
@@ -133,10 +132,13 @@ def _quantisation(model: Loaded) -> dict[str, Any] | None:
 
 def _own_config(model: Loaded) -> str:
     """What of the model's own generation_config applies, and what is switched off or will be refused."""
-    odd = ", ".join(f"{name}={short(v)}" for name, v in sorted(unsupported(model.hf_model.generation_config).items()))
+    config = model.hf_model.generation_config
+    odd, applied = unsupported(config), {name: getattr(config, name) for name in own_options(config)}
     if model.generation_config_use == "ignore":
-        return f"ignore (switched off: {odd or 'nothing that would change greedy tokens'})"
-    return f"model (requests are refused: {odd})" if odd else "model"
+        return f"ignore (switched off: {named(odd | applied) or 'nothing that would change greedy tokens'})"
+    if odd:
+        return f"model (requests are refused: {named(odd)})"
+    return f"model (applied: {named(applied)})" if applied else "model"
 
 
 def _cache(runner: GroupRunner, layers: Sequence[int] | None, hybrid: bool) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
-from specdec.logits.options import OFF, SAMPLED_ONLY
+from specdec.logits.options import OFF, SAMPLED_ONLY, WITHOUT_EFFECT, LogitsOptions
 from specdec.options import Use
 from specdec.requests.sampling import SamplingParams
 from specdec.values import flag, short, whole
@@ -137,7 +137,7 @@ def sampling_fields(
 def logits_options(config: GenerationConfig) -> dict[str, Any]:
     """Options that change logits and that a config sets, by name: see `specdec.logits.options.LogitsOptions`."""
     values = {name: getattr(config, name, None) for name in OFF}
-    return {name: value for name, value in values.items() if value is not None}
+    return LogitsOptions(**values).settings
 
 
 def with_own_options(params: SamplingParams, model: PreTrainedModel, use: Use) -> SamplingParams:
@@ -150,9 +150,17 @@ def with_own_options(params: SamplingParams, model: PreTrainedModel, use: Use) -
     """
     if use == "ignore":
         return params
-    own = logits_options(model.generation_config)
-    missing = {name: v for name, v in own.items() if name not in SAMPLED_ONLY and getattr(params, name) is None}
+    own = own_options(model.generation_config)
+    missing = {name: value for name, value in own.items() if getattr(params, name) is None}
     return replace(params, **missing) if missing else params
+
+
+def own_options(config: GenerationConfig | None) -> dict[str, Any]:
+    """Options of a model's own generation_config that change its greedy tokens."""
+    if config is None:
+        return {}
+    found = logits_options(config)
+    return {name: found[name] for name in found if name not in (*SAMPLED_ONLY, *WITHOUT_EFFECT)}
 
 
 def sampling_of_model(model: Any) -> dict[str, Any]:
@@ -184,7 +192,7 @@ def check_own_config(model: PreTrainedModel, stop: Collection[str], use: Use) ->
         odd.pop("stop_strings", None)
     if odd:
         raise InvalidInputError(
-            f"the model's own generation_config has {_named(odd)}, which transformers' generate applies to every call "
+            f"the model's own generation_config has {named(odd)}, which transformers' generate applies to every call "
             f"and this library does not: {_WAY_OUT}"
         )
 
@@ -239,7 +247,7 @@ def _refuse_unsupported(config: GenerationConfig, merged: GenerationConfig) -> N
     own = [name for name in odd if getattr(config, name, None) is None]
     where = f"; {', '.join(sorted(own))}: from the model's own generation_config: {_WAY_OUT}" if own else ""
     served = ", ".join(sorted(_HONOURED | _OPTIONS & known))
-    raise InvalidInputError(f"not supported in GenerationConfig: {_named(odd)}; supported are {served}{where}")
+    raise InvalidInputError(f"not supported in GenerationConfig: {named(odd)}; supported are {served}{where}")
 
 
 def _asked_for(config: GenerationConfig) -> dict[str, Any]:
@@ -291,7 +299,8 @@ def _max_new_tokens(config: GenerationConfig, prompt_len: int) -> int:
     return length - prompt_len
 
 
-def _named(fields: dict[str, Any]) -> str:
+def named(fields: dict[str, Any]) -> str:
+    """Fields and their values, for a message."""
     return ", ".join(f"{name}={short(value)}" for name, value in sorted(fields.items()))
 
 

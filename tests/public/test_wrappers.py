@@ -211,9 +211,9 @@ def test_the_generation_config_of_a_wrapper_applies(tmp_path: Path) -> None:
     with load(tmp_path) as model:
         found = model.generate(prompt, PARAMS)[0]
         assert prompt + found.token_ids == own_text(wrapper, prompt, NEW) and len(found.token_ids) < NEW
-    wrapper.generation_config = GenerationConfig(repetition_penalty=1.5)
+    wrapper.generation_config = GenerationConfig(guidance_scale=1.5)
     wrapper.save_pretrained(tmp_path)
-    with load(tmp_path) as model, pytest.raises(InvalidInputError, match=r"repetition_penalty=1\.5"):
+    with load(tmp_path) as model, pytest.raises(InvalidInputError, match=r"guidance_scale=1\.5"):
         model.generate(prompt, PARAMS)
 
 

@@ -13,13 +13,15 @@ import torch
 from fakes import VOCAB, count_calls, tiny_llama
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from specdec.acceptance.accept import SampledInputs, accept_sampled
 from specdec.execution.ragged import RaggedTarget
 from specdec.logits import extra as extras
 from specdec.logits import forms
 from specdec.logits.extra import OptionColumns
 from specdec.logits.prefixes import Prefixes
-from specdec.requests.sampling import SamplingParams
+from specdec.requests.sampling import SamplingArrays, SamplingParams
 from specdec.rounds.extras import RoundExtra
+from specdec.rounds.randomness import SamplingRound, request_key
 from specdec.rounds.static import FixedTarget
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, graphs_on_cpu, recorded_on_cpu  # noqa: F401
 from tests.specdec.rounds.test_extras import PROMPTS, answers, engine_with
@@ -226,3 +228,67 @@ def test_drafts_are_accepted_under_options() -> None:
     engine = engine_with(3, False, RoundExtra())
     rounds = [r for c in answers(engine, params_of(["several"] * 6)) for r in c.stats.rounds if r.drafted]
     assert np.mean([r.accepted / r.drafted for r in rounds]) > 0.1
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0.9, "typical_p": 0.7},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "eta_cutoff": 0.02},
+    {"temperature": 1.1, "top_h": 0.6, "repetition_penalty": 1.3},
+    {"temperature": 0.8, "min_p": 0.05, "epsilon_cutoff": 0.02, "no_repeat_ngram_size": 2},
+    {"temperature": 1.2, "top_p": 0.8, "repetition_penalty": 1.2, "min_new_tokens": 10},
+    {"temperature": 1.0, "top_k": 12, "suppress_tokens": [6, 9], "sequence_bias": {(6, 38): -4.0}},
+]
+
+
+def processors_of(options: Mapping[str, Any], prompt: list[int]) -> LogitsProcessorList:
+    """Everything that transformers' generate applies to the logits of a sampled request."""
+    options = {"top_k": 0, **options}
+    if "sequence_bias" in options:
+        options["sequence_bias"] = [[list(ids), bias] for ids, bias in options["sequence_bias"].items()]
+    config = GenerationConfig(do_sample=True, max_length=len(prompt) + NEW, **options)
+    config._eos_token_tensor = torch.tensor([EOS])
+    built: LogitsProcessorList = tiny_llama()._get_logits_processor(  # type: ignore[operator]
+        generation_config=config,
+        input_ids_seq_length=len(prompt),
+        encoder_input_ids=torch.tensor([prompt]),
+        logits_processor=LogitsProcessorList(),
+        device="cpu",
+        model_kwargs={},
+    )
+    return built
+
+
+def sampled_oracle(prompt: list[int], completion: Any, options: Mapping[str, Any], seed: int) -> list[int]:
+    """What each round of a request decides by speculative sampling from transformers' own distribution."""
+    model, processors, said = tiny_llama(), processors_of(options, prompt), list(prompt)
+    own, key = SamplingArrays.of([SamplingParams()]), np.array([request_key(seed, 0)], np.uint64)
+    for drafts in ((), *completion.drafts):
+        n = len(drafts)
+        ids = torch.tensor([[*said, *drafts]])
+        logits = model(ids, use_cache=False).logits[0, len(said) - 1 :]
+        rows = [processors(ids[:, : len(said) + i], logits[i : i + 1].clone()) for i in range(n + 1)]
+        uniforms = SamplingRound(own, key, np.array([len(said)]), 1, 1, n)
+        accept, following = uniforms.accept_uniforms(n), uniforms.next_uniforms(n + 1)
+        p = torch.cat(rows).softmax(-1)[None]
+        inputs = SampledInputs(p, None, torch.from_numpy(accept), torch.from_numpy(following))
+        result = accept_sampled(torch.tensor([drafts], dtype=torch.int64).reshape(1, n), torch.tensor([n]), inputs)
+        said += [*drafts[: int(result.num_accepted[0])], int(result.next_token[0])]
+    new = said[len(prompt) :][:NEW]
+    return new[: new.index(EOS) + 1] if EOS in new else new
+
+
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
+@torch.no_grad()
+def test_sampled_tokens_are_decided_by_transformers_distribution(drafts: int, graphs: bool, request: Any) -> None:
+    if graphs:
+        request.getfixturevalue("graphs_on_cpu")
+    params = [SamplingParams(NEW, seed=i, return_drafts=True, **own) for i, own in enumerate(SAMPLED)]
+    engine = engine_with(drafts, graphs, RoundExtra(), draft_sampling="greedy")
+    engine.admission._eos = (EOS,)
+    completions = answers(engine, params)
+    said = [c.token_ids for c in completions]
+    every = zip(PROMPTS, completions, SAMPLED, strict=True)
+    assert said == [sampled_oracle(prompt, own, options, i) for i, (prompt, own, options) in enumerate(every)]
+    if drafts:
+        assert np.mean([r.accepted / r.drafted for c in completions for r in c.stats.rounds if r.drafted]) > 0.02
