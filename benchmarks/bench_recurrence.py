@@ -301,8 +301,7 @@ def kernel_lines(
 
 def tiling_lines(shape: Shape, place: Place, rates: Rates, all_rows: Sequence[int]) -> Iterator[dict[str, Any]]:
     """One line for every tiling of a round with three drafts."""
-    from attention.recurrence.delta_tokens_kernel import DeltaTiling
-    from attention.recurrence.scan_kernel import SsdTiling
+    from attention.recurrence.kernel_rows import StateTiling
 
     tilings = [
         *((block, 32, 8, registers) for block in (32, 64, 128) for registers in (64, 80, 128, None)),
@@ -310,7 +309,7 @@ def tiling_lines(shape: Shape, place: Place, rates: Rates, all_rows: Sequence[in
         *((block, 32, 4, None) for block in (16, 32)),
         *((block, 16, 1, None) for block in (8, 16)),
     ]
-    kinds: tuple[tuple[str, Any], ...] = (("delta", DeltaTiling), ("ssd", SsdTiling))
+    kinds: tuple[tuple[str, Any], ...] = (("delta", StateTiling), ("ssd", StateTiling))
     for (kernel, kind), rows, sizes in itertools.product(kinds, all_rows, tilings):
         if kernel == "ssd" and sizes[0] > shape.ssd[1]:
             continue

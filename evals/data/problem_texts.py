@@ -1,4 +1,4 @@
-"""Words and sentences of the generated word problems: what `problem_texts.toml` holds, which also says what they mean."""
+"""Words and sentences of the generated word problems: what `problem_texts.toml` holds, which says what they mean."""
 
 from __future__ import annotations
 

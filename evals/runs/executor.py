@@ -39,21 +39,18 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """One worker in this process."""
+    """An `Executor` of one worker in this process."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """See Executor."""
         return self._worker.facts()
 
     def run(self, works: Sequence[Work]) -> Iterator[list[Answer]]:
-        """See Executor."""
         return (self._worker.run(work) for work in works)
 
     def on_one(self, function: Callable[[Worker], Result]) -> Result:
-        """See Executor."""
         return function(self._worker)
 
     def close(self) -> None:
@@ -152,7 +149,7 @@ class _Pool:
 
 
 class RayExecutor:
-    """Workers as Ray actors. Needs an initialised Ray (`connect`)."""
+    """An `Executor` whose workers are Ray actors. Needs an initialised Ray (`connect`)."""
 
     def __init__(
         self,
@@ -181,11 +178,9 @@ class RayExecutor:
         self._facts: dict[str, dict[str, Any]] = found[0]
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """See Executor."""
         return self._facts
 
     def on_one(self, function: Callable[[Worker], Result]) -> Result:
-        """See Executor."""
         (found,) = self._wait_for([self._actors[0].apply.remote(function)])
         result: Result = found
         return result

@@ -224,7 +224,7 @@ def open_on_other_ranks(model: Any, transport: str, options: dict[str, Any], eng
 
 
 class RanksRead:
-    """A read of all ranks of this engine: done when all of them are."""
+    """A `Read` of all ranks of this engine: done when all of them are."""
 
     def __init__(self, model: Any, handoff: Handoff, number: int, deadline: float, start: Callable[[], Read]) -> None:
         """Let the other ranks begin. start: starts the read of this rank, which `wait` calls."""
@@ -263,7 +263,6 @@ class RanksRead:
 
     @property
     def settled(self) -> bool:
-        """See `Read.settled`."""
         if self._done or (self._own is not None and not self._own.settled):
             return self._done
         if self._channel.workers.is_lost:
