@@ -1,7 +1,5 @@
 """Which family a checkpoint belongs to, by its tensor names (config.json's `architectures` is not trusted)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from enum import Enum
 

@@ -4,8 +4,6 @@ A pure function of its arguments, the times aside. It is the unit of work of eve
 many machines give the same answers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ transformers' own quantizer asks for accelerate, and without a GPU it multiplies
 them as they are; what runs them is in `specdec.wrapped.fp8`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -7,8 +7,6 @@ As `specdec.ops.experts_kernel`: a program takes one expert and some of its rows
 that chose it, and multiplies them sixteen at a time; each block of 128 columns is multiplied by its scales.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
