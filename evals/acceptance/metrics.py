@@ -57,7 +57,8 @@ class Metric:
 
 
 def _read(key: str, entry: dict[str, Any]) -> Metric:
-    return Metric(key, **{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entry.items()}
+    return Metric(key, **values)
 
 
 _ENTRIES = tomllib.loads(files("evals").joinpath("acceptance/metrics.toml").read_text("utf-8"))
