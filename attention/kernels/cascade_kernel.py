@@ -10,8 +10,6 @@ none, the programs end after one load.
 Letters in the kernel: M query rows of the tile, N keys of a tile, D head dimension.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -170,14 +168,9 @@ def sum_shapes(key: AttentionSpec, tokens: int, tiling: PrefixTiling) -> tuple[t
 
 
 def launch_prefix(
-    query: torch.Tensor,
-    layer: LayerKV,
-    key: AttentionSpec,
-    page_indptr: torch.Tensor,
-    page_indices: torch.Tensor,
-    shared: SharedKeys,
-    query_len: int,
-) -> None:
+    query: torch.Tensor, layer: LayerKV, key: AttentionSpec, page_indptr: torch.Tensor, page_indices: torch.Tensor,
+    shared: SharedKeys, query_len: int,
+) -> None:  # fmt: skip
     """Attend the shared pages; `packed_kernel.launch_packed` with the same arguments attends the others."""
     rows, tiling = len(shared.pages), shared.tiling
     tile = tiling.tile

@@ -11,8 +11,6 @@ Letters in the kernel: M query rows of a tile (TILE_QUERIES: tokens times the qu
 tile (TILE_KEYS), Dk and Dv head dimensions (DIM_K, DIM_V), Wk and Wv the next powers of two (WIDTH_K, WIDTH_V).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -122,14 +120,9 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 
 def launch_invariant_attention(
-    query: torch.Tensor,
-    layer: LayerKV,
-    key: AttentionSpec,
-    max_query_len: int,
-    batch: CommonAttentionMetadata,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
+    query: torch.Tensor, layer: LayerKV, key: AttentionSpec, max_query_len: int, batch: CommonAttentionMetadata,
+    sinks: torch.Tensor | None, out: torch.Tensor,
+) -> None:  # fmt: skip
     """Attend, causally, the rows of a batch.
 
     Args:

@@ -12,8 +12,6 @@ Sums of gates between two tokens are added up for each pair: a difference of two
 Letters in the kernel: C tokens of a row (16), K key dimension (a power of two). Imported on CUDA only.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -185,15 +183,9 @@ def _solve_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_solve(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    l2_normalize: bool,
-    ring: DeltaRing,
-    rows: StateRows,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float, l2_normalize: bool,
+    ring: DeltaRing, rows: StateRows,
+) -> torch.Tensor:  # fmt: skip
     """-> [rows · H, FACTS] float32, for rows with up to 16 replayed and own tokens; of others it is undefined."""
     heads, count = beta.shape[1], len(rows.slots)
     key_heads, dim_k = k.shape[1:]

@@ -1,7 +1,5 @@
 """Checkpoints of a training run: a killed run continues where it was and ends with the same head."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """TrainConfig: everything that decides a training run, besides its data."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 

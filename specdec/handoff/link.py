@@ -1,7 +1,5 @@
 """A model's end of a transport: each rank's regions and reads, and what it tells and checks of other engines."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 import time
@@ -118,7 +116,7 @@ class RankEnd:
 
 
 class _InTime:
-    """A read that failed unless it was done before its deadline: after that the source may use its pages again."""
+    """A `Read` that failed unless it was done before its deadline: after that the source may use its pages again."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -131,7 +129,6 @@ class _InTime:
 
     @property
     def settled(self) -> bool:
-        """See `Read.settled`."""
         return self._read.settled
 
 

@@ -1,7 +1,5 @@
 """torch's compiler, loaded while a start does something else."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from functools import cache

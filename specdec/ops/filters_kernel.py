@@ -13,8 +13,6 @@ A row with top-k is narrowed by top-k alone, and everything above is listed too:
 min-p needs no search: it keeps an upper set of its own, and what is kept in the end is the smaller of two upper sets.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -209,14 +207,9 @@ def _list_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_filters(
-    logits: torch.Tensor,
-    peaks: torch.Tensor,
-    parameters: tuple[torch.Tensor, ...],
-    stats: torch.Tensor,
-    index: torch.Tensor | None,
-    copy: torch.Tensor | None = None,
-    zeros: torch.Tensor | None = None,
-) -> None:
+    logits: torch.Tensor, peaks: torch.Tensor, parameters: tuple[torch.Tensor, ...], stats: torch.Tensor,
+    index: torch.Tensor | None, copy: torch.Tensor | None = None, zeros: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """See `filter_rows`; parameters: temperature, top_k, top_p, min_p [J]; stats [R, 4].
 
     copy: [R, V] of any row stride, gets the logits of the rows with temperature > 0, a NaN as -infinity. zeros: [R]

@@ -4,8 +4,6 @@ The process is started by `specdec.parallel.workers`. It hears messages of rank 
 whatever it is doing.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
@@ -122,7 +120,6 @@ class Orders:
             self._inbox.later.append((number, message))
 
     def told(self, message: Any) -> Any:
-        """See `Channel.told`."""
         return self.get()
 
     def check(self) -> None:
