@@ -1,5 +1,7 @@
 """The check mode: `SPECDEC_CHECK=1` turns on validators at every stage boundary (always on in the tests)."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -10,6 +10,8 @@ arena.send(bucket, section.values(places))       # arrays that are None are left
 section.of(staged.views)                         # Places of tensors; of an arena's host buffers, Places of arrays
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Container, Mapping
 from typing import Any, Generic, TypeVar

@@ -1,5 +1,7 @@
 """The root of the error tree. `specdec.errors` extends and re-exports it."""
 
+from __future__ import annotations
+
 
 class SpecdecError(Exception):
     """Root of every error this project raises on purpose."""

@@ -1,5 +1,7 @@
 """AttentionSpec: what one attention layer needs of a kernel."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from math import isfinite
 

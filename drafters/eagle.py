@@ -1,5 +1,7 @@
 """EAGLE-1 and EAGLE-2 heads (specification, module, strict loader), and one loader for heads of any EAGLE."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -4,6 +4,8 @@ Lossless verification hides a broken drafter: tokens stay right while fewer draf
 ids are compared, round by round, with what this function says.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

@@ -1,5 +1,7 @@
 """Errors of the evaluations; they belong to the library's one tree."""
 
+from __future__ import annotations
+
 from importlib.util import find_spec
 
 from specdec.errors import InvalidInputError, SpecdecError

@@ -4,6 +4,8 @@ Building one is a compiler's work in processes of its own (tens of seconds for a
 enough to build several at once while the caller does something else.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Callable, Hashable

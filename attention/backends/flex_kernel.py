@@ -1,5 +1,7 @@
 """FlexAttention as a function of one kind of layer: its masks, and how it is compiled. The batches: `flex`."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ With it, matmuls and norms of the same kind (`specdec/ops/linear.py`), half prec
 and without: what a verification of several tokens computes is what steps of one token compute.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

@@ -1,5 +1,7 @@
 """Limits that the GPU kernels share: supported dtypes and head dimensions."""
 
+from __future__ import annotations
+
 import torch
 
 from attention.errors import UnsupportedAttentionError

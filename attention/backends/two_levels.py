@@ -4,6 +4,8 @@ Each level gives a weighted mean of values and the logarithm of its sum of weigh
 these (Source: Milakov & Gimelshein, arXiv 1805.02867, the online softmax).
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

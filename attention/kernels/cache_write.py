@@ -1,5 +1,7 @@
 """Cache writes as Triton kernels: keys and values, rounded to 8 bits or not, and MLA's latents. On CUDA only."""
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -10,6 +10,8 @@ none, the programs end after one load.
 Letters in the kernel: M query rows of the tile, N keys of a tile, D head dimension.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 

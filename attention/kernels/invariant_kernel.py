@@ -11,6 +11,8 @@ Letters in the kernel: M query rows of a tile (TILE_QUERIES: tokens times the qu
 tile (TILE_KEYS), Dk and Dv head dimensions (DIM_K, DIM_V), Wk and Wv the next powers of two (WIDTH_K, WIDTH_V).
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -12,6 +12,8 @@ Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronizati
 python/triton/runtime/_async_compile.py (AsyncCompileMode).
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,5 +1,7 @@
 """What attention kernels over a paged cache share: addresses of keys, and the online softmax. Imported on CUDA only."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -7,6 +7,8 @@ position, so a rollback needs nothing but `start`. The programs of a row's first
 it, first the one and then the other; so a prompt of any length is one launch.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

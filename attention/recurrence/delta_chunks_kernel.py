@@ -17,6 +17,8 @@ Source: Yang et al., "Parallelizing Linear Transformers with the Delta Rule", ar
 Delta Networks", arXiv 2412.06464, section 3.3. Imported on CUDA only.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -30,6 +30,8 @@ Letters in the kernel: C tokens of a row (16), B rows of the state of a program,
 Source: Yang et al., "Gated Delta Networks", arXiv 2412.06464, section 3.3.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

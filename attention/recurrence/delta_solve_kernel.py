@@ -12,6 +12,8 @@ Sums of gates between two tokens are added up for each pair: a difference of two
 Letters in the kernel: C tokens of a row (16), K key dimension (a power of two). Imported on CUDA only.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -11,6 +11,8 @@ for a gate of every key dimension. The ring of inputs in place of a state for ev
 `attention/recurrence/kernel_rows.py`.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

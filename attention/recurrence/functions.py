@@ -13,6 +13,8 @@ Source of the chunked forms: "Gated Delta Networks", arXiv 2412.06464, section 3
 6; the functions themselves are transformers' (`torch_chunk_gated_delta_rule`, `mamba2_chunk_scan`, …).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -8,6 +8,8 @@ z) in the order of transformers' operations.
 Source: huggingface/transformers, models/{mamba,mamba2,qwen3_next,kimi_linear,lfm2,…}/modeling_*.py.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any

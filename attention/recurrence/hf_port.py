@@ -5,6 +5,8 @@ stand-ins that are made once: a new function would have compiled code compiled a
 forward of ours and calls the original on any other. Which layer called is what its module's pre-hook noted.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence

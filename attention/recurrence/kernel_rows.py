@@ -11,6 +11,8 @@ dimension over the lanes of a warp first, so a sum over a row's columns takes lo
 once, instead of five for each row.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import cache
 

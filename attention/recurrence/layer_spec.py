@@ -1,5 +1,7 @@
 """What one call of a recurrence needs of a state: shapes and dtypes, as the probe found them."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -14,6 +14,8 @@ Letters in the kernel: B rows of the state (BLOCK_P of P), J · L its columns (N
 Source: Dao, Gu, "Transformers are SSMs", arXiv 2405.21060, equation 1 with a scalar A.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -13,6 +13,8 @@ Letters in the kernel: C tokens of a chunk, P rows of the state of a program, N 
 Source: Dao, Gu, "Transformers are SSMs", arXiv 2405.21060, section 6.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

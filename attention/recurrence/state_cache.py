@@ -4,6 +4,8 @@ Not pages: a state has one size however long the row is. A row's slot is its own
 begins with zeros (`StateIndex.replay`), so nothing is cleared.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

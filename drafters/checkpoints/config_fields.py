@@ -4,6 +4,8 @@ Configurations carry what a class of transformers always writes, what was copied
 newer than this file adds. The first is left out of reports; the others are named there with their values.
 """
 
+from __future__ import annotations
+
 import re
 import tomllib
 from collections.abc import Collection, Mapping

@@ -1,5 +1,7 @@
 """Which family a checkpoint belongs to, by its tensor names (config.json's `architectures` is not trusted)."""
 
+from __future__ import annotations
+
 import tomllib
 from collections.abc import Iterable, Mapping
 from enum import Enum

@@ -1,5 +1,7 @@
 """Checkpoint folders, local or on the hub: find one, list its tensors without loading them, load some of them."""
 
+from __future__ import annotations
+
 import json
 import os
 import pickle

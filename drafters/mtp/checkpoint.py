@@ -1,5 +1,7 @@
 """Load multi-token-prediction modules straight from safetensors (transformers drops them when it loads a target)."""
 
+from __future__ import annotations
+
 import copy
 import os
 import re

@@ -1,5 +1,7 @@
 """The input convention of a multi-token-prediction module, as far as the user may choose it. Imports no torch."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Literal, get_args
 

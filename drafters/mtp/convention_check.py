@@ -8,6 +8,8 @@ Only a clear difference counts. Random weights have no convention; and where the
 both ways of feeding back are the same function (the module's own norm removes the length), so neither is wrong.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 from dataclasses import dataclass, replace

@@ -1,5 +1,7 @@
 """MtpSpec and MtpTarget: what decides the shape and the arithmetic of a multi-token-prediction module."""
 
+from __future__ import annotations
+
 import copy
 import inspect
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Files and folders that appear whole or not at all, even when the process is killed or the disk is full."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

@@ -1,5 +1,7 @@
 """Batches for training a head, its loss (soft cross-entropy) and its measure (greedy chain acceptance)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

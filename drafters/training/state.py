@@ -1,5 +1,7 @@
 """Checkpoints of a training run: a killed run continues where it was and ends with the same head."""
 
+from __future__ import annotations
+
 import json
 import os
 import pickle

@@ -1,5 +1,7 @@
 """TrainConfig: everything that decides a training run, besides its data."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, fields
 

@@ -5,6 +5,8 @@ one a row in T(B, 0). So speed-up(B, K) = E(K) · T(B, 0) / T(B, K).
 Source: Leviathan et al. 2023, section 3.3, with measured times in place of a constant cost ratio.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Mapping, Sequence

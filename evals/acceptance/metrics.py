@@ -4,6 +4,8 @@ The table, the JSON document and the page print the definitions from here, so th
 All metrics are ratios of sums over questions; that makes resampling questions (`bootstrap.py`) one matrix product.
 """
 
+from __future__ import annotations
+
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Accuracy with and without speculation: lm-eval's own tasks on the same prompts, compared question by question."""
 
+from __future__ import annotations
+
 import json
 import logging
 from collections.abc import Mapping, Sequence

@@ -4,6 +4,8 @@ All requests of a run go into one generate call, so that the batch is never drai
 depend on what else is in the batch. Source: EleutherAI/lm-evaluation-harness docs/model_guide.md.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields

@@ -3,6 +3,8 @@
 Source: the task's rule (prompt + completion + test + check) is openai/human-eval human_eval/execution.py.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import os

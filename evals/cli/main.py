@@ -3,6 +3,8 @@
 `specdec --help` imports this module, and nothing else of the package: a command is imported when it is run.
 """
 
+from __future__ import annotations
+
 from specdec.cli.lazy import CONTEXT, LazyCommand, LazyGroup
 from specdec.cli.options import examples
 

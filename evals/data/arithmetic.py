@@ -8,6 +8,8 @@ None of GSM8K's text is used. Source: the annotation format is described in open
 True
 """
 
+from __future__ import annotations
+
 import hashlib
 import random
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Words and sentences of the generated word problems: what `problem_texts.toml` holds, which says what they mean."""
 
+from __future__ import annotations
+
 import tomllib
 from dataclasses import dataclass
 from importlib.resources import files

@@ -1,5 +1,7 @@
 """Data of the offline tasks, for lm-eval's `custom_dataset`: from `--metadata data_dir=DIR`, else $SPECDEC_DATA."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

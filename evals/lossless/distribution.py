@@ -4,6 +4,8 @@ Every token after the first is compared with the exact distribution that follows
 replayed by transformers alone; the first comes from the prompt's forward pass, without drafts.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

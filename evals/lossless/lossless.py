@@ -1,5 +1,7 @@
 """The lossless evaluation: greedy identity and the distribution test, one document, one verdict."""
 
+from __future__ import annotations
+
 from dataclasses import asdict, dataclass
 from functools import cached_property
 

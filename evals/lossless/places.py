@@ -6,6 +6,8 @@ for every token how well a sample there tells a named defect from the truth. The
 prompt's forward pass, without drafts; so only the tokens after it count.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol

@@ -7,6 +7,8 @@ Source: Markov's inequality; Wasserman, Ramdas, Balakrishnan 2020, Universal inf
 In half precision samples are compared with samples, by the difference of mean scores over its standard error.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """An acceptance document as one self-contained page: pictures with their values as tables, no script."""
 
+from __future__ import annotations
+
 import io
 import json
 from collections.abc import Callable, Sequence

@@ -4,6 +4,8 @@ Source: hemingkx/Spec-Bench evaluation/eval.py, speed.py; SafeAILab/EAGLE eagle/
 `new_tokens` and `accept_lengths` are accepted drafts + 1 a round, drafts after a stop included; `idxs` is rounds - 1.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """The record of one question under one configuration, as a run keeps it, and its pieces by accepted drafts."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -5,6 +5,8 @@ by question and seeded by question, so the result is that of one process.
 Source: Ray documentation, "Fault tolerance: actors" (an actor that died stays dead: make another) and "ray.wait".
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """Verdict of a check: passed, failed, or not tested (there was nothing to look at), each with its exit status."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from enum import StrEnum
 

@@ -8,6 +8,8 @@ install are those of the day it was installed. Elsewhere, and those of other dis
 Source: packaging.python.org, "Entry points specification".
 """
 
+from __future__ import annotations
+
 import importlib
 import tomllib
 from collections.abc import Iterable, Mapping

@@ -5,6 +5,8 @@ importing torch. Other packages add commands through entry points (specdec/cli/l
 `SpecdecError` tree becomes one message and exit code 2, in LazyGroup and only there.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Mapping
 from functools import cached_property

@@ -1,5 +1,7 @@
 """Tables for the terminal: statistics, facts of a loaded model, and the head check."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -8,6 +8,8 @@ Source: vllm-project/vllm, vllm/compilation/backends.py ("piecewise" compilation
 (DDPOptimizer), for several graphs of one trace.
 """
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,6 +1,8 @@
 """What we change in the compiler's graph of a model with FP8 layers: results that are only quantised are never written
 in half precision."""
 
+from __future__ import annotations
+
 import operator
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Choose the algorithms of a start's matmuls: read from disk where known, else timed as long as time is left."""
 
+from __future__ import annotations
+
 import json
 import logging
 import os

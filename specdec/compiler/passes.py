@@ -3,6 +3,8 @@
 Everything is found by its form and replaced by an operator of the same meaning; what has another form stays.
 """
 
+from __future__ import annotations
+
 import operator
 import sys
 from collections.abc import Callable

@@ -4,6 +4,8 @@ Rank 0 says what is done with them, and every rank does it in that order. Every 
 waits for all of them.
 """
 
+from __future__ import annotations
+
 import secrets
 import threading
 import time

@@ -1,5 +1,7 @@
 """How requests enter an engine's batch with keys and values from another engine, and how they leave it with theirs."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

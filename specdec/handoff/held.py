@@ -6,6 +6,8 @@ its pages are in quarantine until the transport says that nothing writes to them
 failed round all tables are made anew; these pages stay what they are (`HeldPages.keep`).
 """
 
+from __future__ import annotations
+
 import hashlib
 import secrets
 import time

@@ -1,5 +1,7 @@
 """A model's end of a transport: each rank's regions and reads, and what it tells and checks of other engines."""
 
+from __future__ import annotations
+
 import inspect
 import threading
 import time

@@ -1,5 +1,7 @@
 """Requests that move between engines, as one engine knows them: the `Guests` of an engine whose requests move."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

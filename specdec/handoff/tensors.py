@@ -6,6 +6,8 @@ probabilities ("draft_probs"); from graphs it is the head's logits and what the 
 "draft_stats"): those are what the acceptance reads, and half of the bytes.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

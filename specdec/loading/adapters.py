@@ -5,6 +5,8 @@ adapter's part to each layer's output ("live"), or their weights hold it ("merge
 only when there is an adapter.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re

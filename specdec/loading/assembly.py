@@ -1,5 +1,7 @@
 """A target and a head -> what runs their rounds: caches allocated, target tested, code compiled, graphs captured."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal

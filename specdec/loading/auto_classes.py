@@ -1,5 +1,7 @@
 """Which of transformers' auto classes a configuration's model is loaded through."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 from transformers import (

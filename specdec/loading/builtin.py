@@ -1,5 +1,7 @@
 """Names of models. A built-in one is a folder of `specdec/models/`, with a config.json, weights and a card."""
 
+from __future__ import annotations
+
 import os
 from importlib.resources import files
 from pathlib import Path

@@ -1,5 +1,7 @@
 """How the memory of the target's KV cache is divided among its cache groups."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

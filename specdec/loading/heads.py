@@ -1,5 +1,7 @@
 """A name, a folder or a loaded head -> the draft head, checked against its target."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -10,6 +10,8 @@ A scale is the largest magnitude that was seen over 448, so that x / scale fits 
 Source: the same names in vllm/model_executor/model_loader/weight_utils.py, `maybe_remap_kv_scale_name`.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Mapping, Sequence

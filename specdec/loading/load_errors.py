@@ -4,6 +4,8 @@ Its own messages recommend options of its own (`weights_only=False`, `ignore_mis
 this library does not have: they are left out, the error itself stays as the cause.
 """
 
+from __future__ import annotations
+
 import pickle
 import re
 from collections.abc import Collection, Iterator, Mapping

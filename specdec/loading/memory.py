@@ -1,5 +1,7 @@
 """Device memory at start: whether it fits, in numbers, before anything is allocated."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """A head's name given alone, in the place of a target: the target is the one that the head's own config.json names."""
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -1,5 +1,7 @@
 """From a target, a draft and options to what an engine is built of: model, head, kernels and the sizes of caches."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

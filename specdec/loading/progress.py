@@ -1,5 +1,7 @@
 """What a start is doing and where its seconds go: each step that is logged, shown on a terminal while it runs."""
 
+from __future__ import annotations
+
 import logging
 import threading
 import time

@@ -5,6 +5,8 @@ raises from deep inside, and where it has no kernels it multiplies the weights o
 at most. Here the first is a refusal before anything is read, and the second a warning and a line in `specdec inspect`.
 """
 
+from __future__ import annotations
+
 import importlib.metadata
 import importlib.util
 import tomllib

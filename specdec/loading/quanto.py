@@ -6,6 +6,8 @@ published. Here its own functions put such a checkpoint together, with transform
 Source: optimum/quanto/models/transformers_models.py, `QuantizedTransformersModel.from_pretrained`.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from pathlib import Path

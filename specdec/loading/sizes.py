@@ -1,5 +1,7 @@
 """How large things are when the user does not say: K and the longest request. The KV cache: `groups`."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

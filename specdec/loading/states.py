@@ -1,5 +1,7 @@
 """The recurrent states of a target: how many slots, what they take, and what cannot be with them."""
 
+from __future__ import annotations
+
 from attention.backends.base import AttentionBackend
 from attention.cache.kv_cache import KVFormat
 from attention.hf.weights import runs_plainly

@@ -1,5 +1,7 @@
 """A name, a folder or a loaded model -> the target."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """The tokenizer of a target: the one given, one loaded by name, or the target's own."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

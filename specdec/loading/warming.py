@@ -1,5 +1,7 @@
 """torch's compiler, loaded while a start does something else."""
 
+from __future__ import annotations
+
 import os
 from contextlib import suppress
 from functools import cache

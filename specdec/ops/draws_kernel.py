@@ -5,6 +5,8 @@ passes u·total: in two launches, or in the program that sums last. Weights are 
 their order.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -1,5 +1,7 @@
 """RMS norm, gated activation and rotary embedding: operators of compiled code that become one kernel each."""
 
+from __future__ import annotations
+
 import torch
 
 from attention.hf.custom_op import opaque_operator

@@ -1,5 +1,7 @@
 """Triton kernels of gated activation, RMS norm and rotary embedding. Imported on CUDA only."""
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

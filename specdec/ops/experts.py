@@ -6,6 +6,8 @@ weights are read once, in place, and nothing is sorted or read back. In bfloat16
 which experts have many tokens.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,6 +5,8 @@ sixteen at a time: the expert's weights come from memory once, nothing is sorted
 In FP8 each block of 128 columns is multiplied by its scales.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -13,6 +13,8 @@ A row with top-k is narrowed by top-k alone, and everything above is listed too:
 min-p needs no search: it keeps an upper set of its own, and what is kept in the end is the smaller of two upper sets.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -10,6 +10,8 @@ Source: deepseek-ai/DeepSeek-V3, inference/kernel.py (act_quant, fp8_gemm); the 
 kernels-community/finegrained-fp8, which transformers' FP8Linear runs on a GPU.
 """
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 

@@ -4,6 +4,8 @@ What is quantised is computed by the code of `specdec.ops.elementwise_kernel` an
 half precision before, so that nothing depends on whether the two were fused.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -9,6 +9,8 @@ a counter as in `packed_kernel`, cannot: counters of the whole process are wrong
 of summation depends on the tiling alone.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

@@ -1,5 +1,7 @@
 """Which cuBLASLt algorithm a matmul of one shape runs by: shapes, timings and the choices of this process."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

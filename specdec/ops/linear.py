@@ -1,5 +1,7 @@
 """Linear layers on a handful of tokens, where the time is that of reading the weight."""
 
+from __future__ import annotations
+
 from functools import cache
 
 import torch

@@ -7,6 +7,8 @@ Tiles differ in size with the number of tokens, but every output element is summ
 weight, sixteen multiplications per step, by the same tensor-core instruction: the same bits for any number of tokens.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -3,6 +3,8 @@
 How the parts narrow the row down: `filters_kernel.py`.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -9,6 +9,8 @@ Source: NVIDIA/nccl, src/init.cc (commDestroySync polls until localPersistentRef
 sets the abort flag that its kernels look at, then goes there).
 """
 
+from __future__ import annotations
+
 import logging
 import threading
 import weakref

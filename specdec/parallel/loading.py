@@ -1,6 +1,8 @@
 """Rank 0 of a load: what cannot be divided is refused, the other ranks' processes are started, all load their shares,
 and an error names its rank."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
 from contextlib import suppress

@@ -5,6 +5,8 @@ To the others each goes with the number of the model that it is for.
 The connection is a socket pair between a process and its own child: nobody else can write to it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -11,6 +11,8 @@ While transformers reads the shares it is told the plan, and finds one mesh of a
 Source: transformers, src/transformers/distributed/tensor_parallel.py (styles), `_tp_plan` of its modeling files.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

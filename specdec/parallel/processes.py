@@ -1,5 +1,7 @@
 """One process of another rank: started, listened to, ended."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal

@@ -7,6 +7,8 @@ know nothing of ranks. Sums and gathers are opaque operators, which find what ca
 A graph pass makes one of two sums that are added.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import local

@@ -4,6 +4,8 @@ The process is started by `specdec.parallel.workers`. It hears messages of rank 
 whatever it is doing.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 import sys

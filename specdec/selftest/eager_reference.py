@@ -6,6 +6,8 @@ have left a trace in a state, and whether each accepted one is replayed, once. W
 first does that and the second does not, and a third one follows.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

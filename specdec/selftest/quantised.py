@@ -6,6 +6,8 @@ self-test of logits may notice. So one layer of each kind is tested directly. A 
 both sides of the self-test of logits, whose eager forward runs the same operators: they are tested here as well.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

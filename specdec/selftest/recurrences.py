@@ -5,6 +5,8 @@ replayed, or a rejected one that was folded into a state, from rounding. The twi
 torch functions.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

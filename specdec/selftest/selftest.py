@@ -4,6 +4,8 @@ The paged target is compared with the model's own eager forward; a head whose ch
 to be read is checked on a text.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

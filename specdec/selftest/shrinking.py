@@ -4,6 +4,8 @@ A threshold is an integer of a configuration that acts on lengths: a sliding win
 keys that sparse attention keeps. What happens past one is seen only by rows that are longer.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 import re

@@ -6,6 +6,8 @@ large that every part shows in the logits; it runs on the CPU, through the torch
 What it cannot show are mistakes of a kernel, which the self-test of the real weights looks for.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """Train a head for a loaded target: a run's plan, checked before it starts, and the features that the target gives."""
 
+from __future__ import annotations
+
 import copy
 import shutil
 from collections.abc import Callable, Mapping, Sequence

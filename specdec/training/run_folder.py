@@ -1,5 +1,7 @@
 """The folder of a training run: its lock, its record of settings, and the target's answers as they come."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

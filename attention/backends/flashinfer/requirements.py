@@ -8,6 +8,8 @@ Source: flashinfer-ai/flashinfer 0.7.2, include/flashinfer/attention/scheduler.c
 PrefillPlanImpl) and utils.cuh (FA2DetermineCtaTileQ).
 """
 
+from __future__ import annotations
+
 import math
 
 import torch
