@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from attention.batch.host import offsets_within
-from attention.checking import checking, require
+from attention.checking import CHECKS, require
 from attention.errors import InvalidInputError, OutOfPagesError
 
 NULL_PAGE = 0
@@ -192,7 +192,7 @@ class BlockTables:
             for row, count in zip(rows[fewer].tolist(), wanted[fewer].tolist(), strict=True):
                 self._shrink(row, count)
             self._grow(rows[greater], more[greater])
-        if checking():
+        if CHECKS.on:
             self.validate()
 
     def _check_fits(self, wanted: np.ndarray, growth: int) -> None:

@@ -16,10 +16,9 @@ import torch
 
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.batch.staging import Staged
 from attention.cached import cached_property
-from attention.declared import A, Field, array
 from attention.runner import GroupRunner, PlannedBatch
+from attention.staging import A, Field, Staged, array
 from drafters.attend import Attend
 
 Choose = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]

@@ -10,9 +10,8 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Choose, Compile, Draft, Greedy, LoopSize, paged_attend
-from drafters.loops.chain_arrays import chain_arrays
+from drafters.loops.chain_arrays import ChainInputs, ChainSection, DraftPrefill, chain_arrays
 from drafters.loops.chain_passes import HeadPasses, StaticChain
-from drafters.loops.chain_staged import ChainInputs, ChainSection, DraftPrefill
 
 
 class ChainLoop:

@@ -15,9 +15,8 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Choose, Compile, Draft, DraftInput, Greedy, LoopSize, paged_attend
-from drafters.loops.module_arrays import ModuleArrays, module_arrays
+from drafters.loops.module_arrays import ModuleArrays, ModuleInputs, ModulePass, ModuleSection, module_arrays
 from drafters.loops.module_passes import ModulePasses, StaticModules
-from drafters.loops.module_staged import ModuleInputs, ModulePass, ModuleSection
 
 
 class ModuleStack(Protocol):

@@ -12,9 +12,8 @@ from specdec.execution.base import Drafter, Verification
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.rounds.extras import adjusted
-from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound
-from specdec.rounds.transfer import RoundTransfer
+from specdec.rounds.transfer import DeviceRound, RoundTransfer
 from specdec.rounds.verification import TargetArrays
 from specdec.wrapped.target import Target
 

@@ -66,10 +66,9 @@ from specdec.ops.greedy_rows import greedy_drafts, greedy_ids
 from specdec.rounds.buckets import graph_rows, loop_limits, static_shape
 from specdec.rounds.drafting import accepted_by_row, ahead_inputs, rows_after
 from specdec.rounds.extras import adjusted
-from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.static import FixedSampling, fixed_target
-from specdec.rounds.transfer import AheadTransfer
+from specdec.rounds.transfer import AheadTransfer, DeviceRound
 from specdec.rounds.verification import TargetArrays, empty_target
 from specdec.selftest.selftest import invariance_test, matmul_test
 from specdec.wrapped.alterations import Alterations

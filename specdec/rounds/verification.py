@@ -13,7 +13,7 @@ import numpy as np
 from attention.batch.host import BatchExtra, HostBatch, offsets_within, rows_batch
 from attention.batch.transforms.windowed import windowed_batch
 from attention.cached import cached_property
-from attention.declared import A, array
+from attention.staging import A, array
 from drafters.loops.lengths import draft_room, tokens_accepted
 from specdec.config import EngineConfig
 from specdec.rounds.rows import RowTable, Schedule

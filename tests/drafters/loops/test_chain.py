@@ -15,8 +15,7 @@ from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Draft
 from drafters.loops.chain import draft_chain
-from drafters.loops.chain_arrays import draft_steps, step_batch
-from drafters.loops.chain_staged import DraftPrefill
+from drafters.loops.chain_arrays import DraftPrefill, draft_steps, step_batch
 from drafters.oracle import oracle_drafts
 
 CPU = torch.device("cpu")

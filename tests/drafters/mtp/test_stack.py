@@ -18,8 +18,7 @@ from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.errors import HeadLoadError
 from drafters.loops.base import Draft
-from drafters.loops.module_arrays import module_batch, module_rows, module_step
-from drafters.loops.module_staged import ModulePass
+from drafters.loops.module_arrays import ModulePass, module_batch, module_rows, module_step
 from drafters.loops.modules import draft_modules, module_prefill
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.head import MtpStack

@@ -15,27 +15,26 @@ import specdec.rounds.buckets
 from attention.recurrence.index import FoldRule
 from drafters.loops.base import DraftInput, LoopSize
 from drafters.loops.chain import ChainLoop
-from drafters.loops.chain_staged import ChainSection
-from drafters.loops.module_staged import ModuleSection
+from drafters.loops.chain_arrays import ChainSection
+from drafters.loops.module_arrays import ModuleSection
 from specdec.config import EngineConfig
 from specdec.extras.long_factors import LongFactors
 from specdec.extras.recurrent_states import RecurrentStates
 from specdec.rounds.extras import make_sections
-from specdec.rounds.fields import AheadSection, SamplingSection, VerificationSection, target_sizes
 from specdec.rounds.rows import RowTable, Schedule
-from specdec.rounds.transfer import RoundTransfer
+from specdec.rounds.transfer import AheadSection, RoundTransfer, SamplingSection, VerificationSection, target_sizes
 from specdec.rounds.verification import RoundTables, target_arrays
 from specdec.wrapped.long_rope import LongRopeRule
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 HOMES = {
-    "target.": "specdec/rounds/fields.py",
-    "ahead.": "specdec/rounds/fields.py",
-    "sampling.": "specdec/rounds/fields.py",
-    "passes.": "specdec/rounds/fields.py",
-    "prefill.": "drafters/loops/chain_staged.py",
-    "step.": "drafters/loops/chain_staged.py",
-    "modules.": "drafters/loops/module_staged.py",
+    "target.": "specdec/rounds/transfer.py",
+    "ahead.": "specdec/rounds/transfer.py",
+    "sampling.": "specdec/rounds/transfer.py",
+    "passes.": "specdec/rounds/transfer.py",
+    "prefill.": "drafters/loops/chain_arrays.py",
+    "step.": "drafters/loops/chain_arrays.py",
+    "modules.": "drafters/loops/module_arrays.py",
 }
 
 

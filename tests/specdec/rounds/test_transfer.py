@@ -11,18 +11,16 @@ import torch
 from fakes import table_head, tiny_llama
 
 import specdec.rounds.transfer
-from attention.batch.staging import Bucket, Staged, StagingArena, bucket_of, layout_of
-from attention.declared import Field
+from attention.staging import Bucket, Field, Staged, StagingArena, bucket_of, layout_of
 from drafters.loops.base import DraftInput, LoopSize
 from drafters.loops.chain import ChainLoop
-from drafters.loops.chain_staged import ChainInputs
+from drafters.loops.chain_arrays import ChainInputs
 from specdec.config import EngineConfig
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.drafting import ahead_inputs, draft_input
-from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound, sampling_round
 from specdec.rounds.rows import RowTable, Schedule
-from specdec.rounds.transfer import AheadTransfer, RoundTransfer, SentRound, staging_bytes
+from specdec.rounds.transfer import AheadTransfer, DeviceRound, RoundTransfer, SentRound, staging_bytes
 from specdec.rounds.verification import RoundTables, TargetArrays, Verified, target_arrays
 
 CPU, PAGE, K, ROWS = torch.device("cpu"), 4, 3, np.array([1, 0])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import attention.batch.transforms.windowed as windowed_module
 import specdec.rounds.buckets
-from attention.batch.staging import Staged, StagingArena, layout_of
+from attention.staging import Staged, StagingArena, layout_of
 from drafters.loops.base import StaticShape
 from specdec.config import EngineConfig, WindowedPool
 from specdec.rounds.buckets import group_entries, power_of_two, static_entries, static_shape
