@@ -216,7 +216,7 @@ class StagingArena:
         Raises:
             InvalidInputError: an array is larger than the bucket, or the bucket larger than the arena.
         """
-        slot, window = self._free_slot(), self._window
+        slot, window = self.begin(), self._window
         place = self._place(bucket, slot)
         device_views = {}
         for name, array in arrays.items():
@@ -225,21 +225,17 @@ class StagingArena:
         return Staged(device_views, self._transfer(place, slot), self)
 
     def begin(self) -> int:
-        """Which of `hosts(bucket)` is to be written in place now; `end` sends it."""
-        return self._free_slot()
+        """Which of `hosts(bucket)` is to be written in place now, its last copy being done; `end` sends it."""
+        slot = self.generation % _RING
+        if self._on_cuda:
+            _wait(self._events[slot])
+        return slot
 
     def end(self, bucket: Bucket) -> Staged:
         """Send the buffer written since `begin`, in one transfer."""
         slot = self.generation % _RING
         place = self._place(bucket, slot)
         return Staged(place.remote, self._transfer(place, slot), self)
-
-    def _free_slot(self) -> int:
-        """The buffer whose turn it is, once its last copy is done."""
-        slot = self.generation % _RING
-        if self._on_cuda:
-            _wait(self._events[slot])
-        return slot
 
     def _transfer(self, place: _Place, slot: int) -> int:
         if place.remote_bytes is not None:

@@ -191,6 +191,7 @@ class Eagle3Head(nn.Module):
         self.hidden_size = spec.hidden_size
         self.draft_vocab_size = spec.draft_vocab_size
         self.attention_specs = spec.attention_specs
+        self._fuses = spec.has_fc
         self.checkpoint_report: HeadReport | None = None
         self._share_target(target_embedding, target_lm_head)
         self._set_vocabulary(d2t, target_embedding.device)
@@ -248,7 +249,7 @@ class Eagle3Head(nn.Module):
 
     def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, A·Ht] aux hidden states -> [T, H] input of step 1: norms if any, then `fc`."""
-        if not self.spec.has_fc:
+        if not self._fuses:
             return aux_hidden_states
         if self.spec.input_norm:
             aux_hidden_states = self.input_norm(aux_hidden_states)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import GroupRunner
 from drafters.base import Head
-from drafters.loops.base import Choose, Compile, Draft, Greedy, LoopSize, paged_attend
+from drafters.loops.base import Choose, Compile, Draft, Greedy, LoopSize
 from drafters.loops.chain_arrays import ChainInputs, ChainSection, DraftPrefill, chain_arrays
 from drafters.loops.chain_passes import HeadPasses, StaticChain
 
@@ -60,23 +61,18 @@ def draft_chain(
 
     Source: EAGLE-3, arXiv 2503.01840, section 3; SafeAILab/EAGLE eagle/model/cnets.py (topK_genrate, stable_kv).
     """
-    x = draft_prefill(head, runner, aux, prefill)
-    if x is None:
+    hidden = head.fuse(aux.index_select(0, prefill.token_indices))  # [T', H]
+    attend = partial(runner.attend, runner.plan(prefill.metadata))
+    x = head.forward(prefill.token_ids, hidden, prefill.metadata.positions, attend)
+    if not len(prefill.last_row):  # no row drafts
         return Draft(prefill.token_ids.new_empty(0, 0), None)
+    x = x.index_select(0, prefill.last_row)
     ids, probs = choose(0, head.logits(x))
     chosen, token_ids = [probs], [head.to_target_ids(ids)]
     for step, metadata in enumerate(steps, 1):
-        attend = paged_attend(runner, runner.plan(metadata))
+        attend = partial(runner.attend, runner.plan(metadata))
         x = head.forward(token_ids[-1], head.feedback(x), metadata.positions, attend)
         ids, probs = choose(step, head.logits(x))
         chosen.append(probs)
         token_ids.append(head.to_target_ids(ids))
     return Draft.of(token_ids, chosen)
-
-
-def draft_prefill(head: Head, runner: GroupRunner, aux: torch.Tensor, prefill: DraftPrefill) -> torch.Tensor | None:
-    """The head's pass over the accepted rows: output rows [R, H] that give draft 1, or None when no row drafts."""
-    hidden = head.fuse(aux.index_select(0, prefill.token_indices))  # [T', H]
-    attend = paged_attend(runner, runner.plan(prefill.metadata))
-    x = head.forward(prefill.token_ids, hidden, prefill.metadata.positions, attend)
-    return x.index_select(0, prefill.last_row) if len(prefill.last_row) else None

@@ -14,7 +14,7 @@ from typing import Generic
 import numpy as np
 import torch
 
-from attention.batch.host import HostBatch, flat_pages, last_page_lens, page_counts_of, rows_batch, slots_of
+from attention.batch.host import HostBatch, flat_pages, page_layout, rows_batch, slots_of
 from attention.batch.metadata import BatchArrays, BatchSection, CommonAttentionMetadata
 from attention.checking import CHECKS
 from attention.staging import A, Section, Staged, array
@@ -132,24 +132,6 @@ def draft_steps(
     return DraftSteps(active, positions.astype(np.int64, copy=False), (positions + 1).astype(np.int32), slots)
 
 
-def step_batch(steps: DraftSteps, step: int, block_table: np.ndarray, page_size: int) -> HostBatch:
-    """The attention of draft step `step` (0 is design step 2) as a HostBatch of one token a row.
-
-    block_table: [B, P]; padding rows see the null page only.
-    """
-    active, rows = steps.active[step], steps.positions.shape[1]
-    table = block_table if active.all() else np.where(active[:, None], block_table, 0)
-    return HostBatch(
-        query_start_loc=np.arange(rows + 1, dtype=np.int32),
-        seq_lens=steps.seq_lens[step],
-        num_computed_tokens=steps.seq_lens[step] - 1,
-        block_table=table,
-        slot_mapping=steps.slots[step],
-        positions=steps.positions[step],
-        page_size=page_size,
-    )
-
-
 @dataclass(frozen=True)
 class PrefillArrays:
     """Host arrays of a draft prefill.
@@ -215,47 +197,55 @@ def prefill_arrays(draft: DraftInput) -> PrefillArrays:
 
 
 def step_arrays(rows: DraftingRows) -> StepArrays:
-    """All steps of these rows after the draft prefill."""
-    if not rows.num_steps:
-        return StepArrays((), None)
+    """All steps of these rows after the draft prefill. Rows that do not take a step see the null page only."""
     table, page_size = rows.block_table, rows.page_size
-    steps = draft_steps(rows.committed_lens, rows.num_drafts, table, page_size, rows.num_steps)
-    counts = page_counts_of(steps.seq_lens, page_size)  # [K-1, R]
-    indptr = np.zeros((len(counts), counts.shape[1] + 1), np.int32)
-    np.cumsum(counts, axis=1, out=indptr[:, 1:])
+    steps = draft_steps(rows.committed_lens, rows.num_drafts, table, page_size)
+    count, num_rows = steps.positions.shape
+    if not count:
+        return StepArrays((), None)
+    counts, indptr, last_page_len = page_layout(steps.seq_lens, page_size)
+    query_start_loc, query_lens = np.arange(num_rows + 1, dtype=np.int32), np.ones(num_rows, np.int32)
+    pages = np.zeros((count, int(indptr[:, -1].max())), np.int32)
+    batches, listed, before = [], table, b""
+    for step, (own, active) in enumerate(zip(counts, steps.active, strict=True)):
+        used, now = int(indptr[step, -1]), own.tobytes() + active.tobytes()
+        if now == before:  # no row has entered a page since the step before
+            pages[step] = pages[step - 1]
+        else:
+            listed = table if active.all() else np.where(active[:, None], table, 0)
+            pages[step, :used] = flat_pages(listed, own)
+        before = now
+        batch = HostBatch(
+            query_start_loc=query_start_loc,
+            seq_lens=steps.seq_lens[step],
+            num_computed_tokens=steps.seq_lens[step] - 1,
+            block_table=listed,
+            slot_mapping=steps.slots[step],
+            positions=steps.positions[step],
+            page_size=page_size,
+        )
+        vars(batch).update(query_lens=query_lens, page_counts=own, page_indices=pages[step, :used])
+        vars(batch).update(page_indptr=indptr[step], last_page_len=last_page_len[step])
+        batches.append(batch)
     sent = BatchArrays(
-        query_start_loc=np.arange(counts.shape[1] + 1, dtype=np.int32),
+        query_start_loc=query_start_loc,
         block_table=table,
-        page_indices=_step_pages(steps.active, table, counts, int(indptr[:, -1].max())),
+        page_indices=pages,
         page_indptr=indptr,
-        last_page_len=last_page_lens(steps.seq_lens, page_size),
+        last_page_len=last_page_len,
         seq_lens=steps.seq_lens,
         slot_mapping=steps.slots,
         positions=steps.positions,
     )
-    return StepArrays(tuple([step_batch(steps, step, table, page_size) for step in range(rows.num_steps)]), sent)
+    return StepArrays(tuple(batches), sent)
 
 
 def chain_arrays(draft: DraftInput) -> ChainArrays:
     """All arrays of a chain."""
     rows, prefill = draft.drafting, prefill_arrays(draft)
-    size = LoopSize.of(prefill.batch, rows.num_steps + 1)
-    return ChainArrays(prefill, len(rows.num_drafts), step_arrays(rows), size)
-
-
-def _step_pages(active: np.ndarray, table: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
-    """[K-1, width] int32: every step's pages, row after row; active, counts: [K-1, R]; table: [R, P]."""
-    pages = np.zeros((len(counts), width), np.int32)
-    before: bytes | None = None
-    for step, own in enumerate(counts):
-        now = own.tobytes() + active[step].tobytes()
-        if now == before:  # no row has entered a page since the step before
-            pages[step] = pages[step - 1]
-            continue
-        flat = flat_pages(table if active[step].all() else np.where(active[step][:, None], table, 0), own)
-        pages[step, : len(flat)] = flat
-        before = now
-    return pages
+    steps, batch = step_arrays(rows), prefill.batch
+    size = LoopSize(len(batch.seq_lens), len(batch.positions), batch.block_table.shape[1], len(steps.batches) + 1)
+    return ChainArrays(prefill, len(rows.num_drafts), steps, size)
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,7 @@ class GraphExecutor:
             return Verification(read, aux_hidden_states)
         num_carried = self._prefill.num_rows
         ahead = ahead_inputs(round_.target, self._num_modules, num_carried)  # made while the device verifies
-        sent = self._transfer.send_ahead(round_.target.inputs, ahead, device)
+        sent = self._transfer.send_ahead(ahead, device)
         accepted, chosen = self._prefill.run(result, sent, device.logits_indices)
         if round_.sampled and self._drawn is not None:
             self._drawn.choose(0, chosen, accepted)

@@ -263,19 +263,18 @@ class SentRound:
 
 
 class RoundTransfer:
-    """Sends rounds that run operator by operator: the verification, its sampling and the draft loop."""
+    """Sends rounds that run operator by operator: the verification, its sampling and the draft loop.
+
+    Attributes:
+        arena: has sent every round, in one copy each.
+    """
 
     def __init__(self, loop: DraftLoop[Any, Any] | None, config: EngineConfig, device: torch.device) -> None:
         """loop: of the head; None without one."""
         self._section = section = None if loop is None else loop.section
         self._target, self._sampling = _verification(config), SamplingSection(ahead=False)
-        self._arena = StagingArena(*_largest(section, config), device)
+        self.arena = StagingArena(*_largest(section, config), device)
         self._bucket = lru_cache(_BUCKETS)(partial(_bucket, section))
-
-    @property
-    def transfers(self) -> int:
-        """Host-to-device copies so far."""
-        return self._arena.generation
 
     def send(self, target: TargetInputs, drafting: LoopArrays | None, sampling: SamplingRound | None) -> SentRound:
         """Send a round in one copy.
@@ -290,7 +289,7 @@ class RoundTransfer:
             size = drafting.size
         if sampling is not None:
             values |= self._sampling.values(sampling)
-        staged = self._arena.send(self._bucket(*_sizes_of(target), size), values)
+        staged = self.arena.send(self._bucket(*_sizes_of(target.batch, target), size), values)
         device = self._target.of(target.batch, staged)
         if sampling is not None:
             device = replace(device, sampling=self._sampling.of(staged.views, sampling.decided.arrays.filters))
@@ -319,13 +318,14 @@ class AheadTransfer:
 
     def send(self, target: TargetInputs) -> SentRound:
         """Send a verification."""
-        staged = self._verification.send(_verification_bucket(*_sizes_of(target)), self._target.values(target))
+        bucket = _verification_bucket(*_sizes_of(target.batch, target))
+        staged = self._verification.send(bucket, self._target.values(target))
         return SentRound(self._target.of(target.batch, staged), None)
 
-    def send_ahead(self, target: TargetInputs, ahead: AheadInputs, verification: DeviceRound) -> DeviceAhead:
+    def send_ahead(self, ahead: AheadInputs, verification: DeviceRound) -> DeviceAhead:
         """Send the draft prefill after a verification that was sent."""
         assert self._ahead is not None
-        bucket = _ahead_bucket(self._section, _sizes_of(target)[0])
+        bucket = _ahead_bucket(self._section, _sizes_of(verification.metadata.host, verification)[0])
         staged = self._ahead.send(bucket, self._section.values(ahead))
         return self._section.of(ahead, verification.metadata, staged)
 
@@ -360,10 +360,11 @@ def _largest_ahead(num_modules: int, config: EngineConfig) -> tuple[list[Field],
     return list(section.fields if num_modules else ()), _ahead_bucket(section, loop_limits(config))
 
 
-def _sizes_of(target: TargetInputs) -> tuple[LoopSize, Groups]:
-    batch = target.batch
-    size = LoopSize.of(batch, target.logit_index.shape[1] - 1)
-    return size, tuple([len(group.page_indices) for group in batch.other_groups])
+def _sizes_of(batch: HostBatch, target: VerificationArrays[Any]) -> tuple[LoopSize, Groups]:
+    """Of a verification; batch: its attention."""
+    pages, drafts = batch.block_table.shape[1], target.logit_index.shape[1] - 1
+    groups = tuple([len(group.page_indices) for group in batch.other_groups])
+    return LoopSize(len(batch.seq_lens), len(batch.positions), pages, drafts), groups
 
 
 @lru_cache(_BUCKETS)

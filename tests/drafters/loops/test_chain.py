@@ -13,9 +13,9 @@ from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.base import Head
-from drafters.loops.base import Draft
+from drafters.loops.base import Draft, DraftingRows
 from drafters.loops.chain import draft_chain
-from drafters.loops.chain_arrays import DraftPrefill, draft_steps, step_batch
+from drafters.loops.chain_arrays import DraftPrefill, step_arrays
 from drafters.oracle import oracle_drafts
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ class Rows:
         """The draft prefill reads positions start[i] … stop[i]-1 (the bonus token is at stop[i]); then the steps."""
         lens = np.array(stop) - np.array(start)
         first = rows_batch(np.concatenate([[0], np.cumsum(lens)]), np.array(start), TABLE, PAGE_SIZE)
-        steps = draft_steps(np.array(stop), np.array(num_drafts), TABLE, PAGE_SIZE)
+        steps = step_arrays(DraftingRows(np.array(stop), np.array(num_drafts), TABLE, PAGE_SIZE))
         span = range(2)
         tokens = [self.ids[i][p + 1] for i in span for p in range(start[i], stop[i])]
         aux_hidden_states = torch.cat([self.aux_hidden_states[i, start[i] : stop[i]] for i in span])
@@ -66,7 +66,7 @@ class Rows:
                     last_row=torch.from_numpy(np.cumsum(lens) - 1),
                     metadata=staged(first),
                 ),
-                [staged(step_batch(steps, j, TABLE, PAGE_SIZE)) for j in range(steps.num_steps)],
+                [staged(batch) for batch in steps.batches],
                 greedy,
             )
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
-import drafters.loops.chain
 from drafters.loops.chain import draft_chain
 from drafters.loops.chain_passes import HeadPasses
 
@@ -36,9 +34,8 @@ class Head:
         return draft_ids + 50
 
 
-def test_each_step_feeds_the_draft_before_and_the_heads_feedback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafters.loops.chain, "paged_attend", lambda runner, plan: None)
-    runner: Any = SimpleNamespace(plan=lambda metadata: None)
+def test_each_step_feeds_the_draft_before_and_the_heads_feedback() -> None:
+    runner: Any = SimpleNamespace(plan=lambda metadata: None, attend=lambda *given: None)
     head: Any = Head()
     seen: list[tuple[int, list[float]]] = []
 

@@ -110,7 +110,7 @@ def test_a_round_is_one_copy_with_and_without_its_draft_loop(drafting: bool) -> 
     )
     target = target_arrays(schedule, table, RoundTables(pages, None, 4))
     sent = transfer.send(target.inputs, loop.arrays(draft) if drafting else None, None)
-    assert transfer.transfers == 1
+    assert transfer.arena.generation == 1
     device = sent.verification
     assert device.token_ids.tolist() == [111, 0, 0, 206, 0] and device.draft_places.tolist() == [1, 2, 4]
     assert device.draft_sources.tolist() == [0, 1, 2] and device.logit_index.tolist() == [[0, 1, 2], [3, 4, 4]]

@@ -68,13 +68,13 @@ def test_a_verification_reads_bonus_tokens_and_has_places_for_its_drafts() -> No
     assert round_.logit_index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert round_.metadata.positions.tolist() == [11, 12, 13, 14, 8, 9, 10, 11]
     assert both.draft is None and round_.sampling is None
-    assert transfer.transfers == 1
+    assert transfer.arena.generation == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_everything_of_a_round_is_one_copy(temperature: float) -> None:
     both, transfer = sent(temperature)
-    assert transfer.transfers == 1
+    assert transfer.arena.generation == 1
     assert isinstance(both.draft, ChainInputs) and len(both.draft.steps) == K - 1
     assert (both.verification.sampling is None) == (temperature == 0)
 
@@ -158,7 +158,7 @@ def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: 
     loop = ChainLoop(table_head(tiny_llama()))
     RoundTransfer(loop, CONFIG, CPU).send(target.inputs, loop.arrays(draft), sampling)
     transfer = AheadTransfer(1, CONFIG, CPU)
-    transfer.send_ahead(target.inputs, ahead_inputs(target), transfer.send(target.inputs).verification)
+    transfer.send_ahead(ahead_inputs(target), transfer.send(target.inputs).verification)
     assert transfer.transfers == 2
     for arena in noted:
         ((names, fields),) = arena.sent
