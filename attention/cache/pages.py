@@ -103,6 +103,11 @@ class BlockTables:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
+    def width_for(self, num_tokens: int) -> int:
+        """Columns of the block table that hold rows of at most `num_tokens` >= 1 tokens, as a power of two of pages or
+        all of them: rounds have few widths."""
+        return min(1 << ((num_tokens - 1) // self.page_size).bit_length(), self.table.shape[1])
+
     def release(self, row: int) -> None:
         """Return all pages of a row."""
         self.resize([row], [0])

@@ -19,7 +19,6 @@ from attention.batch.metadata import BatchArrays, BatchSection, CommonAttentionM
 from attention.checking import CHECKS
 from attention.staging import A, Section, Staged, array
 from drafters.loops.base import DraftingRows, DraftInput, LoopSize
-from drafters.loops.lengths import tokens_accepted
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def accepted_rows(
     >>> accepted.query_start_loc.tolist(), accepted.token_indices.tolist(), accepted.last_row.tolist()
     ([0, 2, 6, 7], [0, 1, 4, 5, 6, 7, 8], [1, 5, 6])
     """
-    lens = tokens_accepted(np.diff(query_start_loc) - num_drafts, num_accepted)
+    lens = np.diff(query_start_loc) - num_drafts + num_accepted
     starts = query_start_loc[:-1]
     if rows is not None:
         lens, starts = lens[rows], starts[rows]

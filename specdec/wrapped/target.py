@@ -22,7 +22,7 @@ from attention.recurrence.runner import Recur, StateRunner
 from attention.recurrence.state_rows import StateRows
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
-from specdec.wrapped.alterations import Alterations
+from specdec.wrapped.alterations import Alterations, Hook
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.long_rope import RotaryPositions, find_long_rope, looked_up
 from specdec.wrapped.probing import TargetProbe, decoder_of, last_states, placeholders
@@ -56,11 +56,11 @@ class AuxStateRecorder:
         self._places = range(len(aux_layers))
         for place, layer in enumerate(aux_layers):
             if layer == FINAL_NORM:
-                alterations.hook_after(decoder_of(probed.model), self._after_decoder(place))
+                alterations.hook_after(decoder_of(probed.model), partial(self._after_decoder, place))
             elif layer == num_layers:
-                alterations.hook_after(probed.layers[-1], self._after_layer(place))
+                alterations.hook_after(probed.layers[-1], _AfterLayer(partial(self._store, place)))
             else:
-                alterations.hook_before(probed.layers[layer], self._before_layer(place))
+                alterations.hook_before(probed.layers[layer], _BeforeLayer(partial(self._store, place)))
 
     @contextmanager
     def recording(self, num_tokens: int, keep: bool = True) -> Iterator[None]:
@@ -93,6 +93,10 @@ class AuxStateRecorder:
             self._caught.clear()  # a forward that raised leaves no states to the next one
             self._missing.clear()
 
+    def _after_decoder(self, place: int, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._on:
+            self._store(place, last_states(module, output, self._width))
+
     def _store(self, place: int, states: torch.Tensor) -> None:
         if not self._on:
             return
@@ -123,24 +127,19 @@ class AuxStateRecorder:
             raise InvariantError(f"aux hidden states of {len(rows)} tokens in a forward of {self._num_tokens}")
         return rows
 
-    def _before_layer(self, place: int) -> Any:
-        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._store(place, args[0] if args else kwargs["hidden_states"])
 
-        return hook
+class _BeforeLayer(Hook):
+    """Passes on the states that a decoder layer gets."""
 
-    def _after_layer(self, place: int) -> Any:
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            self._store(place, output[0] if isinstance(output, tuple) else output)
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.call(args[0] if args else kwargs["hidden_states"])
 
-        return hook
 
-    def _after_decoder(self, place: int) -> Any:
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if self._on:
-                self._store(place, last_states(module, output, self._width))
+class _AfterLayer(Hook):
+    """Passes on the states that a decoder layer returns."""
 
-        return hook
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self.call(output[0] if isinstance(output, tuple) else output)
 
 
 @dataclass(frozen=True)

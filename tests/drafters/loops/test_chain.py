@@ -1,4 +1,4 @@
-"""draft_chain over a paged cache: rounds of it give the drafts of a head that recomputes everything."""
+"""ChainLoop over a paged cache: rounds of it give the drafts of a head that recomputes everything."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Draft, DraftingRows
-from drafters.loops.chain import draft_chain
-from drafters.loops.chain_arrays import DraftPrefill, step_arrays
+from drafters.loops.chain import ChainLoop
+from drafters.loops.chain_arrays import ChainInputs, DraftPrefill, step_arrays
 from drafters.oracle import oracle_drafts
 
 CPU = torch.device("cpu")
@@ -56,19 +56,14 @@ class Rows:
         aux_hidden_states = torch.cat([self.aux_hidden_states[i, start[i] : stop[i]] for i in span])
         shuffled = torch.randperm(len(aux_hidden_states), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            return draft_chain(
-                self.head,
-                self.runner,
-                aux_hidden_states[shuffled],
-                DraftPrefill(
-                    token_ids=torch.tensor(tokens),
-                    token_indices=shuffled.argsort(),
-                    last_row=torch.from_numpy(np.cumsum(lens) - 1),
-                    metadata=staged(first),
-                ),
-                [staged(batch) for batch in steps.batches],
-                greedy,
+            prefill = DraftPrefill(
+                token_ids=torch.tensor(tokens),
+                token_indices=shuffled.argsort(),
+                last_row=torch.from_numpy(np.cumsum(lens) - 1),
+                metadata=staged(first),
             )
+            inputs = ChainInputs(prefill, tuple(staged(batch) for batch in steps.batches))
+            return ChainLoop(self.head).run(inputs, self.runner, aux_hidden_states[shuffled], greedy)
 
     def oracle(self, stop: list[int], num_drafts: list[int]) -> list[list[int]]:
         with torch.no_grad():
@@ -114,7 +109,8 @@ def test_a_prompt_chunk_alone_is_read_and_drafts_nothing() -> None:
     empty = torch.empty(0, dtype=torch.long)
     pass_ = DraftPrefill(torch.tensor(rows.ids[0][1:6]), torch.arange(5), empty, metadata=staged(first))
     with torch.no_grad():
-        draft = draft_chain(rows.head, rows.runner, rows.aux_hidden_states[0, :5], pass_, [], greedy)
+        aux = rows.aux_hidden_states[0, :5]
+        draft = ChainLoop(rows.head).run(ChainInputs(pass_, ()), rows.runner, aux, greedy)
     assert draft.token_ids.shape == (0, 0) and draft.probs is None
     written = rows.runner.layers[0].keys[TABLE[0, :2].tolist()].flatten(0, 1).abs().sum((1, 2)) > 0
     assert written.tolist() == [True] * 5 + [False] * 3
