@@ -38,7 +38,7 @@ class ChainLoop:
         Source: EAGLE-3, arXiv 2503.01840, section 3; SafeAILab/EAGLE eagle/model/cnets.py (topK_genrate, stable_kv).
         """
         head, prefill = self._head, inputs.prefill
-        hidden = head.fuse(aux.index_select(0, prefill.token_indices))  # [T', H]
+        hidden = head.fuse(aux.index_select(0, prefill.sources))  # [T', H]
         attend = partial(runner.attend, runner.plan(prefill.metadata))
         x = head.forward(prefill.token_ids, hidden, prefill.metadata.positions, attend)
         if not len(prefill.last_row):  # no row drafts

@@ -8,7 +8,7 @@ Running example: K=3, page size 16, q=[4,4,4], seq=[20,33,48], accepted=[1,3,0],
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic
 
 import numpy as np
@@ -132,17 +132,34 @@ def draft_steps(
 
 
 @dataclass(frozen=True)
-class PrefillArrays:
-    """Host arrays of a draft prefill.
+class PassRows(Generic[A]):
+    """Inputs of a head's pass over the rows of a draft prefill: of a chain its only one, else one module's.
 
     Attributes:
-        accepted: the verification's token rows that it reads. token_ids: [T'] int64, the token at p+1 of each.
-        batch: its attention on the head's pages, B' rows.
+        token_ids: [T'] int64, shifted: the token at position p+1, of module m at p+1+m.
+        sources: [T'] int64, rows of the target's aux hidden states; for modules after the first see
+            `drafters.loops.module_arrays.ModuleRows.sources`.
+        last_row: int64, the last row of each row of the batch; of a chain [R], whose output gives draft 1: none where
+            prompts are read only. Of modules [B'], by request.
     """
 
-    accepted: AcceptedRows
-    token_ids: np.ndarray
-    batch: HostBatch
+    token_ids: A = array(np.int64, "tokens")
+    sources: A = array(np.int64, "tokens")
+    last_row: A = array(np.int64, "rows")
+
+
+@dataclass(frozen=True)
+class HostPass(PassRows[np.ndarray]):
+    """The same on the host. batch: its attention on the head's pages; requests without rows are not in it."""
+
+    batch: HostBatch = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class DevicePass(PassRows[torch.Tensor]):
+    """The same on the device. metadata: attention of the pass; the drafting rows come first."""
+
+    metadata: CommonAttentionMetadata = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -164,18 +181,16 @@ class ChainArrays:
     """Host arrays of one chain.
 
     Attributes:
-        prefill: the draft prefill, whose first R rows draft. num_drafting: R. steps: all draft steps.
-        size: see `LoopArrays`.
+        prefill: the draft prefill, whose first R rows draft. steps: all draft steps. size: see `LoopArrays`.
     """
 
-    prefill: PrefillArrays
-    num_drafting: int
+    prefill: HostPass
     steps: StepArrays
     size: LoopSize
 
 
-def prefill_arrays(draft: DraftInput) -> PrefillArrays:
-    """The draft prefill of a round.
+def prefill_arrays(draft: DraftInput) -> HostPass:
+    """The draft prefill of a round, by the head that reads the target's states; last_row: [B'].
 
     A prompt row of which 3 tokens were read, and a verification of 3 drafts of which 1 was accepted:
 
@@ -184,15 +199,14 @@ def prefill_arrays(draft: DraftInput) -> PrefillArrays:
     >>> draft = DraftInput(np.array([0, 3, 7]), np.array([0, 3]), np.array([0, 1]), np.array([1, 0]),
     ...                    np.array([1, 0]), np.array([4, 3]), tokens, n, table[[1, 0]], 16)
     >>> arrays = prefill_arrays(draft)
-    >>> arrays.accepted.token_indices.tolist(), arrays.batch.positions.tolist(), arrays.token_ids.tolist()
+    >>> arrays.sources.tolist(), arrays.batch.positions.tolist(), arrays.token_ids.tolist()
     ([3, 4, 0, 1, 2], [2, 3, 0, 1, 2], [23, 24, 11, 12, 13])
     """
     accepted = accepted_rows(draft.query_start_loc, draft.num_drafts, draft.num_accepted, draft.order)
     lens = np.diff(accepted.query_start_loc)
     batch = rows_batch(accepted.query_start_loc, draft.committed_lens - lens, draft.block_table, draft.page_size)
-    return PrefillArrays(
-        accepted, shifted_token_ids(draft.tokens, np.repeat(draft.request_rows, lens), batch.positions), batch
-    )
+    token_ids = shifted_token_ids(draft.tokens, np.repeat(draft.request_rows, lens), batch.positions)
+    return HostPass(token_ids, accepted.token_indices, accepted.last_row, batch=batch)
 
 
 def step_arrays(rows: DraftingRows) -> StepArrays:
@@ -244,36 +258,14 @@ def chain_arrays(draft: DraftInput) -> ChainArrays:
     rows, prefill = draft.drafting, prefill_arrays(draft)
     steps, batch = step_arrays(rows), prefill.batch
     size = LoopSize(len(batch.seq_lens), len(batch.positions), batch.block_table.shape[1], len(steps.batches) + 1)
-    return ChainArrays(prefill, len(rows.num_drafts), steps, size)
-
-
-@dataclass(frozen=True)
-class PrefillRows(Generic[A]):
-    """Inputs of the draft prefill over T' rows.
-
-    Attributes:
-        token_ids: [T'] int64, shifted: the token at position p+1.
-        token_indices: [T'] int64, rows of the target's aux hidden states.
-        last_row: [R] int64, rows whose output gives draft 1; R may be 0 (prompt chunks only).
-    """
-
-    token_ids: A = array(np.int64, "tokens")
-    token_indices: A = array(np.int64, "tokens")
-    last_row: A = array(np.int64, "rows")
-
-
-@dataclass(frozen=True)
-class DraftPrefill(PrefillRows[torch.Tensor]):
-    """The same on the device. metadata: attention of the pass; its rows 0 … R-1 are the drafting rows."""
-
-    metadata: CommonAttentionMetadata = field(kw_only=True)
+    return ChainArrays(replace(prefill, last_row=prefill.last_row[: len(rows.num_drafts)]), steps, size)
 
 
 @dataclass(frozen=True)
 class ChainInputs:
     """A chain on the device. steps: attention of drafts 2 … n, one token a row, the same R rows."""
 
-    prefill: DraftPrefill
+    prefill: DevicePass
     steps: tuple[CommonAttentionMetadata, ...]
 
 
@@ -336,7 +328,7 @@ class ChainSection:
 
     def __init__(self) -> None:
         self._batch = BatchSection("prefill")
-        self._rows = Section(PrefillRows, "prefill")
+        self._rows = Section(PassRows, "prefill")
         self._steps = StepSection()
         self.fields = (*self._batch.fields, *self._rows.fields, *self._steps.fields)
 
@@ -347,14 +339,11 @@ class ChainSection:
 
     def values(self, arrays: ChainArrays) -> dict[str, np.ndarray]:
         """See `LoopSection.values`."""
-        prefill, accepted = arrays.prefill, arrays.prefill.accepted
-        rows = PrefillRows(prefill.token_ids, accepted.token_indices, accepted.last_row[: arrays.num_drafting])
-        return (
-            self._batch.values(prefill.batch) | self._rows.values(rows) | self._steps.arrays.values(arrays.steps.sent)
-        )
+        prefill = self._batch.values(arrays.prefill.batch) | self._rows.values(arrays.prefill)
+        return prefill | self._steps.arrays.values(arrays.steps.sent)
 
     def of(self, arrays: ChainArrays, staged: Staged) -> ChainInputs:
         """See `LoopSection.of`."""
         metadata = self._batch.metadata(arrays.prefill.batch, staged)
-        prefill = self._rows.of(staged.views, DraftPrefill, metadata=metadata)
+        prefill = self._rows.of(staged.views, DevicePass, metadata=metadata)
         return ChainInputs(prefill, self._steps.of(arrays.steps.batches, staged))

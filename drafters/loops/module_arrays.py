@@ -15,7 +15,7 @@ For M = 1 this is the chain of `drafters.loops.chain_arrays.draft_steps`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic
 
 import numpy as np
@@ -26,7 +26,7 @@ from attention.batch.metadata import BatchArrays, BatchSection, CommonAttentionM
 from attention.checking import CHECKS
 from attention.staging import A, Section, Staged, array
 from drafters.loops.base import DraftInput, LoopSize
-from drafters.loops.chain_arrays import prefill_arrays
+from drafters.loops.chain_arrays import DevicePass, HostPass, PassRows, prefill_arrays
 
 
 @dataclass(frozen=True)
@@ -197,28 +197,6 @@ def module_step(
 
 
 @dataclass(frozen=True)
-class PassRows(Generic[A]):
-    """One module's part of a draft prefill over B' requests.
-
-    Attributes:
-        token_ids: [T_m] int64.
-        sources: [T_m] int64; for module 0 rows of the target's aux hidden states, for others see `ModuleRows.sources`.
-        last_row: [B'] int64, each request's last row.
-    """
-
-    token_ids: A = array(np.int64, "tokens")
-    sources: A = array(np.int64, "tokens")
-    last_row: A = array(np.int64, "requests")
-
-
-@dataclass(frozen=True)
-class ModulePassArrays(PassRows[np.ndarray]):
-    """The same on the host. batch: its attention; requests without rows are not in it."""
-
-    batch: HostBatch = field(kw_only=True)
-
-
-@dataclass(frozen=True)
 class ModuleArrays:
     """Host arrays of one draft loop by M modules.
 
@@ -230,7 +208,7 @@ class ModuleArrays:
 
     request_rows: np.ndarray
     num_drafting: int
-    passes: tuple[ModulePassArrays, ...]
+    passes: tuple[HostPass, ...]
     steps: tuple[HostBatch, ...]
 
     @property
@@ -244,26 +222,16 @@ class ModuleArrays:
 def module_arrays(draft: DraftInput, num_modules: int) -> ModuleArrays:
     """All arrays of M modules."""
     prefill = prefill_arrays(draft)
-    first, page_size = prefill.batch, draft.page_size
-    passes = [
-        ModulePassArrays(prefill.token_ids, prefill.accepted.token_indices, prefill.accepted.last_row, batch=first)
-    ]
+    first, page_size, passes = prefill.batch, draft.page_size, [prefill]
     for rows in module_rows(first.num_computed_tokens, first.query_lens, num_modules, draft.begins):
         batch = module_batch(rows, first.block_table, page_size)
-        passes.append(ModulePassArrays(prefill.token_ids[rows.tokens], rows.sources, rows.last_row, batch=batch))
+        passes.append(HostPass(prefill.token_ids[rows.tokens], rows.sources, rows.last_row, batch=batch))
     own = draft.drafting
     steps = (
         module_step(s, own.committed_lens, own.num_drafts, own.block_table, page_size, num_modules)
         for s in range(1, own.num_steps + 1)
     )
     return ModuleArrays(draft.request_rows, len(own.num_drafts), tuple(passes), tuple(steps))
-
-
-@dataclass(frozen=True)
-class ModulePass(PassRows[torch.Tensor]):
-    """`ModulePassArrays` on the device. metadata: attention of the pass."""
-
-    metadata: CommonAttentionMetadata = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -277,7 +245,7 @@ class ModuleInputs:
 
     request_rows: torch.Tensor
     num_drafting: int
-    passes: tuple[ModulePass, ...]
+    passes: tuple[DevicePass, ...]
     steps: tuple[CommonAttentionMetadata, ...]
 
 
@@ -285,7 +253,7 @@ class ModuleSection:
     """The loop of M modules in the arena, for up to K drafts; a `drafters.loops.base.LoopSection`."""
 
     def __init__(self, num_modules: int, num_drafts: int) -> None:
-        self._num_modules, requests = num_modules, {"requests": "modules.requests"}
+        self._num_modules, requests = num_modules, {"rows": "modules.requests"}
         names = [f"modules.prefill{m}" for m in range(num_modules)]
         self._requests = Section(_Requests, "modules")
         self._batches = [BatchSection(name) for name in names]
@@ -317,7 +285,7 @@ class ModuleSection:
         """See `LoopSection.of`."""
         sections = zip(self._batches, self._rows, arrays.passes, strict=True)
         passes = tuple(
-            rows.of(staged.views, ModulePass, metadata=batch.metadata(each.batch, staged))
+            rows.of(staged.views, DevicePass, metadata=batch.metadata(each.batch, staged))
             for batch, rows, each in sections
         )
         steps = tuple(step.metadata(own, staged) for step, own in zip(self._steps, arrays.steps, strict=False))

@@ -15,7 +15,7 @@ from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Draft, DraftingRows
 from drafters.loops.chain import ChainLoop
-from drafters.loops.chain_arrays import ChainInputs, DraftPrefill, step_arrays
+from drafters.loops.chain_arrays import ChainInputs, DevicePass, step_arrays
 from drafters.oracle import oracle_drafts
 
 CPU = torch.device("cpu")
@@ -56,9 +56,9 @@ class Rows:
         aux_hidden_states = torch.cat([self.aux_hidden_states[i, start[i] : stop[i]] for i in span])
         shuffled = torch.randperm(len(aux_hidden_states), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            prefill = DraftPrefill(
+            prefill = DevicePass(
                 token_ids=torch.tensor(tokens),
-                token_indices=shuffled.argsort(),
+                sources=shuffled.argsort(),
                 last_row=torch.from_numpy(np.cumsum(lens) - 1),
                 metadata=staged(first),
             )
@@ -107,7 +107,7 @@ def test_a_prompt_chunk_alone_is_read_and_drafts_nothing() -> None:
     rows = Rows(head_of("table"))
     first = rows_batch(np.array([0, 5]), np.array([0]), TABLE[:1], PAGE_SIZE)
     empty = torch.empty(0, dtype=torch.long)
-    pass_ = DraftPrefill(torch.tensor(rows.ids[0][1:6]), torch.arange(5), empty, metadata=staged(first))
+    pass_ = DevicePass(torch.tensor(rows.ids[0][1:6]), torch.arange(5), empty, metadata=staged(first))
     with torch.no_grad():
         aux = rows.aux_hidden_states[0, :5]
         draft = ChainLoop(rows.head).run(ChainInputs(pass_, ()), rows.runner, aux, greedy)

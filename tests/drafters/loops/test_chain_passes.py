@@ -45,7 +45,7 @@ def test_each_step_feeds_the_draft_before_and_the_heads_feedback() -> None:
         return 10 * (step + 1) + torch.arange(len(logits)), None
 
     prefill: Any = SimpleNamespace(
-        token_indices=torch.tensor([0, 2, 3]),
+        sources=torch.tensor([0, 2, 3]),
         token_ids=torch.tensor([1, 2, 3]),
         metadata=SimpleNamespace(positions="prefill"),
         last_row=torch.tensor([1, 2]),

@@ -119,6 +119,6 @@ def test_a_round_is_one_copy_with_and_without_its_draft_loop(drafting: bool) -> 
         assert sent.draft is None
         return
     prefill, steps = sent.draft.prefill, sent.draft.steps  # type: ignore[union-attr, attr-defined]
-    assert prefill.token_indices.tolist() == [0, 1, 2, 3] and prefill.token_ids.tolist() == [109, 110, 111, 206]
+    assert prefill.sources.tolist() == [0, 1, 2, 3] and prefill.token_ids.tolist() == [109, 110, 111, 206]
     assert prefill.metadata.positions.tolist() == [8, 9, 10, 5] and prefill.last_row.tolist() == [2, 3]
     assert [step.positions.tolist() for step in steps] == [[11, 0]]

@@ -84,7 +84,7 @@ def test_the_draft_prefill_reads_what_was_accepted_one_token_on() -> None:
     prefill = chain().prefill
     assert prefill.metadata.positions.tolist() == [8, 9, 10, 7]
     assert prefill.token_ids.tolist() == [21, 22, 23, 17]
-    assert prefill.token_indices.tolist() == [0, 1, 2, 4] and prefill.last_row.tolist() == [2, 3]
+    assert prefill.sources.tolist() == [0, 1, 2, 4] and prefill.last_row.tolist() == [2, 3]
 
 
 def test_every_draft_step_writes_the_slot_of_its_position() -> None:
