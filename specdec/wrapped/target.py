@@ -297,8 +297,9 @@ class Target:
         with self._port.using(attend), recurring, self._recorder.recording(kept, kept > 0):
             output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **selection)
         logits: torch.Tensor = output.logits[0]
-        every = logits_indices is None or self._selects_rows
-        return logits if every else logits.index_select(0, logits_indices)
+        if logits_indices is None or self._selects_rows:
+            return logits
+        return logits.index_select(0, logits_indices)
 
     def aux_hidden_states(self, num_tokens: int) -> torch.Tensor:
         """[T, A·Ht] aux hidden states of the last forward; always the same memory."""
