@@ -9,7 +9,7 @@ import numpy as np
 
 from attention.batch.host import BatchExtra
 from attention.batch.metadata import MakeSection
-from attention.checking import checking, require
+from attention.checking import CHECKS, require
 from attention.recurrence.index import FoldRule, StateIndex, folded_after, replay_of, slots_of_rows
 from attention.recurrence.runner import StateSection
 from specdec.requests.sampling import SamplingParams
@@ -65,7 +65,7 @@ class FoldedTokens(ExtraColumns):
         return self._checked(schedule, StateIndex.of(last.slots, start, replay, num_new))
 
     def _checked(self, schedule: Schedule, index: StateIndex) -> StateIndex:
-        if checking():
+        if CHECKS.on:
             index.validate(schedule.num_new + schedule.num_drafts, self._rule)
         return index
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from attention.checking import checking
+from attention.checking import CHECKS
 from specdec.errors import InvalidInputError, RanksLostError, UnsupportedModelError
 from specdec.loading.auto_classes import AutoClass
 from specdec.parallel.collectives import Collectives
@@ -90,7 +90,7 @@ class Ranks(Group):
         """
         if not ids.numel():
             return
-        if not checking():
+        if not CHECKS.on:
             self.collectives.from_first(ids)
             return
         own = ids.clone()
