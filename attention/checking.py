@@ -8,23 +8,24 @@ from contextlib import contextmanager
 
 from attention.errors import InvariantError
 
-_enabled = os.environ.get("SPECDEC_CHECK") == "1"
+
+class _Checks:
+    """Whether the validators run: `on`. The environment is read once, at import: a look-up a call would cost 25 µs."""
+
+    on = os.environ.get("SPECDEC_CHECK") == "1"
 
 
-def checking() -> bool:
-    """Whether the validators run. The environment is read once, at import: a look-up a call would cost 25 µs."""
-    return _enabled
+CHECKS = _Checks()
 
 
 @contextmanager
 def check_mode(enabled: bool) -> Iterator[None]:
     """Turn the validators on or off for a while."""
-    global _enabled
-    before, _enabled = _enabled, enabled
+    before, CHECKS.on = CHECKS.on, enabled
     try:
         yield
     finally:
-        _enabled = before
+        CHECKS.on = before
 
 
 def require(condition: bool, message: str) -> None:

@@ -17,7 +17,7 @@ from attention.batch.metadata import CommonAttentionMetadata, with_rows
 from attention.batch.transforms.fixed_local import FixedLocalRows
 from attention.batch.transforms.local_attention import check_chunk_size, local_attention
 from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
-from attention.checking import checking, require
+from attention.checking import CHECKS, require
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec, TemperatureTuning
 
@@ -41,10 +41,6 @@ class PlannedBatch:
     plans: dict[AttentionSpec, Any] | None
     rows: Mapping[AttentionSpec, CommonAttentionMetadata] = field(default_factory=dict)
     temperatures: dict[TemperatureTuning, torch.Tensor] = field(default_factory=dict)
-
-    def rows_of(self, spec: AttentionSpec) -> CommonAttentionMetadata:
-        """The batch in the rows that a layer attends."""
-        return self.metadata if spec.chunk_size is None else self.rows[spec]
 
 
 class Planner(Protocol):
@@ -76,7 +72,7 @@ class FixedPlanner:
 
     def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
         """Plan a batch of the fixed shape. Raises InvariantError, in check mode, for a page that is not in the pool."""
-        if checking():
+        if CHECKS.on:
             metadata.host.validate_pages(self._num_pages)
         in_chunks = {size: local.metadata(metadata) for size, local in self._local.items()}
         rows = {key: metadata if key.chunk_size is None else in_chunks[key.chunk_size] for key in self._builders}
@@ -89,7 +85,7 @@ class FixedPlanner:
 
     def replan(self, host: HostBatch) -> None:
         """Plan another batch of the shape; its device arrays lie where those of the last `plan` did."""
-        if checking():
+        if CHECKS.on:
             host.validate_pages(self._num_pages)
         if not self._local:
             for builder in self._builders.values():
@@ -154,7 +150,7 @@ class GroupRunner:
         Raises:
             InvariantError: in check mode, a page is not in the pool.
         """
-        if checking():
+        if CHECKS.on:
             metadata.host.validate_pages(self.group.num_pages)
         if not self._chunk_sizes:
             return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
@@ -220,15 +216,14 @@ class GroupRunner:
         spec = self.group.attention_specs[layer]
         if planned.plans is None:
             return query.new_zeros(query.shape[0], spec.num_q_heads, spec.head_dim_v) if out is None else out.zero_()
-        if checking():
+        if CHECKS.on:
             planned.metadata.staged.ensure_fresh()
         given = out
         if spec.temperature is not None:
             query = self._tuned(planned, layer, spec.temperature, query)
-        out = self._backend.run(
-            planned.plans[spec], spec, query, key, value, self.layers[layer], planned.rows_of(spec), sinks, out
-        )
-        if checking():
+        rows = planned.metadata if spec.chunk_size is None else planned.rows[spec]
+        out = self._backend.run(planned.plans[spec], spec, query, key, value, self.layers[layer], rows, sinks, out)
+        if CHECKS.on:
             require(given is None or out is given, f"backend {self._backend.name!r} left its result elsewhere")
             require(out.is_contiguous(), f"backend {self._backend.name!r} returned attention that is not contiguous")
         return out

@@ -93,7 +93,7 @@ ROOMS = [
     "attention/errors.py",
     "attention/checking.py",
     "attention/cached.py",
-    "attention/declared.py",
+    "attention/staging.py",
     "attention/spec.py",
     "attention/recurrence/index.py",
     "attention/recurrence/layer_spec.py",

@@ -263,7 +263,7 @@ def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("query_len", [1, 6])
 def test_batch_invariant_attention_in_chunks_of_fixed_rounds(query_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual rows with many queries, few and none, at the addresses of the first round."""
-    monkeypatch.setattr("attention.batch.staging._RING", 1)
+    monkeypatch.setattr("attention.staging._RING", 1)
     key = AttentionSpec(4, 2, 64, 64, 0.125, chunk_size=64)
     firsts = [[0, 61], [63, 300], [58, 64]]
     with check_mode(False):  # a recorded launch runs no Python again

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from attention.backends.two_levels import Level, PrefixLevel, attend_prefix, cascade_limit, level_of, merged
-from attention.batch.host import HostBatch, slots_at
+from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.batch.transforms.cascade import cascade, shared_prefix
 from attention.cache.kv_cache import CacheGroup, LayerKV, gather, write
@@ -78,76 +78,51 @@ class TorchBuilder:
         """
         host = metadata.host
         host.validate_pages(self._num_pages)
-        prefix = None
+        prefix = level = None
         if self._cascades:
             prefix = shared_prefix(host.block_table, host.num_computed_tokens, host.page_size)
-        if prefix is None:
-            return TorchPlan(self._segments(host))
-        two = cascade(host, prefix)
-        pages = np.arange(two.num_keys) // host.page_size
-        slots = two.pages[pages].astype(np.int64) * host.page_size + np.arange(two.num_keys) % host.page_size
-        level = PrefixLevel(self._send(two.tokens), self._send(slots))
-        return TorchPlan(self._segments(two.suffix), level)
-
-    def _segments(self, host: HostBatch) -> tuple[Segment, ...]:
-        lens = host.query_lens
+        if prefix is not None:
+            two = cascade(host, prefix)
+            pages, within = np.divmod(np.arange(two.num_keys), host.page_size)
+            slots = two.pages[pages].astype(np.int64) * host.page_size + within
+            host, level = two.suffix, PrefixLevel(self._send(two.tokens), self._send(slots))
+        lens, rows = host.query_lens, np.arange(len(host.seq_lens))
         if lens.min(initial=1) > 0 and lens.max(initial=0) <= _SHORT_QUERY:
-            return (self._segment(host, np.arange(host.num_reqs)),)
-        short = np.flatnonzero((lens > 0) & (lens <= _SHORT_QUERY))
-        groups = ([short] if len(short) else []) + [np.array([i]) for i in np.flatnonzero(lens > _SHORT_QUERY)]
-        return tuple(self._segment(host, rows) for rows in groups)
+            return TorchPlan((self._segment(host, rows),), level)
+        short = rows[(lens > 0) & (lens <= _SHORT_QUERY)]
+        groups = [*([short] if len(short) else []), *rows[lens > _SHORT_QUERY][:, None]]
+        return TorchPlan(tuple(self._segment(host, group) for group in groups), level)
 
     def _segment(self, host: HostBatch, rows: np.ndarray) -> Segment:
-        lens, seqs = host.query_lens[rows], host.seq_lens[rows]
-        num_queries, num_keys = int(lens.max()), int(seqs.max())
-        even = int(lens.min()) == num_queries
-        whole = even and len(rows) == host.num_reqs
-        return Segment(
-            tokens=None if whole else self._send(_padded_tokens(host.query_start_loc[:-1][rows], lens).reshape(-1)),
-            real=None if even else self._send(np.flatnonzero(np.arange(num_queries) < lens[:, None])),
-            slots=self._send(_key_slots(host, rows, seqs).reshape(-1)),
-            mask=self._mask(host.num_computed_tokens[rows], lens, seqs),
-            shape=(len(rows), num_queries, num_keys),
-            bias=self._bias(host.num_computed_tokens[rows], lens, num_keys),
-        )
-
-    def _bias(self, computed: np.ndarray, lens: np.ndarray, num_keys: int) -> torch.Tensor | None:
-        if self._slopes is None:
-            return None
-        distance = np.arange(num_keys) - _padded_tokens(computed, lens)[:, None, None, :, None]  # [b, 1, 1, Q, S]
-        bias = self._slopes * distance.astype(np.float32)  # [b, Hkv, G, Q, S]
-        return self._send(bias.reshape(len(lens), len(self._slopes), -1, num_keys))
-
-    def _mask(self, computed: np.ndarray, lens: np.ndarray, seqs: np.ndarray) -> torch.Tensor | None:
-        num_queries, num_keys = int(lens.max()), int(seqs.max())
-        if num_queries == 1 and int(seqs.min()) == num_keys and (self._window is None or self._window >= num_keys):
-            return None
-        place = _padded_tokens(computed, lens)[:, :, None]  # [b, Q, 1] position in the cache
-        key = np.arange(num_keys)
-        visible = key <= place  # [b, Q, S]
-        if self._window is not None:
-            visible &= key > place - self._window
-        return self._send(np.tile(visible[:, None], (1, 1, self._groups, 1)))
+        """These rows [b] of a batch, padded to the longest query Q and the most keys S of them."""
+        lens, seqs, computed = host.query_lens[rows], host.seq_lens[rows], host.num_computed_tokens[rows]
+        num_queries, num_keys, page_size = int(lens.max()), int(seqs.max()), host.page_size
+        even, same = int(lens.min()) == num_queries, int(seqs.min()) == num_keys
+        key, within = (
+            np.arange(num_keys),
+            np.minimum(np.arange(num_queries), lens[:, None] - 1),
+        )  # [b, Q], last repeated
+        tokens = mask = bias = None
+        if not even or len(rows) < len(host.seq_lens):
+            tokens = self._send((host.query_start_loc[:-1][rows, None].astype(np.int64) + within).reshape(-1))
+        pages = host.block_table[rows, : -(-num_keys // page_size), None].astype(np.int64)  # [b, P, 1]
+        slots = (pages * page_size + np.arange(page_size)).reshape(len(rows), -1)[:, :num_keys]
+        if not same:
+            slots = np.where(key < seqs[:, None], slots, 0)
+        place = (computed[:, None].astype(np.int64) + within)[:, :, None]  # [b, Q, 1] position in the cache
+        if num_queries > 1 or not same or (self._window is not None and self._window < num_keys):
+            visible = key <= place  # [b, Q, S]
+            if self._window is not None:
+                visible &= key > place - self._window
+            mask = self._send(np.tile(visible[:, None], (1, 1, self._groups, 1)))
+        if self._slopes is not None:
+            bias = self._slopes * (key - place)[:, None, None].astype(np.float32)  # [b, Hkv, G, Q, S]
+            bias = self._send(bias.reshape(len(rows), len(self._slopes), -1, num_keys))
+        real = None if even else self._send(np.flatnonzero(np.arange(num_queries) < lens[:, None]))
+        return Segment(tokens, real, self._send(slots.reshape(-1)), mask, (len(rows), num_queries, num_keys), bias)
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def _padded_tokens(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
-    """[b, Q] int64: starts[i] + 0 … lens[i]-1, the last one repeated."""
-    query = np.arange(int(lens.max()))
-    return starts[:, None].astype(np.int64) + np.minimum(query, lens[:, None] - 1)
-
-
-def _key_slots(host: HostBatch, rows: np.ndarray, seqs: np.ndarray) -> np.ndarray:
-    """[b, S] int64 slots of each row's keys; past its end slot 0 of the null page."""
-    num_keys, page_size = int(seqs.max()), host.page_size
-    pages = np.arange(-(-num_keys // page_size))[:, None]
-    slots = slots_at(host.block_table, rows[:, None, None], pages, np.arange(page_size), page_size)  # [b, P, ps]
-    slots = slots.reshape(len(rows), -1)[:, :num_keys]
-    if int(seqs.min()) == num_keys:
-        return slots
-    return np.where(np.arange(num_keys) < seqs[:, None], slots, 0)
 
 
 class TorchBackend:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -49,6 +49,9 @@ def extra_of(extras: Sequence[object], kind: type[E]) -> E | None:
 @dataclass(frozen=True)
 class HostBatch:
     """One batch's attention on the host. Every transform is HostBatch -> HostBatch.
+
+    Lengths of queries and lists of pages follow from its arrays: they are computed when they are first read, unless who
+    made the batch has noted them.
 
     Lengths are exact, never upper bounds. Padding rows are on the null page: seq_len 1, position 0, slot 0, block
     table 0. Padding tokens after a row's own (see specdec/rounds/static.py) write to slot 0.
@@ -108,12 +111,12 @@ class HostBatch:
     @cached_property
     def page_indptr(self) -> np.ndarray:
         """[B+1] int32, row i's pages are page_indices[page_indptr[i] : page_indptr[i+1]]."""
-        return np.concatenate([[0], np.cumsum(self.page_counts)]).astype(np.int32)
+        return page_layout(self.seq_lens, self.page_size).indptr
 
     @cached_property
     def last_page_len(self) -> np.ndarray:
         """[B] int32, keys on each row's last page, 1 … page_size."""
-        return last_page_lens(self.seq_lens, self.page_size)
+        return page_layout(self.seq_lens, self.page_size).last_lens
 
     def validate(self) -> None:
         """Check the arrays against each other.
@@ -178,6 +181,8 @@ def rows_batch(
     """
     _check_shapes(query_start_loc, first_positions, block_table, page_size)
     lens = np.diff(query_start_loc)
+    seq_lens = (first_positions + lens).astype(np.int32)
+    layout = page_layout(seq_lens, page_size)
     try:
         owner = np.repeat(np.arange(len(lens)), lens)
     except ValueError:
@@ -185,20 +190,24 @@ def rows_batch(
     positions = np.arange(query_start_loc[-1]) + (first_positions - query_start_loc[:-1])[owner]
     try:
         slots = slots_of(block_table, owner, positions, page_size)
+        page_indices = flat_pages(block_table, layout.counts)
     except IndexError:
         raise InvalidInputError(
             f"block_table of {block_table.shape[1]} pages a row, of {page_size} tokens each, with a token at position "
-            f"{int(positions.max())}: allowed are tables as wide as the longest row; give more columns"
+            f"{int(seq_lens.max()) - 1}: allowed are tables as wide as the longest row; give more columns"
         ) from None
-    return HostBatch(
+    batch = HostBatch(
         query_start_loc=query_start_loc.astype(np.int32),
-        seq_lens=(first_positions + lens).astype(np.int32),
+        seq_lens=seq_lens,
         num_computed_tokens=first_positions.astype(np.int32),
         block_table=block_table,
         slot_mapping=slots,
         positions=positions.astype(np.int64),
         page_size=page_size,
     )
+    vars(batch).update(query_lens=lens.astype(np.int32), page_counts=layout.counts, page_indices=page_indices)
+    vars(batch).update(page_indptr=layout.indptr, last_page_len=layout.last_lens)
+    return batch
 
 
 def _check_shapes(query_start_loc: Any, first_positions: Any, block_table: Any, page_size: int) -> None:
@@ -238,7 +247,8 @@ def slots_of(block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, p
     >>> slots_of(np.array([[5, 9, 2, 7]]), np.zeros(3, int), np.array([47, 48, 49]), 16).tolist()
     [47, 112, 113]
     """
-    return slots_at(block_table, rows, positions // page_size, positions % page_size, page_size)
+    first = np.multiply(block_table[rows, positions // page_size], page_size, dtype=np.int64)
+    return first + positions % page_size
 
 
 def slots_at(
@@ -270,13 +280,30 @@ def page_counts_of(seq_lens: np.ndarray, page_size: int) -> np.ndarray:
     return (seq_lens + (page_size - 1)) // page_size
 
 
-def last_page_lens(seq_lens: np.ndarray, page_size: int) -> np.ndarray:
-    """Keys on the last page of each row, 1 … page_size, of any shape.
+class PageLayout(NamedTuple):
+    """Where the pages of B rows lie on their list.
 
-    >>> last_page_lens(np.array([1, 16, 17]), 16).tolist()
-    [1, 16, 1]
+    Attributes:
+        counts: [..., B] pages of each row. indptr: [..., B+1] int32, row i's are indptr[i] … indptr[i+1]-1 on the list.
+        last_lens: [..., B] keys on each row's last page, 1 … page_size.
     """
-    return (seq_lens - 1) % page_size + 1
+
+    counts: np.ndarray
+    indptr: np.ndarray
+    last_lens: np.ndarray
+
+
+def page_layout(seq_lens: np.ndarray, page_size: int) -> PageLayout:
+    """The layout of rows with so many keys [..., B].
+
+    >>> counts, indptr, last_lens = page_layout(np.array([1, 16, 17]), 16)
+    >>> counts.tolist(), indptr.tolist(), last_lens.tolist()
+    ([1, 1, 2], [0, 1, 2, 4], [1, 16, 1])
+    """
+    counts = (seq_lens + (page_size - 1)) // page_size
+    indptr = np.zeros((*counts.shape[:-1], counts.shape[-1] + 1), np.int32)
+    np.cumsum(counts, axis=-1, out=indptr[..., 1:], dtype=np.int32)
+    return PageLayout(counts, indptr, (seq_lens - 1) % page_size + 1)
 
 
 def offsets_within(counts: np.ndarray) -> np.ndarray:

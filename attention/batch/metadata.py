@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from attention.batch.host import BatchExtra, E, HostBatch, extra_of
-from attention.batch.staging import Bucket, Staged, StagingArena, bucket_of
-from attention.checking import checking, require
-from attention.declared import A, Section, array, array_names
+from attention.checking import CHECKS, require
+from attention.staging import A, Bucket, Section, Staged, StagingArena, array, array_names, bucket_of
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class CommonAttentionMetadata(BatchArrays[torch.Tensor]):
 
 
 class ExtraSection:
-    """The arrays of an extra in the arena of a batch: a declared class (see `attention.declared`), of which the batch
+    """The arrays of an extra in the arena of a batch: a declared class (see `attention.staging`), of which the batch
     has an instance on the host.
 
     Attributes:
@@ -164,7 +163,7 @@ class BatchSection:
 
     def metadata(self, batch: HostBatch, staged: Staged) -> CommonAttentionMetadata:
         """A batch with its device views out of a transfer. Validates the batch under SPECDEC_CHECK=1."""
-        if checking():
+        if CHECKS.on:
             for each in (batch, *batch.other_groups):
                 each.validate()
         views = staged.views
@@ -226,7 +225,7 @@ def with_rows(metadata: CommonAttentionMetadata, host: HostBatch) -> CommonAtten
     Returns:
         Metadata without a block table: kernels read the flat list of pages. It is as fresh as `metadata`.
     """
-    if checking():
+    if CHECKS.on:
         require(host.slot_mapping is metadata.host.slot_mapping, "with_rows is given rows of other tokens")
         host.validate()
     arrays = [getattr(host, name) for name in ROW_FIELDS]

@@ -142,42 +142,30 @@ def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tup
     return tuple(layer(number, k) for number, k in enumerate(group.attention_specs))
 
 
-def slots_view(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """View [num_pages, …] cache pages as [num_slots, Hkv, D].
-
-    Raises:
-        InvalidInputError: the layout is HND, where the rows of a slot are not contiguous.
-    """
-    if layout != "NHD":
-        raise InvalidInputError(f"slots_view needs the NHD layout, not {layout}")
-    return pages.view(-1, *pages.shape[2:])
-
-
 def write(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write key [T, Hkv, Dk] and value [T, Hkv, Dv] of T tokens to their slots [T] int64, in place."""
     both = ((layer.keys, key, layer.key_scale), (layer.values, value, layer.value_scale))
     for pages, states, scale in both[:1] if layer.value_in_key else both:
-        _put(_raw(pages), _raw(to_stored(states, pages.dtype, scale)), slot_mapping, layer.layout)
-
-
-def _put(pages: torch.Tensor, stored: torch.Tensor, slot_mapping: torch.Tensor, layout: KVLayout) -> None:
-    if layout == "NHD":
-        slots_view(pages, "NHD").index_copy_(0, slot_mapping, stored)
-    else:
-        page_size = pages.shape[2]
-        pages[slot_mapping // page_size, :, slot_mapping % page_size] = stored
+        stored = states.to(pages.dtype) if pages.dtype != FP8 else to_stored(states, FP8, scale)
+        if pages.dtype == FP8:  # which torch cannot index: as bytes
+            pages, stored = pages.view(torch.uint8), stored.view(torch.uint8)
+        if layer.layout == "NHD":
+            pages.view(-1, *pages.shape[2:]).index_copy_(0, slot_mapping, stored)
+        else:
+            page_size = pages.shape[2]
+            pages[slot_mapping // page_size, :, slot_mapping % page_size] = stored
 
 
 def gather(pages: torch.Tensor, slots: torch.Tensor, layout: KVLayout, scale: float = 1.0) -> torch.Tensor:
     """Read slots (any shape, int64) -> [*slots.shape, Hkv, D], in float32 from a cache in 8 bits."""
-    raw = _raw(pages)
+    raw = pages.view(torch.uint8) if pages.dtype == FP8 else pages
     if layout == "NHD":
-        rows = slots_view(raw, "NHD").index_select(0, slots.reshape(-1))
+        rows = raw.view(-1, *pages.shape[2:]).index_select(0, slots.reshape(-1))
         found = rows.view(*slots.shape, *rows.shape[1:])
     else:
         page_size = pages.shape[2]
         found = raw[slots // page_size, :, slots % page_size]
-    return from_stored(found.view(pages.dtype), scale)
+    return from_stored(found.view(FP8), scale) if pages.dtype == FP8 else found
 
 
 def to_stored(states: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
@@ -194,8 +182,3 @@ def to_stored(states: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.T
 def from_stored(stored: torch.Tensor, scale: float) -> torch.Tensor:
     """The inverse of `to_stored`, float32 from 8 bits; other dtypes stay as they are."""
     return stored.float() * scale if stored.dtype == FP8 else stored
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """A view whose dtype torch can index: 8-bit floats as bytes."""
-    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from attention.batch.host import offsets_within
-from attention.checking import checking, require
+from attention.checking import CHECKS, require
 from attention.errors import InvalidInputError, OutOfPagesError
 
 NULL_PAGE = 0
@@ -103,6 +103,11 @@ class BlockTables:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
+    def width_for(self, num_tokens: int) -> int:
+        """Columns of the block table that hold rows of at most `num_tokens` >= 1 tokens, as a power of two of pages or
+        all of them: rounds have few widths."""
+        return min(1 << ((num_tokens - 1) // self.page_size).bit_length(), self.table.shape[1])
+
     def release(self, row: int) -> None:
         """Return all pages of a row."""
         self.resize([row], [0])
@@ -192,7 +197,7 @@ class BlockTables:
             for row, count in zip(rows[fewer].tolist(), wanted[fewer].tolist(), strict=True):
                 self._shrink(row, count)
             self._grow(rows[greater], more[greater])
-        if checking():
+        if CHECKS.on:
             self.validate()
 
     def _check_fits(self, wanted: np.ndarray, growth: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from attention.batch.host import offsets_within
 from attention.cache.pages import NULL_PAGE, BlockTables, PageAllocator
-from attention.checking import checking, require
+from attention.checking import CHECKS, require
 
 
 class WindowedTables(BlockTables):
@@ -83,7 +83,7 @@ class WindowedTables(BlockTables):
         self.allocator.release(self.table[owners, columns].tolist())
         self.table[owners, columns] = NULL_PAGE
         self._first[rows] += more
-        if checking():
+        if CHECKS.on:
             self.validate()
 
     def _held_by(self, row: int) -> list[int]:

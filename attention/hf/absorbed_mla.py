@@ -12,14 +12,13 @@ Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; the projections are transfor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from attention.hf.patches import borrowed
+from attention.hf.patches import Value
 from attention.hf.weights import computes_plainly
 from attention.spec import AttentionSpec
 
@@ -87,15 +86,13 @@ def absorbed_attention(module: nn.Module) -> AbsorbedAttention | None:
     return AbsorbedAttention(module, nope, value, latent)
 
 
-@contextmanager
-def unexpanded(layers: Sequence[AbsorbedAttention]) -> Iterator[None]:
-    """Let the modules hand out the latent instead of expanded K and V, for the duration of one forward.
+def unexpanded(layers: Iterable[AbsorbedAttention]) -> tuple[Value, ...]:
+    """What lets the modules hand out the latent instead of expanded K and V, to be `borrowed` for one forward.
 
     The module's own `expand_kv` is shadowed on the instance and uncovered after, so that the model's own `generate`
     is what it was.
     """
-    with borrowed((layer.module, "expand_kv", _keep_latent) for layer in layers):
-        yield
+    return tuple((layer.module, "expand_kv", _keep_latent) for layer in layers)
 
 
 def _keep_latent(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -20,30 +21,36 @@ LayerAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 """(layer, query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None) -> [T, Hq, Dv]."""
 
 _numbers = count()
-_content: dict[int, Any] = {}
-"""By channel, what serves it now."""
+_channels: WeakValueDictionary[int, Channel[Any]] = WeakValueDictionary()
 Served = TypeVar("Served")
 
 
 class Channel(Generic[Served]):
-    """One place through which compiled code reaches attention (a `LayerAttend`) or recurrences (a `Recur`)."""
+    """One place through which compiled code reaches attention (a `LayerAttend`) or recurrences (a `Recur`).
+
+    Attributes:
+        number: by which operators find it. served: what serves their calls now; None where nothing does.
+    """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
+        self.served: Served | None = None
+        _channels[self.number] = self
 
     @contextmanager
     def carrying(self, served: Served) -> Iterator[None]:
         """Serve the operators' calls on this channel by `served`, for a while."""
-        _content[self.number] = served
+        self.served = served
         try:
             yield
         finally:
-            del _content[self.number]
+            self.served = None
 
     @staticmethod
     def serving(number: int) -> Any:
         """What serves the channel of this number now; None where nothing does."""
-        return _content.get(number)
+        channel = _channels.get(number)
+        return None if channel is None else channel.served
 
 
 def opaque_operator(
@@ -71,7 +78,7 @@ def opaque_attend(
     Raises:
         UnsupportedAttentionError: nothing is carried on the channel: compiled code was called outside its engine.
     """
-    attend: LayerAttend | None = _content.get(channel)
+    attend: LayerAttend | None = Channel.serving(channel)
     if attend is None:
         raise UnsupportedAttentionError("compiled attention was called outside SpeculativeModel")
     return attend(layer, query, key, value, sinks).contiguous()

@@ -30,7 +30,9 @@ _HOLDER = "holder"
 class ForwardGate:
     """Held by one thread. `dict.setdefault` takes it: one operation, which no interrupt can leave half done."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_guarding: bool = True) -> None:
+        """is_guarding: whether forwards of a model pass it; a private one of `gate_of` is passed by nobody else."""
+        self.is_guarding = is_guarding
         self._holder: dict[str, tuple[int, bool]] = {}
 
     def enter(self, users: bool) -> None:
@@ -49,27 +51,23 @@ class ForwardGate:
         if _HOLDER in self._holder and self._holder[_HOLDER] == mine:
             del self._holder[_HOLDER]
 
-    @property
-    def is_guarding(self) -> bool:
-        """Whether forwards of a model pass it: no private one of `gate_of`."""
-        return self in _gates.values()
-
     def is_mine(self) -> bool:
         """Whether this thread is in a forward already."""
         holder = self._holder.get(_HOLDER)
-        if holder is not None and holder[0] == get_ident():
+        if holder is None or holder[0] != get_ident():
+            return False
+        if holder[1]:
             self._drop_stale()
-            return _HOLDER in self._holder
-        return False
+        return _HOLDER in self._holder
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the gate for a forward of ours."""
+    def held(self) -> Iterator[bool]:
+        """Hold the gate for a forward of ours; gives whether this thread was in no forward before."""
         nested = self.is_mine()
         try:
             if not nested:
                 self.enter(users=False)
-            yield
+            yield not nested
         finally:
             if not nested:
                 self.leave(users=False)
@@ -130,23 +128,24 @@ def guarded(root: torch.nn.Module) -> Iterator[None]:
 
 def gate_of(config: Any) -> ForwardGate:
     """The gate of a guarded model's config; a private one for any other."""
-    return _gates.get(id(config)) or ForwardGate()
+    return _gates.get(id(config)) or ForwardGate(is_guarding=False)
 
 
 def _before_forward(module: torch.nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    use_own_threads()
-    gate = gate_of(module.config)
-    if not gate.is_mine():
+    if _forked:
+        use_own_threads()
+    gate = _gates.get(id(module.config))
+    if gate is not None and not gate.is_mine():
         gate.enter(users=True)
         if _after_forward not in module._forward_hooks.values():  # removed while this thread waited
             gate.leave(users=True)
 
 
 def _after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
-    if not torch.compiler.is_compiling():
-        gate_of(module.config).leave(users=True)
+    if not torch.compiler.is_compiling() and (gate := _gates.get(id(module.config))) is not None:
+        gate.leave(users=True)
 
 
 def _in_forward(thread: int) -> bool:

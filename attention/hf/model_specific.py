@@ -14,14 +14,13 @@ Source: huggingface/transformers, models/llama4/modeling_llama4.py (Llama4TextAt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from attention.hf.patches import StandIn, borrowed
+from attention.hf.patches import Value
 from attention.spec import TemperatureTuning
 
 _TUNED = ("attn_temperature_tuning", "use_rope", "attn_scale", "floor_scale")
@@ -43,11 +42,9 @@ def temperature_of(module: nn.Module) -> TemperatureTuning | None:
     return TemperatureTuning(float(module.attn_scale), float(module.floor_scale))  # type: ignore[arg-type]
 
 
-@contextmanager
-def untuned(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let modules with temperature tuning leave their queries as they are, for the duration of one forward."""
-    with borrowed((module, "attn_temperature_tuning", False) for module in modules):
-        yield
+def untuned(modules: Iterable[nn.Module]) -> tuple[Value, ...]:
+    """What lets modules with temperature tuning leave their queries as they are, to be `borrowed` for one forward."""
+    return tuple((module, "attn_temperature_tuning", False) for module in modules)
 
 
 INDEX_ARGUMENT = "indices"
@@ -70,11 +67,11 @@ def dense_up_to(root: nn.Module) -> int | None:
     return min((_top_k(indexer) for _, indexer in indexers(root)), default=None)
 
 
-def dense_stand_ins(root: nn.Module) -> tuple[StandIn, ...]:
-    """What stands in for the forwards of a model's indexers, and of the modules that have them; () without."""
-    return tuple(
-        pair for module, indexer in indexers(root) for pair in ((indexer, _no_keys), (module, _masked(module)))
-    )
+def dense_stand_ins(root: nn.Module) -> tuple[Value, ...]:
+    """What stands in for the forwards of a model's indexers, and of the modules that have them, to be `borrowed` for
+    one forward; () without."""
+    found = [((indexer, _no_keys), (module, _masked(module))) for module, indexer in indexers(root)]
+    return tuple((module, "forward", function) for pair in found for module, function in pair)
 
 
 def _top_k(indexer: nn.Module) -> int:

@@ -7,12 +7,14 @@ forked: that thread is not there. So what is borrowed is listed here, and the ch
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
 from torch import nn
+
+from attention.hf.gate import gate_of
 
 Value = tuple[Any, str, Any]
 """(an object, the name of its attribute, a value)."""
@@ -25,6 +27,9 @@ _borrowed: dict[int, dict[int, list[Value]]] = {}
 @contextmanager
 def borrowed(values: Iterable[Value]) -> Iterator[None]:
     """Give attributes these values inside; after it they are as they were, those of classes uncovered.
+
+    Functions that stand in for a module's `forward` are to be the same objects each time, so that compiled code, which
+    looks at them, stays valid; hooks of the module stay in place.
 
     An interrupt that strikes on the way out, before the last lines here, leaves the values until its traceback is
     dropped; `settle` puts them back before.
@@ -75,15 +80,26 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=put_back_after_fork)
 
 
-StandIn = tuple[nn.Module, Callable[..., Any]]
-"""A module, and what is called instead of its forward; hooks of the module stay in place."""
-
-
 @contextmanager
-def standing_in(stand_ins: Sequence[StandIn]) -> Iterator[None]:
-    """Let these functions stand in for the duration of one forward, on the thread that holds the model's gate.
+def attention_implementation(configs: tuple[Any, ...], name: str, others: Iterable[Value] = ()) -> Iterator[None]:
+    """Set the attention implementation on a model's configs, and other attributes, and put the old ones back after.
 
-    They are the same objects each time, so that compiled code, which looks at them, stays valid.
+    Only for the duration of a forward: the user's own `model.generate` keeps the attention it had. Meanwhile the gate
+    of the model (the first config is its own) is held.
     """
-    with borrowed((module, "forward", function) for module, function in stand_ins):
-        yield
+    gate = gate_of(configs[0] if configs else None)
+    with gate.held() as outermost:
+        if outermost and gate.is_guarding:
+            settle(configs)
+        with borrowed([*((config, "_attn_implementation_internal", name) for config in configs), *others]):
+            yield
+
+
+def attention_configs(root: nn.Module) -> tuple[Any, ...]:
+    """Every distinct config object that a submodule reads its attention implementation from."""
+    configs: dict[int, Any] = {}
+    for module in root.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation_internal"):
+            configs[id(config)] = config
+    return tuple(configs.values())

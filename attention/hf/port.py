@@ -1,37 +1,72 @@
-"""AttentionPort: connects a model's attention modules to attention of ours while a forward of ours runs."""
+"""AttentionPort: connects a model's attention modules to attention of ours while a forward of ours runs.
+
+The model runs unmodified: its attention interface calls one registered function, which finds its layer through a handle
+bound to the attention module. No mask function is registered, so transformers builds no mask; therefore the port raises
+when it is called outside a forward of ours instead of attending without a mask.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
+from typing import Any
 
 import torch
+from transformers import AttentionInterface
 
 from attention.errors import UnsupportedAttentionError
 from attention.hf.absorbed_mla import unexpanded
 from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
 from attention.hf.gate import guard, unguard
-from attention.hf.interface import ATTENTION_NAME, attention_configs, attention_implementation
 from attention.hf.model_specific import dense_stand_ins, untuned
-from attention.hf.patches import standing_in
+from attention.hf.patches import Value, attention_configs, attention_implementation
 from attention.hf.probe import AttentionCall
+
+ATTENTION_NAME = "specdec"
+_BOUND = "_specdec_layer"
+
+
+def specdec_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function behind transformers' attention interface.
+
+    Raises:
+        UnsupportedAttentionError: the module was not bound by an AttentionPort.
+    """
+    port, layer = getattr(module, _BOUND, (None, 0))
+    if port is None:
+        raise UnsupportedAttentionError(
+            f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention with "
+            f"model.set_attn_implementation('sdpa') ({type(module).__name__} is not bound to a paged cache)"
+        )
+    return port.attend(layer, query, key, value, kwargs.get("s_aux")), None
+
+
+AttentionInterface.register(ATTENTION_NAME, specdec_attention)
 
 
 class AttentionPort:
     """Connects a model's attention modules to attention of ours while a forward of ours runs."""
 
-    def __init__(self, root: torch.nn.Module, calls: tuple[AttentionCall, ...]) -> None:
-        """root: the module whose forwards are the user's, and whose submodules made `calls`."""
+    def __init__(self, root: torch.nn.Module, calls: tuple[AttentionCall, ...], borrowed: Iterable[Value] = ()) -> None:
+        """root: the module whose forwards are the user's, and whose submodules made `calls`. borrowed: what else its
+        modules get for the duration of a forward of ours."""
         self._hooks = guard(root)
-        self._attend: LayerAttend | None = None
         self._thread: int | None = None
         self._channel = Channel[LayerAttend]()
         self._configs = attention_configs(root)
         self._latent = [call.latent for call in calls]
         self._modules = [call.module for call in calls]
-        self._dense = dense_stand_ins(root)
-        self._tuned = [call.module for call in calls if call.attention_spec.temperature is not None]
+        tuned = [call.module for call in calls if call.attention_spec.temperature is not None]
+        latent = [layer for layer in self._latent if layer is not None]
+        self._borrowed = (*unexpanded(latent), *untuned(tuned), *dense_stand_ins(root), *borrowed)
         self._bind()
 
     @contextmanager
@@ -40,26 +75,19 @@ class AttentionPort:
 
         Waits for a forward that another thread runs through the model.
         """
-        latent = [layer for layer in self._latent if layer is not None]
-        with (
-            attention_implementation(self._configs, ATTENTION_NAME),
-            unexpanded(latent),
-            untuned(self._tuned),
-            standing_in(self._dense),
-            self._channel.carrying(attend),
-        ):
+        with attention_implementation(self._configs, ATTENTION_NAME, self._borrowed):
             try:
-                self._bind()
-                self._attend, self._thread = attend, get_ident()
+                if any(getattr(module, _BOUND, (None,))[0] is not self for module in self._modules):
+                    self._bind()  # a model wrapped twice has two ports
+                self._channel.served, self._thread = attend, get_ident()
                 yield
             finally:
-                self._attend = self._thread = None
+                self._channel.served = self._thread = None
 
     def _bind(self) -> None:
-        """Point the modules at this port, unless they are: a model wrapped twice has two ports."""
+        """Point the modules at this port."""
         for index, module in enumerate(self._modules):
-            if getattr(module, "_specdec_layer", (None,))[0] is not self:
-                module._specdec_layer = (self, index)  # type: ignore[assignment]
+            setattr(module, _BOUND, (self, index))
 
     def release(self) -> None:
         """Undo what was done to the model: its modules are bound to this port no more, its forward is not guarded.
@@ -69,8 +97,8 @@ class AttentionPort:
         unguard(self._configs, self._hooks)
         self._hooks = ()
         for module in self._modules:
-            if getattr(module, "_specdec_layer", (None,))[0] is self:
-                del module._specdec_layer
+            if getattr(module, _BOUND, (None,))[0] is self:
+                delattr(module, _BOUND)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Pickled or copied with a model, the handle on its modules is None: a copy is served by no engine."""
@@ -86,29 +114,24 @@ class AttentionPort:
         Raises:
             UnsupportedAttentionError: no forward of ours is running.
         """
-        k, v = _by_token(key), _by_token(value)
-        latent = self._latent[layer]
-        if latent is None:
-            return self._call(layer, _by_token(query), k, v, sinks)[None].contiguous()
-        attended = self._call(layer, latent.absorb_query(query[0]), k, v, sinks)
-        return latent.project_output(attended)[None].contiguous()
-
-    def _call(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+        k, v, latent = _by_token(key), _by_token(value), self._latent[layer]
+        q = _by_token(query) if latent is None else latent.absorb_query(query[0])
         if torch.compiler.is_compiling():
-            return opaque_attend(query, key, value, sinks, self._channel.number, layer)
-        if self._attend is None:
-            raise UnsupportedAttentionError(
-                f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention with "
-                "model.set_attn_implementation('sdpa')"
-            )
-        if self._thread != get_ident():
-            raise UnsupportedAttentionError(
-                "a part of the model was called on one thread while SpeculativeModel ran a round on another; call the "
-                "model itself, which waits for the round"
-            )
-        return self._attend(layer, query, key, value, sinks)
+            attended = opaque_attend(q, k, v, sinks, self._channel.number, layer)
+        else:
+            serve = self._channel.served
+            if serve is None:
+                raise UnsupportedAttentionError(
+                    f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention with "
+                    "model.set_attn_implementation('sdpa')"
+                )
+            if self._thread != get_ident():
+                raise UnsupportedAttentionError(
+                    "a part of the model was called on one thread while SpeculativeModel ran a round on another; call "
+                    "the model itself, which waits for the round"
+                )
+            attended = serve(layer, q, k, v, sinks)
+        return (attended if latent is None else latent.project_output(attended))[None].contiguous()
 
 
 def _by_token(states: torch.Tensor) -> torch.Tensor:

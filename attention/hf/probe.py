@@ -15,9 +15,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from attention.errors import UnsupportedAttentionError
 from attention.hf.absorbed_mla import AbsorbedAttention, absorbed_attention
 from attention.hf.gate import guarded
-from attention.hf.interface import attention_configs, attention_implementation
 from attention.hf.model_specific import INDEX_ARGUMENT, chunk_size_of, dense_stand_ins, reads_indices, temperature_of
-from attention.hf.patches import standing_in
+from attention.hf.patches import attention_configs, attention_implementation
 from attention.recurrence.hf_port import RecurrentCall, recorded_recurrences
 from attention.spec import AttentionSpec
 
@@ -116,7 +115,7 @@ def recorded_calls(root: torch.nn.Module) -> Iterator[list[AttentionCall]]:
     """
     calls: list[AttentionCall] = []
     configs, dense = attention_configs(root), dense_stand_ins(root)
-    with guarded(root), attention_implementation(configs, _PROBE_NAME), standing_in(dense):
+    with guarded(root), attention_implementation(configs, _PROBE_NAME, dense):
         _recordings[get_ident()] = calls
         try:
             yield calls

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import FP8, LayerKV
-from attention.checking import checking, require
+from attention.checking import CHECKS, require
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import attend_tile, key_places, row_keys, without_padding
 from attention.spec import AttentionSpec
@@ -122,14 +122,9 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 
 def launch_invariant_attention(
-    query: torch.Tensor,
-    layer: LayerKV,
-    key: AttentionSpec,
-    max_query_len: int,
-    batch: CommonAttentionMetadata,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
+    query: torch.Tensor, layer: LayerKV, key: AttentionSpec, max_query_len: int, batch: CommonAttentionMetadata,
+    sinks: torch.Tensor | None, out: torch.Tensor,
+) -> None:  # fmt: skip
     """Attend, causally, the rows of a batch.
 
     Args:
@@ -139,7 +134,7 @@ def launch_invariant_attention(
     """
     pages, values, (slot, head) = layer.keys, layer.values, layer.slot_and_head
     width_k, width_v = (max(16, triton.next_power_of_2(dim)) for dim in (key.head_dim_k, key.head_dim_v))
-    if checking():
+    if CHECKS.on:
         require(query.stride(-1) == 1 and out.is_contiguous(), "query or out has gaps")
         require(max(width_k, width_v) <= 512, "a head is too wide")
     tile_keys, stages, warps = _tile(max(width_k, width_v))

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from attention.cache.kv_cache import LayerKV
-from attention.checking import checking, require
+from attention.checking import CHECKS, require
 from attention.kernels.cascade_kernel import SharedKeys, prefix_share
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import attend_tile, key_places, row_keys
@@ -246,17 +246,9 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_packed(
-    query: torch.Tensor,
-    layer: LayerKV,
-    key: AttentionSpec,
-    page_indptr: torch.Tensor,
-    page_indices: torch.Tensor,
-    last_page_len: torch.Tensor,
-    out: torch.Tensor,
-    scratch: Scratch,
-    query_len: int,
-    shared: SharedKeys | None = None,
-) -> None:
+    query: torch.Tensor, layer: LayerKV, key: AttentionSpec, page_indptr: torch.Tensor, page_indices: torch.Tensor,
+    last_page_len: torch.Tensor, out: torch.Tensor, scratch: Scratch, query_len: int, shared: SharedKeys | None = None,
+) -> None:  # fmt: skip
     """Attend, causally, B rows with `query_len` tokens each.
 
     Args:
@@ -267,14 +259,14 @@ def launch_packed(
     """
     rows = len(last_page_len)
     pages, (slot, head) = layer.keys, layer.slot_and_head
-    if checking():
+    if CHECKS.on:
         require(len(query) >= rows * query_len, f"{len(query)} tokens are no {rows} rows of {query_len}")
         require(query.stride(-1) == 1 and out.is_contiguous(), "query or out has gaps")
         require(pages.stride() == layer.values.stride(), "keys and values lie differently")
     heads, width = key.num_kv_heads, _width(query_len * (key.num_q_heads // key.num_kv_heads))
     tiles = tiling(rows * heads, width, key.head_dim_k, scratch.multiprocessors, scratch.shared_bytes)
     wanted = max(1, tiles.each * scratch.multiprocessors // heads)
-    if checking():
+    if CHECKS.on:
         require(len(scratch.arrived) >= 2 * wanted * heads, "too little room for the parts of rows")
     _packed_kernel[(heads, rows + wanted)](
         query, pages, layer.values, out, page_indices, page_indptr, last_page_len,

@@ -82,11 +82,8 @@ class RecurrentPort:
         self._places = modeling_files(self._modules)
 
     @contextmanager
-    def using(self, recur: Recur | None) -> Iterator[None]:
+    def using(self, recur: Recur) -> Iterator[None]:
         """Serve the layers' recurrences by `recur` for the duration of one forward, on this thread."""
-        if recur is None:
-            yield
-            return
         thread = get_ident()
         with self._channel.carrying(recur), replaced(self._places):
             for module, bound in self._bound.items():

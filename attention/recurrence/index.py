@@ -36,7 +36,7 @@ from typing import ClassVar, Generic
 import numpy as np
 
 from attention.checking import require
-from attention.declared import A, array
+from attention.staging import A, array
 
 NULL_SLOT = 0
 """The slot of padding rows: it may be written and is never read as a state."""

@@ -79,7 +79,8 @@ class Eagle3Attention(nn.Module):
         value = self.v_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim))
         rotated = rotate(torch.cat((query, key), dim=1), *cos_sin)  # [T, Hq+Hkv, D]
         query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
-        return self.o_proj(only(rows, attend(self.index, query, key, value).flatten(1)))
+        attended = attend(self.index, query, key, value).flatten(1)
+        return self.o_proj(attended if rows is None else attended.index_select(0, rows))
 
 
 class Eagle3MLP(nn.Module):
@@ -123,7 +124,8 @@ class Eagle3Layer(nn.Module):
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         y = torch.cat((self.input_layernorm(embedded), normed), dim=-1)  # [T, 2H], embedding first
-        x = only(rows, residual) + self.self_attn(y, cos_sin, attend, rows)
+        residual = residual if rows is None else residual.index_select(0, rows)
+        x = residual + self.self_attn(y, cos_sin, attend, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -143,13 +145,9 @@ class PlainLayer(nn.Module):
         self, x: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[T, H] -> [T, H], or [R, H] of the selected rows [R] int64."""
-        x = only(rows, x) + self.self_attn(self.input_layernorm(x), cos_sin, attend, rows)
+        residual = x if rows is None else x.index_select(0, rows)
+        x = residual + self.self_attn(self.input_layernorm(x), cos_sin, attend, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
-
-
-def only(rows: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """The selected rows [R] int64 of x [T, ...], or all of them."""
-    return x if rows is None else x.index_select(0, rows)
 
 
 class Eagle3Head(nn.Module):
@@ -191,6 +189,7 @@ class Eagle3Head(nn.Module):
         self.hidden_size = spec.hidden_size
         self.draft_vocab_size = spec.draft_vocab_size
         self.attention_specs = spec.attention_specs
+        self._fuses = spec.has_fc
         self.checkpoint_report: HeadReport | None = None
         self._share_target(target_embedding, target_lm_head)
         self._set_vocabulary(d2t, target_embedding.device)
@@ -248,7 +247,7 @@ class Eagle3Head(nn.Module):
 
     def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, A·Ht] aux hidden states -> [T, H] input of step 1: norms if any, then `fc`."""
-        if not self.spec.has_fc:
+        if not self._fuses:
             return aux_hidden_states
         if self.spec.input_norm:
             aux_hidden_states = self.input_norm(aux_hidden_states)

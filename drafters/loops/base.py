@@ -16,10 +16,8 @@ import torch
 
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.batch.staging import Staged
-from attention.cached import cached_property
-from attention.declared import A, Field, array
 from attention.runner import GroupRunner, PlannedBatch
+from attention.staging import A, Field, Staged, array
 from drafters.attend import Attend
 
 Choose = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -88,7 +86,7 @@ class DraftingRows:
     block_table: np.ndarray
     page_size: int
 
-    @cached_property
+    @property
     def num_steps(self) -> int:
         """Steps after the draft prefill: max n_i - 1, at least 0."""
         return int(self.num_drafts.max(initial=1)) - 1
@@ -122,7 +120,7 @@ class DraftInput:
     page_size: int
     begins: np.ndarray | None = None
 
-    @cached_property
+    @property
     def drafting(self) -> DraftingRows:
         """The first R rows."""
         count = len(self.num_drafts_next)
@@ -131,21 +129,17 @@ class DraftInput:
 
 @dataclass(frozen=True)
 class LoopSize:
-    """Sizes of a draft loop's arrays: of one round, or the largest there can be.
+    """Sizes of a draft loop's arrays: of one round, or the largest there can be. Also of a verification's.
 
     Attributes:
-        rows: B' rows of the draft prefill. tokens: T' of its tokens. pages: P. drafts: n, the most of a row.
+        rows: B' rows of the draft prefill, or of the verification. tokens: T' of its tokens. pages: P.
+        drafts: n, the most of a row.
     """
 
     rows: int = 0
     tokens: int = 0
     pages: int = 0
     drafts: int = 0
-
-    @classmethod
-    def of(cls, batch: HostBatch, drafts: int) -> LoopSize:
-        """Sizes of a loop whose draft prefill is this batch; also of a verification."""
-        return cls(len(batch.seq_lens), len(batch.positions), batch.block_table.shape[1], drafts)
 
     @property
     def steps(self) -> int:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import GroupRunner
 from drafters.base import Head
-from drafters.loops.base import Choose, Compile, Draft, Greedy, LoopSize, paged_attend
-from drafters.loops.chain_arrays import chain_arrays
+from drafters.loops.base import Choose, Compile, Draft, Greedy, LoopSize
+from drafters.loops.chain_arrays import ChainInputs, ChainSection, chain_arrays
 from drafters.loops.chain_passes import HeadPasses, StaticChain
-from drafters.loops.chain_staged import ChainInputs, ChainSection, DraftPrefill
 
 
 class ChainLoop:
@@ -31,53 +30,32 @@ class ChainLoop:
         self._passes = passes or (lambda: HeadPasses(head))
 
     def run(self, inputs: ChainInputs, runner: GroupRunner, aux: torch.Tensor, choose: Choose) -> Draft:
-        """See `DraftLoop.run`."""
-        return draft_chain(self._head, runner, aux, inputs.prefill, inputs.steps, choose)
+        """See `DraftLoop.run`: draft 1 from the draft prefill, drafts 2 … n by feeding the head its own output.
+
+        The draft prefill rewrites the head's KV of all accepted positions from the target's true hidden states;
+        later steps write scratch.
+
+        Source: EAGLE-3, arXiv 2503.01840, section 3; SafeAILab/EAGLE eagle/model/cnets.py (topK_genrate, stable_kv).
+        """
+        head, prefill = self._head, inputs.prefill
+        hidden = head.fuse(aux.index_select(0, prefill.sources))  # [T', H]
+        attend = partial(runner.attend, runner.plan(prefill.metadata))
+        x = head.forward(prefill.token_ids, hidden, prefill.metadata.positions, attend)
+        if not len(prefill.last_row):  # no row drafts
+            return Draft(prefill.token_ids.new_empty(0, 0), None)
+        x = x.index_select(0, prefill.last_row)
+        ids, probs = choose(0, head.logits(x))
+        chosen, token_ids = [probs], [head.to_target_ids(ids)]
+        for step, metadata in enumerate(inputs.steps, 1):
+            attend = partial(runner.attend, runner.plan(metadata))
+            x = head.forward(token_ids[-1], head.feedback(x), metadata.positions, attend)
+            ids, probs = choose(step, head.logits(x))
+            chosen.append(probs)
+            token_ids.append(head.to_target_ids(ids))
+        return Draft.of(token_ids, chosen)
 
     def static_form(
         self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
     ) -> StaticChain:
         """See `GraphLoop.static_form`."""
         return StaticChain(self._passes(), runner, aux, limits, greedy, compiler)
-
-
-def draft_chain(
-    head: Head,
-    runner: GroupRunner,
-    aux: torch.Tensor,
-    prefill: DraftPrefill,
-    steps: Sequence[CommonAttentionMetadata],
-    choose: Choose,
-) -> Draft:
-    """Draft a chain: step 1 from the draft prefill, steps 2 … n by feeding the head its own output.
-
-    The draft prefill rewrites the head's KV of all accepted positions from the target's true hidden states;
-    later steps write scratch.
-
-    Args:
-        aux: [T, A·Ht] aux hidden states of the target's last forward.
-        steps: attention of steps 2 … n, one token a row, the same R rows.
-        choose: picks the draft token from logits.
-
-    Source: EAGLE-3, arXiv 2503.01840, section 3; SafeAILab/EAGLE eagle/model/cnets.py (topK_genrate, stable_kv).
-    """
-    x = draft_prefill(head, runner, aux, prefill)
-    if x is None:
-        return Draft(prefill.token_ids.new_empty(0, 0), None)
-    ids, probs = choose(0, head.logits(x))
-    chosen, token_ids = [probs], [head.to_target_ids(ids)]
-    for step, metadata in enumerate(steps, 1):
-        attend = paged_attend(runner, runner.plan(metadata))
-        x = head.forward(token_ids[-1], head.feedback(x), metadata.positions, attend)
-        ids, probs = choose(step, head.logits(x))
-        chosen.append(probs)
-        token_ids.append(head.to_target_ids(ids))
-    return Draft.of(token_ids, chosen)
-
-
-def draft_prefill(head: Head, runner: GroupRunner, aux: torch.Tensor, prefill: DraftPrefill) -> torch.Tensor | None:
-    """The head's pass over the accepted rows: output rows [R, H] that give draft 1, or None when no row drafts."""
-    hidden = head.fuse(aux.index_select(0, prefill.token_indices))  # [T', H]
-    attend = paged_attend(runner, runner.plan(prefill.metadata))
-    x = head.forward(prefill.token_ids, hidden, prefill.metadata.positions, attend)
-    return x.index_select(0, prefill.last_row) if len(prefill.last_row) else None

@@ -1,18 +1,24 @@
-"""Host arrays of a chain: the draft prefill over accepted rows, then one token a row and step. numpy only.
+"""The arrays of a chain: the draft prefill over accepted rows, then one token a row and step.
+
+All of them are computed in numpy; `ChainSection` is where they lie in a staging arena, and their device views.
 
 Running example: K=3, page size 16, q=[4,4,4], seq=[20,33,48], accepted=[1,3,0], block tables [[7,9],[3,4,8],[1,2,5,6]].
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic
 
 import numpy as np
+import torch
 
-from attention.batch.host import HostBatch, flat_pages, last_page_lens, page_counts_of, rows_batch, slots_of
-from attention.batch.metadata import BatchArrays
+from attention.batch.host import HostBatch, flat_pages, page_layout, rows_batch, slots_of
+from attention.batch.metadata import BatchArrays, BatchSection, CommonAttentionMetadata
+from attention.checking import CHECKS
+from attention.staging import A, Section, Staged, array
 from drafters.loops.base import DraftingRows, DraftInput, LoopSize
-from drafters.loops.lengths import tokens_accepted
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ def accepted_rows(
     >>> accepted.query_start_loc.tolist(), accepted.token_indices.tolist(), accepted.last_row.tolist()
     ([0, 2, 6, 7], [0, 1, 4, 5, 6, 7, 8], [1, 5, 6])
     """
-    lens = tokens_accepted(np.diff(query_start_loc) - num_drafts, num_accepted)
+    lens = np.diff(query_start_loc) - num_drafts + num_accepted
     starts = query_start_loc[:-1]
     if rows is not None:
         lens, starts = lens[rows], starts[rows]
@@ -125,36 +131,35 @@ def draft_steps(
     return DraftSteps(active, positions.astype(np.int64, copy=False), (positions + 1).astype(np.int32), slots)
 
 
-def step_batch(steps: DraftSteps, step: int, block_table: np.ndarray, page_size: int) -> HostBatch:
-    """The attention of draft step `step` (0 is design step 2) as a HostBatch of one token a row.
+@dataclass(frozen=True)
+class PassRows(Generic[A]):
+    """Inputs of a head's pass over the rows of a draft prefill: of a chain its only one, else one module's.
 
-    block_table: [B, P]; padding rows see the null page only.
+    Attributes:
+        token_ids: [T'] int64, shifted: the token at position p+1, of module m at p+1+m.
+        sources: [T'] int64, rows of the target's aux hidden states; for modules after the first see
+            `drafters.loops.module_arrays.ModuleRows.sources`.
+        last_row: int64, the last row of each row of the batch; of a chain [R], whose output gives draft 1: none where
+            prompts are read only. Of modules [B'], by request.
     """
-    active, rows = steps.active[step], steps.positions.shape[1]
-    table = block_table if active.all() else np.where(active[:, None], block_table, 0)
-    return HostBatch(
-        query_start_loc=np.arange(rows + 1, dtype=np.int32),
-        seq_lens=steps.seq_lens[step],
-        num_computed_tokens=steps.seq_lens[step] - 1,
-        block_table=table,
-        slot_mapping=steps.slots[step],
-        positions=steps.positions[step],
-        page_size=page_size,
-    )
+
+    token_ids: A = array(np.int64, "tokens")
+    sources: A = array(np.int64, "tokens")
+    last_row: A = array(np.int64, "rows")
 
 
 @dataclass(frozen=True)
-class PrefillArrays:
-    """Host arrays of a draft prefill.
+class HostPass(PassRows[np.ndarray]):
+    """The same on the host. batch: its attention on the head's pages; requests without rows are not in it."""
 
-    Attributes:
-        accepted: the verification's token rows that it reads. token_ids: [T'] int64, the token at p+1 of each.
-        batch: its attention on the head's pages, B' rows.
-    """
+    batch: HostBatch = field(kw_only=True)
 
-    accepted: AcceptedRows
-    token_ids: np.ndarray
-    batch: HostBatch
+
+@dataclass(frozen=True)
+class DevicePass(PassRows[torch.Tensor]):
+    """The same on the device. metadata: attention of the pass; the drafting rows come first."""
+
+    metadata: CommonAttentionMetadata = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -176,18 +181,16 @@ class ChainArrays:
     """Host arrays of one chain.
 
     Attributes:
-        prefill: the draft prefill, whose first R rows draft. num_drafting: R. steps: all draft steps.
-        size: see `LoopArrays`.
+        prefill: the draft prefill, whose first R rows draft. steps: all draft steps. size: see `LoopArrays`.
     """
 
-    prefill: PrefillArrays
-    num_drafting: int
+    prefill: HostPass
     steps: StepArrays
     size: LoopSize
 
 
-def prefill_arrays(draft: DraftInput) -> PrefillArrays:
-    """The draft prefill of a round.
+def prefill_arrays(draft: DraftInput) -> HostPass:
+    """The draft prefill of a round, by the head that reads the target's states; last_row: [B'].
 
     A prompt row of which 3 tokens were read, and a verification of 3 drafts of which 1 was accepted:
 
@@ -196,56 +199,151 @@ def prefill_arrays(draft: DraftInput) -> PrefillArrays:
     >>> draft = DraftInput(np.array([0, 3, 7]), np.array([0, 3]), np.array([0, 1]), np.array([1, 0]),
     ...                    np.array([1, 0]), np.array([4, 3]), tokens, n, table[[1, 0]], 16)
     >>> arrays = prefill_arrays(draft)
-    >>> arrays.accepted.token_indices.tolist(), arrays.batch.positions.tolist(), arrays.token_ids.tolist()
+    >>> arrays.sources.tolist(), arrays.batch.positions.tolist(), arrays.token_ids.tolist()
     ([3, 4, 0, 1, 2], [2, 3, 0, 1, 2], [23, 24, 11, 12, 13])
     """
     accepted = accepted_rows(draft.query_start_loc, draft.num_drafts, draft.num_accepted, draft.order)
     lens = np.diff(accepted.query_start_loc)
     batch = rows_batch(accepted.query_start_loc, draft.committed_lens - lens, draft.block_table, draft.page_size)
-    return PrefillArrays(
-        accepted, shifted_token_ids(draft.tokens, np.repeat(draft.request_rows, lens), batch.positions), batch
-    )
+    token_ids = shifted_token_ids(draft.tokens, np.repeat(draft.request_rows, lens), batch.positions)
+    return HostPass(token_ids, accepted.token_indices, accepted.last_row, batch=batch)
 
 
 def step_arrays(rows: DraftingRows) -> StepArrays:
-    """All steps of these rows after the draft prefill."""
-    if not rows.num_steps:
-        return StepArrays((), None)
+    """All steps of these rows after the draft prefill. Rows that do not take a step see the null page only."""
     table, page_size = rows.block_table, rows.page_size
-    steps = draft_steps(rows.committed_lens, rows.num_drafts, table, page_size, rows.num_steps)
-    counts = page_counts_of(steps.seq_lens, page_size)  # [K-1, R]
-    indptr = np.zeros((len(counts), counts.shape[1] + 1), np.int32)
-    np.cumsum(counts, axis=1, out=indptr[:, 1:])
+    steps = draft_steps(rows.committed_lens, rows.num_drafts, table, page_size)
+    count, num_rows = steps.positions.shape
+    if not count:
+        return StepArrays((), None)
+    counts, indptr, last_page_len = page_layout(steps.seq_lens, page_size)
+    query_start_loc, query_lens = np.arange(num_rows + 1, dtype=np.int32), np.ones(num_rows, np.int32)
+    pages = np.zeros((count, int(indptr[:, -1].max())), np.int32)
+    batches, listed, before = [], table, b""
+    for step, (own, active) in enumerate(zip(counts, steps.active, strict=True)):
+        used, now = int(indptr[step, -1]), own.tobytes() + active.tobytes()
+        if now == before:  # no row has entered a page since the step before
+            pages[step] = pages[step - 1]
+        else:
+            listed = table if active.all() else np.where(active[:, None], table, 0)
+            pages[step, :used] = flat_pages(listed, own)
+        before = now
+        batch = HostBatch(
+            query_start_loc=query_start_loc,
+            seq_lens=steps.seq_lens[step],
+            num_computed_tokens=steps.seq_lens[step] - 1,
+            block_table=listed,
+            slot_mapping=steps.slots[step],
+            positions=steps.positions[step],
+            page_size=page_size,
+        )
+        vars(batch).update(query_lens=query_lens, page_counts=own, page_indices=pages[step, :used])
+        vars(batch).update(page_indptr=indptr[step], last_page_len=last_page_len[step])
+        batches.append(batch)
     sent = BatchArrays(
-        query_start_loc=np.arange(counts.shape[1] + 1, dtype=np.int32),
+        query_start_loc=query_start_loc,
         block_table=table,
-        page_indices=_step_pages(steps.active, table, counts, int(indptr[:, -1].max())),
+        page_indices=pages,
         page_indptr=indptr,
-        last_page_len=last_page_lens(steps.seq_lens, page_size),
+        last_page_len=last_page_len,
         seq_lens=steps.seq_lens,
         slot_mapping=steps.slots,
         positions=steps.positions,
     )
-    return StepArrays(tuple([step_batch(steps, step, table, page_size) for step in range(rows.num_steps)]), sent)
+    return StepArrays(tuple(batches), sent)
 
 
 def chain_arrays(draft: DraftInput) -> ChainArrays:
     """All arrays of a chain."""
     rows, prefill = draft.drafting, prefill_arrays(draft)
-    size = LoopSize.of(prefill.batch, rows.num_steps + 1)
-    return ChainArrays(prefill, len(rows.num_drafts), step_arrays(rows), size)
+    steps, batch = step_arrays(rows), prefill.batch
+    size = LoopSize(len(batch.seq_lens), len(batch.positions), batch.block_table.shape[1], len(steps.batches) + 1)
+    return ChainArrays(replace(prefill, last_row=prefill.last_row[: len(rows.num_drafts)]), steps, size)
 
 
-def _step_pages(active: np.ndarray, table: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
-    """[K-1, width] int32: every step's pages, row after row; active, counts: [K-1, R]; table: [R, P]."""
-    pages = np.zeros((len(counts), width), np.int32)
-    before: bytes | None = None
-    for step, own in enumerate(counts):
-        now = own.tobytes() + active[step].tobytes()
-        if now == before:  # no row has entered a page since the step before
-            pages[step] = pages[step - 1]
-            continue
-        flat = flat_pages(table if active[step].all() else np.where(active[step][:, None], table, 0), own)
-        pages[step, : len(flat)] = flat
-        before = now
-    return pages
+@dataclass(frozen=True)
+class ChainInputs:
+    """A chain on the device. steps: attention of drafts 2 … n, one token a row, the same R rows."""
+
+    prefill: DevicePass
+    steps: tuple[CommonAttentionMetadata, ...]
+
+
+_PER_STEP = ("seq_lens", "slot_mapping", "positions", "page_indices", "page_indptr", "last_page_len")
+
+
+class StepSection:
+    """All steps of a chain in an arena: a batch whose arrays, but for two, have the step as their first dimension.
+
+    Attributes:
+        fields: their places. arrays: their section.
+    """
+
+    def __init__(self, table: bool = True) -> None:
+        """table: with the block table; a fixed shape sends none."""
+        leading = dict.fromkeys(_PER_STEP, "steps")
+        shared = {"tokens": "step.rows"}
+        self.arrays = Section(BatchArrays, "step", () if table else ("block_table",), shared, leading)
+        self.fields = self.arrays.fields
+
+    @staticmethod
+    def sizes(rows: int, pages: int, steps: int, entries: int | None = None) -> dict[str, int]:
+        """Sizes for at most so many rows, pages a row and steps; entries: of a list of pages, default rows · pages."""
+        own = {"step.rows": rows, "step.rows_plus_1": rows + 1, "step.pages": pages, "steps": steps}
+        return own | {"step.entries": rows * pages if entries is None else entries}
+
+    def buffers(self, host: Mapping[str, np.ndarray]) -> BatchArrays[np.ndarray]:
+        """One of the arena's host buffers of a fixed shape, whole."""
+        return self.arrays.of(host)
+
+    def of(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
+        """Metadata of every step; views that are the same in every step are made once."""
+        if not batches:
+            return ()
+        whole: BatchArrays[torch.Tensor] = self.arrays.of(staged.views)
+        per_step = zip(*(getattr(whole, name).unbind(0) for name in _PER_STEP), strict=True)
+        steps = []
+        for host, views in zip(batches, per_step, strict=True):
+            if CHECKS.on:
+                host.validate()
+            seq_lens, slot_mapping, positions, page_indices, page_indptr, last_page_len = views
+            step = CommonAttentionMetadata(
+                host=host,
+                query_start_loc=whole.query_start_loc,
+                block_table=whole.block_table,
+                seq_lens=seq_lens,
+                slot_mapping=slot_mapping,
+                positions=positions,
+                page_indices=page_indices[: int(host.page_counts.sum())],
+                page_indptr=page_indptr,
+                last_page_len=last_page_len,
+                staged=staged,
+            )
+            steps.append(step)
+        return tuple(steps)
+
+
+class ChainSection:
+    """A whole chain in the arena; a `drafters.loops.base.LoopSection`."""
+
+    def __init__(self) -> None:
+        self._batch = BatchSection("prefill")
+        self._rows = Section(PassRows, "prefill")
+        self._steps = StepSection()
+        self.fields = (*self._batch.fields, *self._rows.fields, *self._steps.fields)
+
+    def sizes(self, size: LoopSize) -> dict[str, int]:
+        """See `LoopSection.sizes`."""
+        prefill = self._batch.sizes(size.rows, size.tokens, size.pages)
+        return prefill | self._steps.sizes(size.rows, size.pages, size.steps)
+
+    def values(self, arrays: ChainArrays) -> dict[str, np.ndarray]:
+        """See `LoopSection.values`."""
+        prefill = self._batch.values(arrays.prefill.batch) | self._rows.values(arrays.prefill)
+        return prefill | self._steps.arrays.values(arrays.steps.sent)
+
+    def of(self, arrays: ChainArrays, staged: Staged) -> ChainInputs:
+        """See `LoopSection.of`."""
+        metadata = self._batch.metadata(arrays.prefill.batch, staged)
+        prefill = self._rows.of(staged.views, DevicePass, metadata=metadata)
+        return ChainInputs(prefill, self._steps.of(arrays.steps.batches, staged))

@@ -18,10 +18,10 @@ import torch
 from attention.batch.host import HostBatch, slots_at
 from attention.batch.live import LiveBatch
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
 from attention.runner import GroupRunner, PlannedBatch
+from attention.staging import Staged, StagingArena, bucket_of
 from drafters.attend import Attend
 from drafters.base import Head
 from drafters.loops.base import (
@@ -34,7 +34,7 @@ from drafters.loops.base import (
     StaticShape,
     paged_attend,
 )
-from drafters.loops.chain_staged import StepSection
+from drafters.loops.chain_arrays import StepSection
 
 Passed = tuple[torch.Tensor, torch.Tensor]
 """Block outputs [R, H], draft logits [R, Vd]."""

@@ -26,9 +26,9 @@ import torch
 from attention.batch.host import HostBatch, slots_at
 from attention.batch.live import LiveBatch
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.runner import GroupRunner, PlannedBatch
+from attention.staging import Staged, StagingArena, bucket_of
 from drafters.attend import Attend
 from drafters.base import Head
 from drafters.loops.base import (
@@ -42,8 +42,7 @@ from drafters.loops.base import (
     paged_attend,
 )
 from drafters.loops.chain_passes import BlockHead, MtpPasses, target_ids_of
-from drafters.loops.module_arrays import step_width
-from drafters.loops.module_staged import FixedStepSection
+from drafters.loops.module_arrays import FixedStepSection, step_width
 
 
 class ModulePasses(MtpPasses):

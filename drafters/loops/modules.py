@@ -15,9 +15,9 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Choose, Compile, Draft, DraftInput, Greedy, LoopSize, paged_attend
-from drafters.loops.module_arrays import ModuleArrays, module_arrays
+from drafters.loops.chain_arrays import DevicePass
+from drafters.loops.module_arrays import ModuleArrays, ModuleInputs, ModuleSection, module_arrays
 from drafters.loops.module_passes import ModulePasses, StaticModules
-from drafters.loops.module_staged import ModuleInputs, ModulePass, ModuleSection
 
 
 class ModuleStack(Protocol):
@@ -90,7 +90,7 @@ class ModuleLoop:
 
 
 def module_prefill(
-    stack: ModuleStack, runner: GroupRunner, aux: torch.Tensor, passes: Sequence[ModulePass], carried: torch.Tensor
+    stack: ModuleStack, runner: GroupRunner, aux: torch.Tensor, passes: Sequence[DevicePass], carried: torch.Tensor
 ) -> torch.Tensor:
     """Every module's pass over the rows that have become true; rewrites what earlier steps wrote there.
 

@@ -12,7 +12,7 @@ from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.greedy_rows import accept_greedily, greedy_ids, place_drafts
 from specdec.requests.sampling import draw, target_probs
-from specdec.rounds.fields import DeviceRound, DeviceSampling
+from specdec.rounds.transfer import DeviceRound, DeviceSampling
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attention.hf.gate import gate_of
-from attention.hf.interface import attention_configs
+from attention.hf.patches import attention_configs
 from attention.hf.weights import address_of, computes_plainly
 from specdec.ops.fp8 import BLOCK, fp8_linear
 from specdec.wrapped.alterations import Alterations

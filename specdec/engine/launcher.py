@@ -14,7 +14,6 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.stats import Counters
 from specdec.execution.base import ChainedVerification, DraftedVerification, Executor, Verification
 from specdec.execution.round import Round
-from specdec.rounds.buckets import power_of_two
 from specdec.rounds.drafting import draft_input, drafts_after
 from specdec.rounds.randomness import sampling_round
 from specdec.rounds.rows import RowTable, Schedule
@@ -170,14 +169,15 @@ class Launcher:
         """All block tables, as wide as the longest row with `more_tokens` needs (a power of two of pages)."""
         longest = int((self._table.length[schedule.rows] + schedule.num_drafts).max()) + more_tokens
         pages, head = self._scheduler.target_pages, self._scheduler.head_pages
-        width = min(power_of_two(pages.pages_for(longest)), pages.table.shape[1])
+        width = pages.width_for(longest)
         windowed = tuple(WindowedTable(g.window, g.table, schedule.rows) for g in self._scheduler.windowed_pages)
         own = None if head is None else head.table[:, :width]
         return RoundTables(pages.table[:, :width], own, self._page_size, windowed)
 
     def send(self, loop: DraftInput | None, target: TargetArrays, rows: np.ndarray) -> Round:
         """Send a round of these RowTable rows [B] in one copy."""
-        self.group.before_launch(target)
+        if self.group.size > 1:
+            self.group.before_launch(target)
         return self.executor.send(loop, target, sampling_round(target, rows, self._table))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from attention.cache.pages import BlockTables, PageAllocator
 from attention.cache.prefix import NOTHING, Found
 from attention.cache.windowed import WindowedTables
-from attention.checking import checking
+from attention.checking import CHECKS
 from attention.errors import OutOfPagesError
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig, WindowedPool
@@ -103,7 +103,7 @@ class Scheduler:
     def usage(self, requests: int) -> Usage:
         """See `Usage`. Raises InvariantError, in check mode, when a page has no owner or two."""
         target, head, windowed = self.target_pages, self.head_pages, self.windowed_pages
-        if checking():
+        if CHECKS.on:
             for pages in self.pools():
                 pages.validate()
             if self.prefixes is not None:
@@ -261,7 +261,7 @@ class Scheduler:
             drafts = self._table.drafts[rows]
             wanted = np.where(drafts > 0, np.minimum(tokens + drafts, self._config.max_model_len), 0)
             size(self.head_pages, rows, wanted)
-        if checking() and self.prefixes is not None:
+        if CHECKS.on and self.prefixes is not None:
             self.prefixes.check_writable(rows)
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:

@@ -21,7 +21,7 @@ from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.ops.draws import Proposal
 from specdec.ops.greedy_rows import greedy_ids
 from specdec.rounds.extras import RoundExtra, adjusted
-from specdec.rounds.fields import DeviceRound, DeviceSampling
+from specdec.rounds.transfer import DeviceRound, DeviceSampling
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.target import Target
 

@@ -12,7 +12,6 @@ from specdec.execution.base import Drafter, Verification
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.rounds.extras import adjusted
-from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import RoundTransfer
 from specdec.rounds.verification import TargetArrays
@@ -38,7 +37,7 @@ class EagerExecutor:
     @property
     def transfers(self) -> int:
         """See `Executor.transfers`."""
-        return self._transfer.transfers
+        return self._transfer.arena.generation
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
         """Make a round's arrays and send them in one copy; sampling parameters only if a sampled row is decided."""
@@ -66,17 +65,14 @@ class EagerExecutor:
         assert round_.sent is not None
         device = round_.sent.verification
         planned = self.target.runner.plan(device.metadata)
-        draft = in_order(draft, device)
-        if draft is not None:
+        if device.sources is not None:
+            draft = in_order(draft, device)
+        if draft is not None and self.target.group.size > 1:
             self.target.group.share(draft.token_ids)
         output = self.target.forward(fill_drafts(device, draft), planned, device.logits_indices)
-        logits = adjusted(self._extras, output.logits, device)
-        read = self.reads.start(self.judge(logits, device, draft), device.num_drafts)
+        logits = adjusted(self._extras, output.logits, device) if self._extras else output.logits
+        read = self.reads.start(judge(logits, device, draft, self._vocab), device.num_drafts)
         return Verification(read, output.aux_hidden_states)
-
-    def judge(self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None) -> PackedResult:
-        """logits [R', V] of the decided rows -> the verification result."""
-        return judge(logits, device, draft, self._vocab)
 
 
 def draft_vocab(drafter: Drafter, target: Target) -> DraftVocab:

@@ -66,10 +66,9 @@ from specdec.ops.greedy_rows import greedy_drafts, greedy_ids
 from specdec.rounds.buckets import graph_rows, loop_limits, static_shape
 from specdec.rounds.drafting import accepted_by_row, ahead_inputs, rows_after
 from specdec.rounds.extras import adjusted
-from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.static import FixedSampling, fixed_target
-from specdec.rounds.transfer import AheadTransfer
+from specdec.rounds.transfer import AheadTransfer, DeviceRound
 from specdec.rounds.verification import TargetArrays, empty_target
 from specdec.selftest.selftest import invariance_test, matmul_test
 from specdec.wrapped.alterations import Alterations
@@ -274,7 +273,7 @@ class GraphExecutor:
             return Verification(read, aux_hidden_states)
         num_carried = self._prefill.num_rows
         ahead = ahead_inputs(round_.target, self._num_modules, num_carried)  # made while the device verifies
-        sent = self._transfer.send_ahead(round_.target.inputs, ahead, device)
+        sent = self._transfer.send_ahead(ahead, device)
         accepted, chosen = self._prefill.run(result, sent, device.logits_indices)
         if round_.sampled and self._drawn is not None:
             self._drawn.choose(0, chosen, accepted)

@@ -25,7 +25,7 @@ from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
 from specdec.execution.segments import Between, SegmentedGraph, record_segments, unowned
 from specdec.rounds.buckets import TILE_TOKENS, power_of_two, prefill_budget
-from specdec.rounds.fields import DeviceAhead
+from specdec.rounds.transfer import DeviceAhead
 from specdec.wrapped.group import Group
 from specdec.wrapped.target import Target
 

@@ -66,7 +66,8 @@ class HostReads:
         if self.before_read is not None:
             self.before_read(result, num_drafts)
         packed = result.packed
-        self._group.share(packed)
+        if self._group.size > 1:
+            self._group.share(packed)
         if not self._on_cuda:
             return Readback(packed.clone(), None)  # the next launch may write to the same place
         slot = self._started % _RING

@@ -15,7 +15,7 @@ from drafters.loops.base import Chosen, StaticLoop
 from drafters.loops.chain_passes import target_ids_of
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.draws import DraftPlaces, Filtered, Proposal, accept_drafts, draw_drafts, filter_rows, inverse_map
-from specdec.rounds.fields import DeviceSampling
+from specdec.rounds.transfer import DeviceSampling
 
 
 class SampledDrafts:

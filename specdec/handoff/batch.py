@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from attention.cache.prefix import NOTHING
-from attention.checking import checking
+from attention.checking import CHECKS
 from drafters.loops.base import Draft
 from specdec.config import EngineConfig
 from specdec.engine.faults import raised_twice
@@ -220,7 +220,7 @@ def take_out(batch: Batch, request: Request) -> Pages:
     """A running request goes out of the batch; its pages stay owned, by no row. Its row is free at once."""
     scheduler, table, row = batch.scheduler, batch.table, request.row
     computed = int(table.computed[row])
-    if checking():
+    if CHECKS.on:
         for columns in table.extras:
             columns.check_leaving(table, row)
     scheduler.free_behind_windows(np.array([row]))

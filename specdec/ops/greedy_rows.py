@@ -16,7 +16,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 @opaque_operator(lambda logits: logits.new_empty(logits.shape[0], dtype=torch.int64))
 def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
     """logits [T, V] -> [T] int64, as `argmax(-1)`: the first of equal ones (on CUDA a NaN counts as infinity)."""
-    if _has_kernel(logits):
+    if logits.is_cuda and _has_kernel(logits):
         from attention.kernels.launch import CompiledAtOnce
         from specdec.ops.greedy_kernel import launch_greedy
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from attention.checking import checking
+from attention.checking import CHECKS
 from specdec.errors import InvalidInputError, RanksLostError, UnsupportedModelError
 from specdec.loading.auto_classes import AutoClass
 from specdec.parallel.collectives import Collectives
@@ -90,7 +90,7 @@ class Ranks(Group):
         """
         if not ids.numel():
             return
-        if not checking():
+        if not CHECKS.on:
             self.collectives.from_first(ids)
             return
         own = ids.clone()
@@ -180,11 +180,9 @@ class _ReadingShare(Reading):
         self.options = told(plan, ranks.size)
 
     def while_reading(self) -> AbstractContextManager[None]:
-        """See `Reading.while_reading`."""
         return as_rank(self._ranks.device, self._ranks.size)
 
     def finish(self, model: Any) -> None:
-        """See `Reading.finish`."""
         self._ranks.part = take_share(model, self._plan, self._ranks.rank, self._ranks.size)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Generic
 import numpy as np
 import torch
 
-from attention.declared import A, array
+from attention.staging import A, array
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
 from specdec.logits.options import LogitsOptions

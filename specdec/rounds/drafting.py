@@ -8,7 +8,7 @@ from typing import Generic
 import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within, rows_batch
-from attention.declared import A, array
+from attention.staging import A, array
 from drafters.loops.base import CarriedRows, DraftingRows, DraftInput
 from drafters.loops.lengths import drafts_within, tokens_accepted
 from drafters.loops.module_arrays import rows_before, shifted_batch

@@ -22,16 +22,16 @@ import torch
 from attention.batch.host import BatchExtra, HostBatch, page_counts_of, slots_at
 from attention.batch.live import LiveBatch
 from attention.batch.metadata import BatchArrays, CommonAttentionMetadata, MakeSection
-from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
+from attention.staging import Staged, StagingArena, bucket_of
 from drafters.loops.base import CarriedRows, StaticShape
 from drafters.loops.module_arrays import rows_before
 from specdec.config import EngineConfig
 from specdec.rounds.buckets import static_entries, static_shape
 from specdec.rounds.extras import make_sections
-from specdec.rounds.fields import DeviceRound, PassesSection, SamplingSection, VerificationSection, target_sizes
 from specdec.rounds.randomness import SamplingRound
+from specdec.rounds.transfer import DeviceRound, PassesSection, SamplingSection, VerificationSection, target_sizes
 from specdec.rounds.verification import TargetArrays, WindowedTable
 
 Carried = CarriedRows[torch.Tensor] | None

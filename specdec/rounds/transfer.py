@@ -1,30 +1,247 @@
-"""RoundTransfer, AheadTransfer: send a round's arrays to the device in one copy, by way of a staging arena."""
+"""How a round gets to the device: the sections of its arrays in a staging arena, their device views, and the one copy.
+
+`RoundTransfer` sends rounds that run operator by operator, `AheadTransfer` those of any shape that run from graphs. (A
+draft loop has a section of its own: `drafters/loops/chain_arrays.py`, `drafters/loops/module_arrays.py`.)
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Generic
 
+import numpy as np
 import torch
 
-from attention.batch.staging import Bucket, StagingArena, bucket_of, layout_of
-from attention.declared import Field
-from drafters.loops.base import DraftLoop, LoopArrays, LoopSection, LoopSize
-from specdec.config import EngineConfig
-from specdec.rounds.buckets import group_entries, loop_limits, power_of_two, rounded
-from specdec.rounds.drafting import AheadInputs
-from specdec.rounds.extras import make_sections
-from specdec.rounds.fields import (
-    AheadSection,
-    DeviceAhead,
-    DeviceRound,
-    SamplingSection,
-    VerificationSection,
-    target_sizes,
+from attention.batch.host import HostBatch
+from attention.batch.metadata import (
+    BatchArrays,
+    BatchSection,
+    CommonAttentionMetadata,
+    GroupArrays,
+    MakeSection,
+    batch_sizes,
+    on_pages,
 )
+from attention.staging import A, Bucket, Field, Section, Staged, StagingArena, array, bucket_of, layout_of
+from drafters.loops.base import CarriedRows, DraftLoop, LoopArrays, LoopSection, LoopSize
+from specdec.config import EngineConfig
+from specdec.requests.sampling import SamplingParameters, SamplingTensors
+from specdec.rounds.buckets import group_entries, loop_limits, power_of_two, rounded
+from specdec.rounds.drafting import AheadArrays, AheadInputs
+from specdec.rounds.extras import make_sections
 from specdec.rounds.randomness import SamplingRound
-from specdec.rounds.verification import TargetInputs
+from specdec.rounds.verification import TargetInputs, VerificationArrays
+
+TARGET = "target"
+"""A verification's name in the arena."""
+OF_TARGET = {name: f"target.{name}" for name in ("rows", "tokens", "entries", "drafts_plus_1")}
+"""Dimensions of a verification by their names in the arena."""
+
+
+def target_sizes(
+    rows: int, tokens: int, pages: int, drafts: int, entries: int | None = None, groups: Sequence[int] = ()
+) -> dict[str, int]:
+    """Sizes of a verification of at most so many rows, tokens, pages and drafts a row; others: see `batch_sizes`."""
+    return batch_sizes(TARGET, rows, tokens, pages, entries, groups) | {OF_TARGET["drafts_plus_1"]: drafts + 1}
+
+
+class PassesSection:
+    """All M passes of a draft prefill.
+
+    Attributes:
+        fields: their places; () where there is no head.
+    """
+
+    def __init__(self, num_passes: int) -> None:
+        """num_passes: M; 0 without a head."""
+        self._first = Section(GroupArrays, "head", ("page_indptr",), OF_TARGET)
+        self._later = tuple(BatchSection(f"passes.{m}", table=False) for m in range(1, num_passes))
+        self._carried = Section(CarriedRows, "passes")
+        first = self._first.fields if num_passes else ()
+        later = tuple(field for section in self._later for field in section.fields)
+        self.fields: tuple[Field, ...] = (*first, *later, *(self._carried.fields if self._later else ()))
+
+    def sizes(self, rows: int, tokens: int, pages: int, entries: int | None = None) -> dict[str, int]:
+        """Sizes beside those of the verification, for at most so many of its rows, tokens and pages a row.
+
+        A request may be two rows of a pass, see `drafters.loops.module_arrays.shifted_batch`; but not in a fixed shape,
+        of which `entries` on the lists of pages are given.
+        """
+        found = {"passes.requests": rows, "passes.tokens": tokens}
+        for section in self._later:
+            found |= section.sizes(2 * rows if entries is None else rows, tokens, pages, entries)
+        return found
+
+    def values(self, batches: Sequence[HostBatch], carried: CarriedRows[np.ndarray] | None) -> dict[str, np.ndarray]:
+        """The arrays of a round of any shape, by their names in the arena."""
+        first, *later = batches
+        found = self._first.values(first)
+        for section, batch in zip(self._later, later, strict=True):
+            found |= section.values(batch)
+        return found if carried is None else found | self._carried.values(carried)
+
+    def buffers(
+        self, host: Mapping[str, np.ndarray], target: BatchArrays[np.ndarray]
+    ) -> tuple[list[BatchArrays[np.ndarray]], CarriedRows[np.ndarray] | None]:
+        """Host buffers of every pass, and of the carried rows. target: the verification's."""
+        first = self._first.of(host)
+        own = replace(target, slot_mapping=first.slot_mapping, page_indices=first.page_indices)
+        later = [section.buffers(host) for section in self._later]
+        return [own, *later], self._carried.of(host) if self._later else None
+
+    def metadata(
+        self, target: CommonAttentionMetadata, batches: Sequence[HostBatch], staged: Staged
+    ) -> tuple[CommonAttentionMetadata, ...]:
+        """The attention of every pass on the device. target: the verification's."""
+        first, *later = batches
+        passes = (section.metadata(batch, staged) for section, batch in zip(self._later, later, strict=True))
+        return (on_pages(target, self._first, first, staged.views), *passes)
+
+    def carried(self, staged: Staged) -> CarriedRows[torch.Tensor] | None:
+        """The carried rows on the device; None for one pass."""
+        return self._carried.of(staged.views) if self._later else None
+
+
+@dataclass(frozen=True)
+class Uniforms(Generic[A]):
+    """Random numbers in [0, 1) of R rows.
+
+    Attributes:
+        accept_uniform: [R, n] of acceptance; next_uniform: [R, n+1] of the token after the accepted drafts.
+        draft_uniform: [R, n] of the drafts that the round verifies; ahead_uniform: [R, 2K] of the drafts after it. One
+            of the two, see `SamplingRound`.
+    """
+
+    accept_uniform: A = array(np.float32, "rows", "drafts")
+    next_uniform: A = array(np.float32, "rows", "drafts_plus_1")
+    draft_uniform: A = array(np.float32, "rows", "drafts", optional=True)
+    ahead_uniform: A = array(np.float32, "rows", "twice", optional=True)
+
+
+@dataclass(frozen=True)
+class DeviceSampling(Uniforms[torch.Tensor]):
+    """Sampling parameters and uniforms of a round's rows on the device; tensors: [R]."""
+
+    tensors: SamplingTensors = field(kw_only=True)
+
+    def first(self, rows: int) -> DeviceSampling:
+        """Views of the first rows, without uniforms of drafts."""
+        own = self.accept_uniform[:rows], self.next_uniform[:rows]
+        return DeviceSampling(*own, ahead_uniform=self.ahead_uniform[:rows], tensors=self.tensors.first(rows))
+
+
+@dataclass(frozen=True)
+class DeviceRound(VerificationArrays[torch.Tensor]):
+    """One verification on the device.
+
+    Attributes:
+        metadata: its attention.
+        sampling: None when all rows are greedy, and in rounds from graphs.
+    """
+
+    metadata: CommonAttentionMetadata = field(kw_only=True)
+    sampling: DeviceSampling | None = None
+
+
+class VerificationSection:
+    """A verification in the arena: its attention, and the other arrays of its forward and acceptance.
+
+    Attributes:
+        batch: its attention's part. own: the other arrays. fields: the places of all.
+    """
+
+    def __init__(self, num_groups: int, extras: Sequence[MakeSection] = (), table: bool = True) -> None:
+        """num_groups: further cache groups; extras: make their sections; table: with block tables, which a fixed shape
+        does not send."""
+        self.batch = BatchSection(TARGET, num_groups, extras, table)
+        self.own = Section(VerificationArrays, TARGET)
+        self.fields = (*self.batch.fields, *self.own.fields)
+
+    def values(self, target: TargetInputs) -> dict[str, np.ndarray]:
+        """Its arrays by their names in the arena."""
+        return self.batch.values(target.batch) | self.own.values(target)
+
+    def of(self, batch: HostBatch, staged: Staged) -> DeviceRound:
+        """A verification with this attention on the device; without sampling."""
+        round_: DeviceRound = self.own.of(staged.views, DeviceRound, metadata=self.batch.metadata(batch, staged))
+        return round_
+
+
+@dataclass(frozen=True)
+class DeviceAhead(AheadArrays[torch.Tensor]):
+    """AheadInputs on the device; passes: the attention on the head's pages in each. carried: None of one pass."""
+
+    passes: tuple[CommonAttentionMetadata, ...] = field(kw_only=True)
+    carried: CarriedRows[torch.Tensor] | None = field(kw_only=True)
+
+
+class AheadSection:
+    """A draft prefill that is launched before its verification is read, in an arena of its own."""
+
+    def __init__(self, num_passes: int) -> None:
+        """num_passes: M of the head's loop; 0 without one."""
+        self._passes = PassesSection(num_passes)
+        self._own = Section(AheadArrays, "ahead", shared=OF_TARGET)
+        self.fields = (*self._passes.fields, *self._own.fields)
+
+    def sizes(self, rows: int, tokens: int, pages: int) -> dict[str, int]:
+        """Sizes for a verification of at most so many rows, tokens and pages a row."""
+        return target_sizes(rows, tokens, pages, 0) | self._passes.sizes(rows, tokens, pages)
+
+    def values(self, ahead: AheadInputs) -> dict[str, np.ndarray]:
+        """Its arrays by their names in the arena."""
+        return self._own.values(ahead) | self._passes.values(ahead.batches, ahead.carried)
+
+    def of(self, ahead: AheadInputs, target: CommonAttentionMetadata, staged: Staged) -> DeviceAhead:
+        """The device side; target: the attention of the verification."""
+        passes = self._passes.metadata(target, ahead.batches, staged)
+        found: DeviceAhead = self._own.of(
+            staged.views, DeviceAhead, passes=passes, carried=self._passes.carried(staged)
+        )
+        return found
+
+
+class SamplingSection:
+    """Sampling parameters and uniforms in the arena."""
+
+    def __init__(self, ahead: bool) -> None:
+        """ahead: with the uniforms of the drafts after the round, as graphs need them, in place of its own drafts'."""
+        without = "draft_uniform" if ahead else "ahead_uniform"
+        self._uniforms = Section(Uniforms, "sampling", (without,), {**OF_TARGET, "drafts": "sampling.drafts"})
+        self._parameters = Section(SamplingParameters, "sampling", shared=OF_TARGET)
+        self.fields = (*self._parameters.fields, *self._uniforms.fields)
+
+    @staticmethod
+    def sizes(drafts: int) -> dict[str, int]:
+        """Sizes beside those of the verification; drafts: n, or K."""
+        return {"sampling.drafts": drafts, "sampling.twice": 2 * drafts}
+
+    def values(self, sampling: SamplingRound) -> dict[str, np.ndarray]:
+        """The arrays of the decided rows and of the drafts that they verify."""
+        drafts, own = sampling.max_drafts, sampling.decided
+        accept, following = own.accept_uniforms(drafts), own.next_uniforms(drafts + 1)
+        uniforms = Uniforms(accept, following, sampling.draft_uniforms())
+        return self._parameters.values(own.arrays) | self._uniforms.values(uniforms)
+
+    def write(self, sampling: SamplingRound, host: Mapping[str, np.ndarray]) -> None:
+        """Write all rows into one of the arena's host buffers; padding rows are greedy."""
+        count, places, uniforms = len(sampling.first), self._parameters.of(host), self._uniforms.of(host)
+        for name, place in vars(places).items():
+            place[:count] = getattr(sampling.arrays, name)
+        places.temperature[count:] = 0
+        accept, following, ahead = uniforms.accept_uniform, uniforms.next_uniform, uniforms.ahead_uniform
+        accept[:count] = sampling.accept_uniforms(accept.shape[1])
+        following[:count] = sampling.next_uniforms(following.shape[1])
+        ahead[:count] = sampling.ahead_uniforms(ahead.shape[1])
+
+    def of(self, views: Mapping[str, torch.Tensor], filters: bool) -> DeviceSampling:
+        """The device side; filters: whether any row restricts its support."""
+        tensors = SamplingTensors(filters, *vars(self._parameters.of(views)).values())
+        found: DeviceSampling = self._uniforms.of(views, DeviceSampling, tensors=tensors)
+        return found
+
 
 Groups = tuple[int, ...]
 """Pages on the list of each of the target's further cache groups."""
@@ -46,19 +263,18 @@ class SentRound:
 
 
 class RoundTransfer:
-    """Sends rounds that run operator by operator: the verification, its sampling and the draft loop."""
+    """Sends rounds that run operator by operator: the verification, its sampling and the draft loop.
+
+    Attributes:
+        arena: has sent every round, in one copy each.
+    """
 
     def __init__(self, loop: DraftLoop[Any, Any] | None, config: EngineConfig, device: torch.device) -> None:
         """loop: of the head; None without one."""
         self._section = section = None if loop is None else loop.section
         self._target, self._sampling = _verification(config), SamplingSection(ahead=False)
-        self._arena = StagingArena(*_largest(section, config), device)
+        self.arena = StagingArena(*_largest(section, config), device)
         self._bucket = lru_cache(_BUCKETS)(partial(_bucket, section))
-
-    @property
-    def transfers(self) -> int:
-        """Host-to-device copies so far."""
-        return self._arena.generation
 
     def send(self, target: TargetInputs, drafting: LoopArrays | None, sampling: SamplingRound | None) -> SentRound:
         """Send a round in one copy.
@@ -73,7 +289,7 @@ class RoundTransfer:
             size = drafting.size
         if sampling is not None:
             values |= self._sampling.values(sampling)
-        staged = self._arena.send(self._bucket(*_sizes_of(target), size), values)
+        staged = self.arena.send(self._bucket(*_sizes_of(target.batch, target), size), values)
         device = self._target.of(target.batch, staged)
         if sampling is not None:
             device = replace(device, sampling=self._sampling.of(staged.views, sampling.decided.arrays.filters))
@@ -102,13 +318,14 @@ class AheadTransfer:
 
     def send(self, target: TargetInputs) -> SentRound:
         """Send a verification."""
-        staged = self._verification.send(_verification_bucket(*_sizes_of(target)), self._target.values(target))
+        bucket = _verification_bucket(*_sizes_of(target.batch, target))
+        staged = self._verification.send(bucket, self._target.values(target))
         return SentRound(self._target.of(target.batch, staged), None)
 
-    def send_ahead(self, target: TargetInputs, ahead: AheadInputs, verification: DeviceRound) -> DeviceAhead:
+    def send_ahead(self, ahead: AheadInputs, verification: DeviceRound) -> DeviceAhead:
         """Send the draft prefill after a verification that was sent."""
         assert self._ahead is not None
-        bucket = _ahead_bucket(self._section, _sizes_of(target)[0])
+        bucket = _ahead_bucket(self._section, _sizes_of(verification.metadata.host, verification)[0])
         staged = self._ahead.send(bucket, self._section.values(ahead))
         return self._section.of(ahead, verification.metadata, staged)
 
@@ -143,10 +360,11 @@ def _largest_ahead(num_modules: int, config: EngineConfig) -> tuple[list[Field],
     return list(section.fields if num_modules else ()), _ahead_bucket(section, loop_limits(config))
 
 
-def _sizes_of(target: TargetInputs) -> tuple[LoopSize, Groups]:
-    batch = target.batch
-    size = LoopSize.of(batch, target.logit_index.shape[1] - 1)
-    return size, tuple([len(group.page_indices) for group in batch.other_groups])
+def _sizes_of(batch: HostBatch, target: VerificationArrays[Any]) -> tuple[LoopSize, Groups]:
+    """Of a verification; batch: its attention."""
+    pages, drafts = batch.block_table.shape[1], target.logit_index.shape[1] - 1
+    groups = tuple([len(group.page_indices) for group in batch.other_groups])
+    return LoopSize(len(batch.seq_lens), len(batch.positions), pages, drafts), groups
 
 
 @lru_cache(_BUCKETS)

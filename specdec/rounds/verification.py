@@ -10,10 +10,10 @@ from typing import Generic, NamedTuple
 
 import numpy as np
 
-from attention.batch.host import BatchExtra, HostBatch, offsets_within, rows_batch
+from attention.batch.host import BatchExtra, HostBatch, rows_batch
 from attention.batch.transforms.windowed import windowed_batch
 from attention.cached import cached_property
-from attention.declared import A, array
+from attention.staging import A, array
 from drafters.loops.lengths import draft_room, tokens_accepted
 from specdec.config import EngineConfig
 from specdec.rounds.rows import RowTable, Schedule
@@ -162,16 +162,18 @@ class TargetArrays:
         """n, the most drafts of a row."""
         return int(self.drafts.max(initial=0))
 
-    @cached_property
+    @property
     def inputs(self) -> TargetInputs:
         """The ragged layout, row after row."""
-        lens, starts = self.lens, self.query_start_loc
+        lens, starts, counts = self.lens, self.query_start_loc, self.num_drafts + 1
         owner = np.repeat(np.arange(len(lens)), lens)
         drafted = np.arange(starts[-1]) - starts[owner] >= self.num_new[owner]
         token_ids = np.zeros(starts[-1], np.int64)
         token_ids[~drafted] = self.tokens[np.arange(self.tokens.shape[1]) < self.num_new[:, None]]
-        logits_indices, logit_index = self._logits_indices()
         width = np.arange(1, self.max_drafts + 1)
+        first = np.cumsum(counts) - counts  # [J] logits rows before those of each decided row
+        bonus = starts[self.decided] + self.num_new[self.decided] - 1
+        logit_index = first[:, None] + np.minimum(np.arange(self.max_drafts + 1), self.num_drafts[:, None])
         batch = rows_batch(starts, self.start, self.pages.target, self.pages.page_size)
         if self.pages.windowed:
             groups = tuple(windowed_batch(batch, w.block_table, w.rows, w.window) for w in self.pages.windowed)
@@ -183,20 +185,11 @@ class TargetArrays:
             token_ids=token_ids,
             draft_places=np.flatnonzero(drafted),
             draft_sources=np.flatnonzero(width <= self.drafts[: self.num_drafting, None]),
-            logits_indices=logits_indices,
+            logits_indices=np.repeat(bonus - first, counts) + np.arange(int(counts.sum())),
             logit_index=logit_index,
             num_drafts=self.num_drafts,
             sources=self.sources,
         )
-
-    def _logits_indices(self) -> tuple[np.ndarray, np.ndarray]:
-        """logits_indices and logit_index, see TargetInputs."""
-        counts = self.num_drafts + 1
-        ends = np.cumsum(counts)
-        bonus = self.query_start_loc[self.decided] + self.num_new[self.decided] - 1
-        logit_index = (ends - counts)[:, None] + np.minimum(np.arange(self.max_drafts + 1), self.num_drafts[:, None])
-        logits_indices = np.repeat(bonus, counts) + offsets_within(counts)
-        return logits_indices.astype(np.int64), logit_index.astype(np.int64)
 
 
 def target_arrays(
@@ -213,7 +206,7 @@ def target_arrays(
     width = np.arange(int(schedule.num_new.max(initial=0)))
     places = np.minimum(start[:, None] + width, table.tokens.shape[1] - 1)
     decided = bonus == table.length[rows]
-    return TargetArrays(
+    target = TargetArrays(
         start=start,
         num_new=schedule.num_new,
         drafts=schedule.num_drafts,
@@ -230,6 +223,14 @@ def target_arrays(
         extras=tuple([columns.scheduled(table, schedule) for columns in table.extras]),
         num_arrived=schedule.num_arrived,
     )
+    lens, num_drafts = schedule.num_new + schedule.num_drafts, schedule.num_drafts
+    vars(target).update(  # which the next steps read anyway
+        lens=lens,
+        query_start_loc=np.concatenate([[0], np.cumsum(lens)]),
+        num_drafts=num_drafts[target.decided],
+        max_drafts=int(num_drafts.max(initial=0)),
+    )
+    return target
 
 
 def target_after(

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import BatchSection, single_batch_arena, stage
-from attention.hf.interface import attention_configs, attention_implementation
 from attention.hf.model_specific import reads_indices
+from attention.hf.patches import attention_configs, attention_implementation
 from attention.recurrence.index import StateIndex, slots_of_rows
 from attention.recurrence.runner import StateSection
 from specdec.errors import UNNAMED_ERRORS, CacheTooSmallError, SpecdecError, UnsupportedModelError

@@ -18,13 +18,16 @@ from specdec.errors import InvariantError
 
 
 class Hook:
-    """A hook of ours. Pickled with the model, it does nothing: what it is for stays in this process."""
+    """A hook of ours. Pickled with the model, it does nothing: what it is for stays in this process.
+
+    Subclasses pass on what they find in a hook's arguments.
+    """
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+        self.call = call
 
     def __call__(self, *given: Any) -> Any:
-        return self._call(*given)
+        return self.call(*given)
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return _unpickled, ()
@@ -40,6 +43,10 @@ def without_unpickled(model: nn.Module) -> None:
             for number in [number for number, hook in hooks.items() if hook is _nothing]:
                 del hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def _hook(call: Callable[..., Any]) -> Hook:
+    return call if isinstance(call, Hook) else Hook(call)
 
 
 def _unpickled() -> Callable[..., None]:
@@ -76,11 +83,11 @@ class Alterations:
 
     def hook_before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Call hook(module, args, kwargs) before the module's forward."""
-        self.on_undo(module.register_forward_pre_hook(Hook(hook), with_kwargs=True).remove)
+        self.on_undo(module.register_forward_pre_hook(_hook(hook), with_kwargs=True).remove)
 
     def hook_after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Call hook(module, args, output) after the module's forward."""
-        self.on_undo(module.register_forward_hook(Hook(hook)).remove)
+        self.on_undo(module.register_forward_hook(_hook(hook)).remove)
 
     def undo(self) -> None:
         """Take back everything, the last change first. Idempotent."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple
 
@@ -28,8 +27,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attention.checking import require
-from attention.declared import A, array
-from attention.hf.patches import standing_in
+from attention.hf.patches import Value
+from attention.staging import A, array
 
 _ORIGINAL = "original_max_position_embeddings"
 _CHUNK = 8192
@@ -118,35 +117,31 @@ def _drops_its_cache(model: PreTrainedModel) -> bool:
     return prepare is not None and _ORIGINAL in inspect.unwrap(prepare).__code__.co_names
 
 
-class LongRopePort:
-    """Lets the rotary modules look up cos and sin by token while a forward of ours runs."""
+def looked_up(found: LongRope, x: torch.Tensor, max_positions: int) -> list[Value]:
+    """What lets the rotary modules look up cos and sin by token, to be borrowed while a forward of ours runs.
 
-    def __init__(self, found: LongRope, x: torch.Tensor, max_positions: int) -> None:
-        """x: any tensor of the model's dtype and device; max_positions: positions that a token may have."""
-        self._original = found.rule.original
-        self._stand_ins = [(module, self._lookup(module, x, max_positions)) for module in found.modules]
+    x: any tensor of the model's dtype and device; max_positions: positions that a token may have.
+    """
+    original = found.rule.original
+    return [(module, "forward", _lookup(module, x, max_positions, original)) for module in found.modules]
 
-    def using(self) -> AbstractContextManager[None]:
-        """Serve the modules for the duration of one forward, on the thread that holds the model's gate."""
-        return standing_in(self._stand_ins)
 
-    @torch.no_grad()
-    def _lookup(
-        self, module: nn.Module, x: torch.Tensor, max_positions: int
-    ) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """What stands in for a module's forward."""
-        original = self._original
-        positions = torch.arange(max(max_positions, original + 1), device=x.device)
-        chunks = [_long(module, x, part, original) for part in positions.split(_CHUNK)]
-        long = [torch.cat(parts) for parts in zip(*chunks, strict=True)]
-        short = module(x, positions[:original][None])  # last: it leaves the module's frequencies as they were loaded
-        tables = [torch.cat((a[:original], b[0], a[original:])) for a, b in zip(long, short, strict=True)]
+@torch.no_grad()
+def _lookup(
+    module: nn.Module, x: torch.Tensor, max_positions: int, original: int
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """What stands in for a module's forward."""
+    positions = torch.arange(max(max_positions, original + 1), device=x.device)
+    chunks = [_long(module, x, part, original) for part in positions.split(_CHUNK)]
+    long = [torch.cat(parts) for parts in zip(*chunks, strict=True)]
+    short = module(x, positions[:original][None])  # last: it leaves the module's frequencies as they were loaded
+    tables = [torch.cat((a[:original], b[0], a[original:])) for a, b in zip(long, short, strict=True)]
 
-        def lookup(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            places = position_ids + original
-            return tuple(table[places].to(x.dtype) for table in tables)
+    def lookup(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        places = position_ids + original
+        return tuple(table[places].to(x.dtype) for table in tables)
 
-        return lookup
+    return lookup
 
 
 def _long(module: nn.Module, x: torch.Tensor, positions: torch.Tensor, original: int) -> list[torch.Tensor]:

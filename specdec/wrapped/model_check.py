@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attention.hf.gate import gate_of
-from attention.hf.interface import ATTENTION_NAME
+from attention.hf.port import ATTENTION_NAME
 from specdec.errors import ModelChangedError
 from specdec.values import short
 from specdec.wrapped.settings import Held, Settings

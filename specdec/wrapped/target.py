@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
@@ -15,15 +15,16 @@ import torch.nn.functional as F
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.groups import Planned, Runner, is_blank
 from attention.hf.custom_op import LayerAttend
+from attention.hf.patches import Value
 from attention.hf.port import AttentionPort
 from attention.recurrence.hf_port import RecurrentPort
 from attention.recurrence.runner import Recur, StateRunner
 from attention.recurrence.state_rows import StateRows
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
-from specdec.wrapped.alterations import Alterations
+from specdec.wrapped.alterations import Alterations, Hook
 from specdec.wrapped.group import ALONE, Group
-from specdec.wrapped.long_rope import LongRopePort, RotaryPositions, find_long_rope
+from specdec.wrapped.long_rope import RotaryPositions, find_long_rope, looked_up
 from specdec.wrapped.probing import TargetProbe, decoder_of, last_states, placeholders
 
 
@@ -55,11 +56,11 @@ class AuxStateRecorder:
         self._places = range(len(aux_layers))
         for place, layer in enumerate(aux_layers):
             if layer == FINAL_NORM:
-                alterations.hook_after(decoder_of(probed.model), self._after_decoder(place))
+                alterations.hook_after(decoder_of(probed.model), partial(self._after_decoder, place))
             elif layer == num_layers:
-                alterations.hook_after(probed.layers[-1], self._after_layer(place))
+                alterations.hook_after(probed.layers[-1], _AfterLayer(partial(self._store, place)))
             else:
-                alterations.hook_before(probed.layers[layer], self._before_layer(place))
+                alterations.hook_before(probed.layers[layer], _BeforeLayer(partial(self._store, place)))
 
     @contextmanager
     def recording(self, num_tokens: int, keep: bool = True) -> Iterator[None]:
@@ -83,7 +84,8 @@ class AuxStateRecorder:
         self._missing.update(self._places if keep else ())
         try:
             yield
-            self._copy_caught()
+            if self._caught:
+                self._copy_caught()
             if self._missing:
                 raise InvariantError(f"the target ran without passing aux hidden states {sorted(self._missing)}")
         finally:
@@ -91,29 +93,28 @@ class AuxStateRecorder:
             self._caught.clear()  # a forward that raised leaves no states to the next one
             self._missing.clear()
 
+    def _after_decoder(self, place: int, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._on:
+            self._store(place, last_states(module, output, self._width))
+
     def _store(self, place: int, states: torch.Tensor) -> None:
         if not self._on:
             return
         if torch.compiler.is_compiling():
             # A copy into the buffer inside compiled code would rewrite the whole buffer: 0.56 ms per round at 8B.
             self._caught[place] = states
-        elif self._thread == get_ident():
-            self._copy(place, states)
-
-    def _copy(self, place: int, states: torch.Tensor) -> None:
-        if not self._num_tokens:
-            return
-        start = place * self._width
-        self.buffer[: self._num_tokens, start : start + self._width].copy_(self._rows(states))
-        self._missing.discard(place)
+        elif self._thread == get_ident() and self._num_tokens:
+            start = place * self._width
+            self.buffer[: self._num_tokens, start : start + self._width].copy_(self._rows(states))
+            self._missing.discard(place)
 
     def _copy_caught(self) -> None:
         """What compiled code passed, in one launch."""
-        if not self._num_tokens or not self._caught:
+        if not self._num_tokens:
             return
         if len(self._caught) < len(self._places):  # the others were copied, or are missing
             for place, states in self._caught.items():
-                self._copy(place, states)
+                self._store(place, states)
             return
         rows = [self._rows(self._caught[place]) for place in self._places]
         torch.cat(rows, dim=-1, out=self.buffer[: self._num_tokens])
@@ -126,24 +127,19 @@ class AuxStateRecorder:
             raise InvariantError(f"aux hidden states of {len(rows)} tokens in a forward of {self._num_tokens}")
         return rows
 
-    def _before_layer(self, place: int) -> Any:
-        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._store(place, args[0] if args else kwargs["hidden_states"])
 
-        return hook
+class _BeforeLayer(Hook):
+    """Passes on the states that a decoder layer gets."""
 
-    def _after_layer(self, place: int) -> Any:
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            self._store(place, output[0] if isinstance(output, tuple) else output)
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.call(args[0] if args else kwargs["hidden_states"])
 
-        return hook
 
-    def _after_decoder(self, place: int) -> Any:
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if self._on:
-                self._store(place, last_states(module, output, self._width))
+class _AfterLayer(Hook):
+    """Passes on the states that a decoder layer returns."""
 
-        return hook
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self.call(output[0] if isinstance(output, tuple) else output)
 
 
 @dataclass(frozen=True)
@@ -197,19 +193,19 @@ class Target:
         if probed.fp8 is not None:  # the first, so that it is undone when nothing else lies over these modules
             self.alterations.on_undo(probed.fp8.release)
         self._recorder = AuxStateRecorder(probed, aux_layers, max(max_tokens, 2) if aux_layers else 0, self.alterations)
-        self._port = AttentionPort(probed.model, probed.calls)
+        found = find_long_rope(probed.model)
+        self.tabulated = () if found is None else found.modules
+        self.long_rope = None if found is None else found.rule
+        rotary: list[Value] = []
+        if found is not None:
+            most = max_positions or probed.model.config.get_text_config().max_position_embeddings
+            rotary = looked_up(found, self._embedding[:0], most)
+        self._port = AttentionPort(probed.model, probed.calls, rotary)
         latent = [call.latent.module for call in probed.calls if call.latent is not None]
         self.uncalled: tuple[torch.nn.Module, ...] = tuple(module.get_submodule("kv_b_proj") for module in latent)
         self.alterations.on_undo(self._port.release)
         self._recurrent = RecurrentPort(probed.recurrent_calls)
         self.alterations.on_undo(self._recurrent.release)
-        found = find_long_rope(probed.model)
-        self.tabulated = () if found is None else found.modules
-        self.long_rope = None if found is None else found.rule
-        self._rope: LongRopePort | None = None
-        if found is not None:
-            most = max_positions or probed.model.config.get_text_config().max_position_embeddings
-            self._rope = LongRopePort(found, self._embedding[:0], most)
 
     @property
     def num_embeddings(self) -> int:
@@ -244,28 +240,21 @@ class Target:
             InvariantError: the batch is longer than their buffer, or the model did not hand them out.
         """
         attend = partial(self.runner.attend, planned)
-        positions = self.rotary_positions(planned.metadata)
-        count, num_tokens = len(token_ids if logits_indices is None else logits_indices), len(token_ids)
-        ids, rows = token_ids, logits_indices if self._selects_rows else None
+        positions = planned.metadata.positions if self.long_rope is None else self.rotary_positions(planned.metadata)
+        ids, rows, num_tokens = token_ids, logits_indices, len(token_ids)
         if model is not None:
             ids, positions = _at_least_two(ids), _at_least_two(positions)
             rows = None if rows is None else _at_least_two(rows)
         served = attend if len(ids) == num_tokens else _once(attend)
-        recur = self.recur(planned)
-        with (
-            self._port.using(served),
-            self._using_rope(),
-            self._recurrent.using(recur),
-            self._recorder.recording(num_tokens, keep_aux),
-        ):
-            logits = self._logits(ids, positions, rows, model)
-        if logits_indices is not None and not self._selects_rows:
-            logits = logits.index_select(0, logits_indices)
-        return TargetOutput(logits[:count], self.aux_hidden_states(num_tokens if keep_aux else 0))
+        recur = None if self.states is None else self.recur(planned)
+        kept = num_tokens if keep_aux else 0
+        logits = self.launch(ids, positions, rows, served, self.hf_model if model is None else model, recur, kept)
+        count = num_tokens if logits_indices is None else len(logits_indices)
+        return TargetOutput(logits[:count], self._recorder.buffer[:kept])
 
     def rotary_positions(self, metadata: CommonAttentionMetadata) -> torch.Tensor:
         """[T] int64 positions of a batch's tokens as the model gets them."""
-        own = metadata.extra(RotaryPositions) if self._rope is not None else None
+        own = metadata.extra(RotaryPositions) if self.long_rope is not None else None
         return metadata.positions if own is None else own.positions
 
     def recur(self, planned: Planned) -> Recur | None:
@@ -287,43 +276,30 @@ class Target:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        logits_indices: torch.Tensor,
+        logits_indices: torch.Tensor | None,
         attend: LayerAttend,
         model: Callable[..., Any],
-        recur: Recur,
+        recur: Recur | None,
+        kept: int | None = None,
     ) -> torch.Tensor:
-        """The compiled model with any attention, for graphs by segments: [R, V] logits; aux hidden states are kept.
+        """The model with any attention, [R, V] logits; `forward`, and graphs by segments, where it is compiled.
 
         Args:
-            token_ids, positions: [T >= 2] int64; logits_indices: [R >= 2] int64 logits indices.
+            token_ids, positions: [T] int64; logits_indices: [R] int64, see `forward`.
             recur: any recurrences; unused by a target without.
+            kept: of how many tokens the aux hidden states are kept; default T.
         """
-        served = None if self.states is None else recur
-        with (
-            self._port.using(attend),
-            self._using_rope(),
-            self._recurrent.using(served),
-            self._recorder.recording(len(token_ids)),
-        ):
-            logits = self._logits(token_ids, positions, logits_indices if self._selects_rows else None, model)
-        return logits if self._selects_rows else logits.index_select(0, logits_indices)
-
-    def _using_rope(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._rope is None else self._rope.using()
-
-    def _logits(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        rows: torch.Tensor | None,
-        model: Callable[..., Any] | None,
-    ) -> torch.Tensor:
-        """[R, V] of these rows; of all where None, or where the model cannot select."""
-        selection = {"logits_to_keep": 0 if rows is None else rows} if self._selects_rows else {}
-        output = (self.hf_model if model is None else model)(
-            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **selection
-        )
-        return output.logits[0]
+        kept = len(token_ids) if kept is None else kept
+        recurring = nullcontext() if recur is None or self.states is None else self._recurrent.using(recur)
+        selection = {}
+        if self._selects_rows:
+            selection = {"logits_to_keep": 0 if logits_indices is None else logits_indices}
+        with self._port.using(attend), recurring, self._recorder.recording(kept, kept > 0):
+            output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **selection)
+        logits: torch.Tensor = output.logits[0]
+        if logits_indices is None or self._selects_rows:
+            return logits
+        return logits.index_select(0, logits_indices)
 
     def aux_hidden_states(self, num_tokens: int) -> torch.Tensor:
         """[T, A·Ht] aux hidden states of the last forward; always the same memory."""

@@ -9,28 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from attention.checking import check_mode, checking, require
+from attention.checking import CHECKS, check_mode, require
 from attention.errors import InvariantError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def test_modes_nest_and_come_back_after_an_error() -> None:
-    assert checking(), "tests run in check mode"
+    assert CHECKS.on, "tests run in check mode"
     with check_mode(False):
-        assert not checking()
+        assert not CHECKS.on
         with pytest.raises(RuntimeError), check_mode(True):
-            assert checking()
+            assert CHECKS.on
             raise RuntimeError
-        assert not checking()
-    assert checking()
+        assert not CHECKS.on
+    assert CHECKS.on
 
 
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), (None, False)])
 def test_the_environment_decides_at_import(value: str | None, on: bool) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "SPECDEC_CHECK"} | {"PYTHONPATH": str(ROOT)}
     environment |= {} if value is None else {"SPECDEC_CHECK": value}
-    code = "from attention.checking import checking; print(checking())"
+    code = "from attention.checking import CHECKS; print(CHECKS.on)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(on)
 

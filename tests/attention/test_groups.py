@@ -14,13 +14,13 @@ from attention.batch.metadata import (
     BatchSection,
     CommonAttentionMetadata,
 )
-from attention.batch.staging import StagingArena, bucket_of
 from attention.batch.transforms.windowed import windowed_batch
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.errors import InvalidInputError
 from attention.groups import GroupedRunner, layers_by_group, runner_of, split_group, windows_of
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
+from attention.staging import StagingArena, bucket_of
 
 CPU = torch.device("cpu")
 FULL = AttentionSpec(4, 2, 8, 8, 0.5)

@@ -114,7 +114,7 @@ def test_rows_within_their_first_chunk_are_not_sent_again() -> None:
     batch = rows_batch(np.array([0, 5, 7]), np.array([0, 0]), np.array([[1, 2], [3, 0]], np.int32), 4)
     sent = stage(batch, *single_batch_arena(2, 7, 2, CPU))
     planned = runner.plan(sent)
-    assert planned.rows_of(far) is sent and planned.rows_of(LOCAL).seq_lens.tolist() == [4, 1, 2]
+    assert planned.rows[far] is sent and planned.rows[LOCAL].seq_lens.tolist() == [4, 1, 2]
 
 
 def test_the_factors_of_queries_are_those_of_transformers() -> None:

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, P
 from attention.backends.invariant import InvariantBackend
 from attention.batch.host import HostBatch
 from attention.batch.metadata import BatchSection, CommonAttentionMetadata
-from attention.batch.staging import StagingArena, bucket_of
 from attention.batch.transforms.windowed import windowed_batch
 from attention.cache.windowed import WindowedTables
 from attention.groups import GroupedPlanner, GroupedRunner
+from attention.staging import StagingArena, bucket_of
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from specdec import Completion

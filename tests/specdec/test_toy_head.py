@@ -19,10 +19,9 @@ from attention.backends.invariant import InvariantBackend
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch, slots_of
 from attention.batch.metadata import BatchSection, CommonAttentionMetadata
-from attention.batch.staging import Staged
-from attention.declared import A, Section, array
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
+from attention.staging import A, Section, Staged, array
 from drafters.base import Attend, Head
 from drafters.loops.base import Choose, Draft, DraftInput, DraftLoop, GraphLoop, LoopSize, paged_attend
 from specdec.errors import HeadLoadError, InvalidInputError

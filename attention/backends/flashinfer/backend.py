@@ -55,7 +55,7 @@ from attention.backends.limits import HALF, HEAD_DIMS, has_flashinfer_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV
-from attention.checking import checking, require
+from attention.checking import CHECKS, require
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
 
@@ -334,7 +334,7 @@ class FlashInferBackend:
             return run_trtllm(plan, query, key_states, value_states, layer_kv, metadata, sinks, out)
         if isinstance(plan, InvariantPlan):
             return run_invariant(plan, key, query, key_states, value_states, layer_kv, metadata, sinks, out)
-        if checking():
+        if CHECKS.on:
             for kernel, generation, _ in plan.parts:
                 require(kernel.generation == generation, "a wrapper was planned anew before this plan ran")
         write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)

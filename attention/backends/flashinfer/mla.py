@@ -21,7 +21,7 @@ from attention.backends.limits import HALF
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
-from attention.checking import checking, require
+from attention.checking import CHECKS, require
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
 
@@ -255,7 +255,7 @@ def run_mla(
     """
     from attention.kernels.cache_write import write_latent
 
-    if checking():
+    if CHECKS.on:
         require(plan.work.generation == plan.generation, "a work buffer was planned anew before this plan ran")
     write_latent(layer_kv, key_states, metadata.slot_mapping)
     if out is None:

@@ -21,7 +21,7 @@ from attention.backends.limits import HALF, has_flashinfer_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
-from attention.checking import checking, require
+from attention.checking import CHECKS, require
 from attention.spec import AttentionSpec
 
 CAPABILITIES = ((10, 0), (10, 3))
@@ -194,7 +194,7 @@ class FixedTrtllmBuilder:
 
     def build(self, metadata: CommonAttentionMetadata) -> TrtllmPlan:
         """Plan one batch."""
-        if checking():
+        if CHECKS.on:
             even = bool((metadata.host.query_lens == self._query_len).all()) and metadata.num_reqs == self._rows
             require(even, f"a batch of another shape than {self._rows} rows of {self._query_len} tokens")
         self.replan(metadata.host)

@@ -28,7 +28,7 @@ import torch
 from attention.backends.building import ASIDE, Build, in_background
 from attention.batch.host import HostBatch
 from attention.cache.kv_cache import CacheGroup, LayerKV
-from attention.checking import checking, require
+from attention.checking import CHECKS, require
 from attention.spec import AttentionSpec
 
 log = logging.getLogger("specdec")
@@ -293,7 +293,7 @@ class Kernel:
             torch.from_numpy(part.query_start_loc), torch.from_numpy(part.page_indptr), torch.from_numpy(part.seq_lens),
             tokens, len(part.seq_lens), *self._plan_tail,
         )  # fmt: skip
-        if self._is_fixed and checking():
+        if self._is_fixed and CHECKS.on:
             require(list(before) == list(wrapper._plan_info), "a plan changed the launch that a graph has captured")
         self._copied.record()
         self._planned = self._decisive(part.query_start_loc, part.page_indptr)

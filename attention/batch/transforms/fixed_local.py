@@ -26,12 +26,11 @@ import torch
 
 from attention.batch.host import HostBatch, page_counts_of
 from attention.batch.metadata import ROW_FIELDS, CommonAttentionMetadata
-from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.transforms.local_attention import check_chunk_size
 from attention.batch.transforms.windowed import WindowedBatch, listed_pages
-from attention.checking import checking
-from attention.declared import Field
+from attention.checking import CHECKS
 from attention.errors import InvalidInputError
+from attention.staging import Field, Staged, StagingArena, bucket_of
 
 
 def virtual_rows_of(query_len: int, chunk_size: int) -> int:
@@ -121,7 +120,7 @@ class FixedLocalRows:
     def send(self, batch: HostBatch) -> tuple[HostBatch, Staged]:
         """Lay out and send the virtual rows of a batch of the shape."""
         virtual = fixed_local_attention(batch, self._chunk_size, self._each)
-        if checking():
+        if CHECKS.on:
             virtual.validate()
         host = self._hosts[self._arena.begin()]
         for name in ROW_FIELDS:

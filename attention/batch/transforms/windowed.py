@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from attention.batch.host import HostBatch, page_counts_of, slots_of
+from attention.batch.host import HostBatch, page_layout, slots_of
 from attention.errors import InvalidInputError
 
 TILE_KEYS = 128
@@ -102,9 +102,7 @@ def windowed_batch(batch: HostBatch, block_table: np.ndarray, rows: np.ndarray, 
     size = batch.page_size
     first = first_listed(batch.num_computed_tokens, window, size)
     first_pages, seq_lens = first // size, (batch.seq_lens - first).astype(np.int32)
-    counts = page_counts_of(seq_lens, size)
-    page_indptr = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(counts, out=page_indptr[1:])
+    layout = page_layout(seq_lens, size)
     return WindowedBatch(
         query_start_loc=batch.query_start_loc,
         seq_lens=seq_lens,
@@ -113,7 +111,7 @@ def windowed_batch(batch: HostBatch, block_table: np.ndarray, rows: np.ndarray, 
         positions=batch.positions,
         page_size=size,
         other_groups=(),
-        page_counts=counts,
-        page_indptr=page_indptr,
-        page_indices=listed_pages(block_table, rows, first_pages, counts),
+        page_counts=layout.counts,
+        page_indptr=layout.indptr,
+        page_indices=listed_pages(block_table, rows, first_pages, layout.counts),
     )

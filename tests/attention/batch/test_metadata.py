@@ -16,13 +16,13 @@ from attention.batch.metadata import (
     stage,
     with_rows,
 )
-from attention.batch.staging import Bucket, StagingArena, bucket_of
 from attention.batch.transforms.local_attention import local_attention
 from attention.batch.transforms.windowed import windowed_batch
 from attention.cache.kv_cache import CacheGroup
 from attention.errors import InvariantError, StaleMetadataError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
+from attention.staging import Bucket, StagingArena, bucket_of
 
 CPU = torch.device("cpu")
 BATCH = rows_batch(np.array([0, 4, 5, 12]), np.array([3, 9, 0]), np.array([[2, 5], [1, 4], [6, 3]], np.int32), 8)

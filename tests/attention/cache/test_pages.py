@@ -163,3 +163,8 @@ def test_what_is_used_is_what_rows_hold() -> None:
     assert tables.num_used == 0
     tables.resize([0, 2], [9, 4])
     assert tables.num_used == 4 == NUM_PAGES - 1 - tables.allocator.num_free
+
+
+def test_tables_are_as_wide_as_a_power_of_two_of_pages_and_never_wider_than_all() -> None:
+    tables = BlockTables(NUM_PAGES, ROWS, MOST, PAGE_SIZE)  # 7 pages a row
+    assert [tables.width_for(n) for n in (1, 4, 5, 8, 9, 16, 17, 26)] == [1, 1, 2, 2, 4, 4, 7, 7]

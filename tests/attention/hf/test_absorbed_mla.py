@@ -24,7 +24,7 @@ from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, allocate, bytes_per_token
 from attention.hf.absorbed_mla import AbsorbedAttention, absorbed_attention, unexpanded
-from attention.hf.interface import attention_implementation
+from attention.hf.patches import attention_implementation, borrowed
 from attention.hf.probe import probe
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
@@ -152,7 +152,7 @@ def test_the_models_own_generate_is_untouched() -> None:
 def test_expand_kv_comes_back_after_an_error() -> None:
     calls = probe(model_of(CONFIGS["youtu"])).calls
     layers = [c.latent for c in calls if c.latent is not None]
-    with pytest.raises(RuntimeError, match="inside"), unexpanded(layers):
+    with pytest.raises(RuntimeError, match="inside"), borrowed(unexpanded(layers)):
         assert "expand_kv" in vars(layers[0].module)
         raise RuntimeError("inside")
     assert "expand_kv" not in vars(layers[0].module)

@@ -17,9 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from attention.backends.reference import TorchBackend
 from attention.errors import UnsupportedAttentionError
 from attention.hf.gate import gate_of, guard, guarded, unguard
-from attention.hf.interface import ATTENTION_NAME, attention_implementation
-from attention.hf.patches import borrowed
-from attention.hf.port import AttentionPort
+from attention.hf.patches import attention_implementation, borrowed
+from attention.hf.port import ATTENTION_NAME, AttentionPort
 from attention.hf.probe import probe
 from specdec.errors import RoundFailedError
 from specdec.requests.sampling import SamplingParams

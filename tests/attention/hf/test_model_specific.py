@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attention.hf.model_specific import chunk_size_of, temperature_of, untuned
+from attention.hf.patches import borrowed
 from attention.spec import TemperatureTuning
 
 
@@ -42,7 +43,7 @@ def test_only_layers_without_rotary_embedding_are_tuned() -> None:
 
 def test_tuning_is_off_for_one_forward_only() -> None:
     modules = [module(**TUNED), module(**{**TUNED, "attn_temperature_tuning": 4})]
-    with pytest.raises(RuntimeError), untuned(modules):
+    with pytest.raises(RuntimeError), borrowed(untuned(modules)):
         assert [m.attn_temperature_tuning for m in modules] == [False, False]
         raise RuntimeError
     assert [m.attn_temperature_tuning for m in modules] == [True, 4]

@@ -1,4 +1,4 @@
-"""draft_chain over a paged cache: rounds of it give the drafts of a head that recomputes everything."""
+"""ChainLoop over a paged cache: rounds of it give the drafts of a head that recomputes everything."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.base import Head
-from drafters.loops.base import Draft
-from drafters.loops.chain import draft_chain
-from drafters.loops.chain_arrays import draft_steps, step_batch
-from drafters.loops.chain_staged import DraftPrefill
+from drafters.loops.base import Draft, DraftingRows
+from drafters.loops.chain import ChainLoop
+from drafters.loops.chain_arrays import ChainInputs, DevicePass, step_arrays
 from drafters.oracle import oracle_drafts
 
 CPU = torch.device("cpu")
@@ -51,25 +50,20 @@ class Rows:
         """The draft prefill reads positions start[i] … stop[i]-1 (the bonus token is at stop[i]); then the steps."""
         lens = np.array(stop) - np.array(start)
         first = rows_batch(np.concatenate([[0], np.cumsum(lens)]), np.array(start), TABLE, PAGE_SIZE)
-        steps = draft_steps(np.array(stop), np.array(num_drafts), TABLE, PAGE_SIZE)
+        steps = step_arrays(DraftingRows(np.array(stop), np.array(num_drafts), TABLE, PAGE_SIZE))
         span = range(2)
         tokens = [self.ids[i][p + 1] for i in span for p in range(start[i], stop[i])]
         aux_hidden_states = torch.cat([self.aux_hidden_states[i, start[i] : stop[i]] for i in span])
         shuffled = torch.randperm(len(aux_hidden_states), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            return draft_chain(
-                self.head,
-                self.runner,
-                aux_hidden_states[shuffled],
-                DraftPrefill(
-                    token_ids=torch.tensor(tokens),
-                    token_indices=shuffled.argsort(),
-                    last_row=torch.from_numpy(np.cumsum(lens) - 1),
-                    metadata=staged(first),
-                ),
-                [staged(step_batch(steps, j, TABLE, PAGE_SIZE)) for j in range(steps.num_steps)],
-                greedy,
+            prefill = DevicePass(
+                token_ids=torch.tensor(tokens),
+                sources=shuffled.argsort(),
+                last_row=torch.from_numpy(np.cumsum(lens) - 1),
+                metadata=staged(first),
             )
+            inputs = ChainInputs(prefill, tuple(staged(batch) for batch in steps.batches))
+            return ChainLoop(self.head).run(inputs, self.runner, aux_hidden_states[shuffled], greedy)
 
     def oracle(self, stop: list[int], num_drafts: list[int]) -> list[list[int]]:
         with torch.no_grad():
@@ -113,9 +107,10 @@ def test_a_prompt_chunk_alone_is_read_and_drafts_nothing() -> None:
     rows = Rows(head_of("table"))
     first = rows_batch(np.array([0, 5]), np.array([0]), TABLE[:1], PAGE_SIZE)
     empty = torch.empty(0, dtype=torch.long)
-    pass_ = DraftPrefill(torch.tensor(rows.ids[0][1:6]), torch.arange(5), empty, metadata=staged(first))
+    pass_ = DevicePass(torch.tensor(rows.ids[0][1:6]), torch.arange(5), empty, metadata=staged(first))
     with torch.no_grad():
-        draft = draft_chain(rows.head, rows.runner, rows.aux_hidden_states[0, :5], pass_, [], greedy)
+        aux = rows.aux_hidden_states[0, :5]
+        draft = ChainLoop(rows.head).run(ChainInputs(pass_, ()), rows.runner, aux, greedy)
     assert draft.token_ids.shape == (0, 0) and draft.probs is None
     written = rows.runner.layers[0].keys[TABLE[0, :2].tolist()].flatten(0, 1).abs().sum((1, 2)) > 0
     assert written.tolist() == [True] * 5 + [False] * 3

@@ -15,11 +15,12 @@ import drafters.loops.chain_arrays
 import drafters.loops.lengths
 from attention.batch.host import rows_batch, slots_of
 from attention.errors import InvariantError
+from drafters.loops.base import DraftingRows
 from drafters.loops.chain_arrays import (
     accepted_rows,
     draft_steps,
     shifted_token_ids,
-    step_batch,
+    step_arrays,
 )
 from drafters.loops.lengths import num_drafts_allowed
 
@@ -57,7 +58,7 @@ def test_worked_example_steps() -> None:
     assert steps.positions.tolist() == [[18, 33, 45], [19, 34, 46]]
     assert steps.seq_lens.tolist() == [[19, 34, 46], [20, 35, 47]]
     assert steps.slots.tolist() == [[146, 129, 93], [147, 130, 94]]
-    batch = step_batch(steps, 0, TABLE, 16)
+    batch = step_arrays(DraftingRows(np.array([18, 33, 45]), DRAFTS, TABLE, 16)).batches[0]
     batch.validate()
     assert batch.page_counts.tolist() == [2, 3, 3]
     assert batch.last_page_len.tolist() == [3, 2, 14]
@@ -162,6 +163,8 @@ def test_steps_write_the_rows_own_slots_in_order_and_nothing_else(case: Case) ->
     steps = draft_steps(committed, n, case.table, case.page_size)
     assert steps.num_steps == max(0, int(n.max()) - 1)
     owned = [{int(p) for p in row} for row in case.table]
+    batches = step_arrays(DraftingRows(committed, n, case.table, case.page_size)).batches
+    assert len(batches) == steps.num_steps
     for j in range(steps.num_steps):
         for i in range(len(committed)):
             slot, position = int(steps.slots[j, i]), int(steps.positions[j, i])
@@ -174,8 +177,10 @@ def test_steps_write_the_rows_own_slots_in_order_and_nothing_else(case: Case) ->
             else:
                 assert not steps.active[j, i]
                 assert (slot, position, int(steps.seq_lens[j, i])) == (0, 0, 1), "padding stands on the null page"
-        batch = step_batch(steps, j, case.table, case.page_size)
+        batch, again = batches[j], replace(batches[j])
         batch.validate()
+        for name in ("query_lens", "page_counts", "page_indices", "page_indptr", "last_page_len"):
+            assert getattr(batch, name).tolist() == getattr(again, name).tolist(), f"{name} was noted, and is another"
         assert not batch.block_table[~steps.active[j]].any()
     live = steps.slots[steps.active]
     assert len(set(live.tolist())) == len(live), "no slot is written twice"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
-import drafters.loops.chain
-from drafters.loops.chain import draft_chain
+from drafters.loops.chain import ChainLoop
+from drafters.loops.chain_arrays import ChainInputs
 from drafters.loops.chain_passes import HeadPasses
 
 
@@ -36,9 +35,8 @@ class Head:
         return draft_ids + 50
 
 
-def test_each_step_feeds_the_draft_before_and_the_heads_feedback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafters.loops.chain, "paged_attend", lambda runner, plan: None)
-    runner: Any = SimpleNamespace(plan=lambda metadata: None)
+def test_each_step_feeds_the_draft_before_and_the_heads_feedback() -> None:
+    runner: Any = SimpleNamespace(plan=lambda metadata: None, attend=lambda *given: None)
     head: Any = Head()
     seen: list[tuple[int, list[float]]] = []
 
@@ -47,14 +45,14 @@ def test_each_step_feeds_the_draft_before_and_the_heads_feedback(monkeypatch: py
         return 10 * (step + 1) + torch.arange(len(logits)), None
 
     prefill: Any = SimpleNamespace(
-        token_indices=torch.tensor([0, 2, 3]),
+        sources=torch.tensor([0, 2, 3]),
         token_ids=torch.tensor([1, 2, 3]),
         metadata=SimpleNamespace(positions="prefill"),
         last_row=torch.tensor([1, 2]),
     )
     steps: Any = [SimpleNamespace(positions=f"step {n}") for n in (2, 3)]
     aux = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-    draft = draft_chain(head, runner, aux, prefill, steps, choose)
+    draft = ChainLoop(head).run(ChainInputs(prefill, steps), runner, aux, choose)
     assert head.calls == [
         ([1, 2, 3], [2, 6, 8], "prefill"),
         ([60, 61], [1008, 1009], "step 2"),

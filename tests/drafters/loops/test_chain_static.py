@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from attention.batch.host import HostBatch
 from drafters.loops.base import DraftingRows, LoopSize, StaticPrefill, StaticShape
-from drafters.loops.chain_arrays import draft_steps, step_arrays
+from drafters.loops.chain_arrays import StepSection, draft_steps, step_arrays
 from drafters.loops.chain_passes import EaglePasses, FixedSteps, StaticChain
-from drafters.loops.chain_staged import StepSection
 from tests.drafters.eagle3.test_head import make_head
 
 CPU = torch.device("cpu")

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import drafters.loops.module_arrays
-from drafters.loops.chain_arrays import draft_steps, step_batch
+from drafters.loops.base import DraftingRows
+from drafters.loops.chain_arrays import step_arrays
 from drafters.loops.module_arrays import module_batch, module_rows, module_step, shifted_batch, step_width
 
 TABLE = np.array(
@@ -62,9 +63,8 @@ def test_steps_run_the_rows_whose_tokens_are_drafted(rows: list[tuple[int, int]]
 def test_one_module_is_the_ordinary_chain(rows: list[tuple[int, int]]) -> None:
     lens, n = (np.array(x) for x in zip(*rows, strict=True))
     table = TABLE[: len(rows)]
-    steps = draft_steps(lens, n, table, 4)
-    for step in range(steps.num_steps):
-        chain, ours = step_batch(steps, step, table, 4), module_step(step + 1, lens, n, table, 4, 1)
+    for step, chain in enumerate(step_arrays(DraftingRows(lens, n, table, 4)).batches):
+        ours = module_step(step + 1, lens, n, table, 4, 1)
         for name in ("positions", "seq_lens", "slot_mapping", "block_table", "query_start_loc"):
             assert getattr(chain, name).tolist() == getattr(ours, name).tolist(), name
     assert module_rows(lens, np.ones_like(lens), 1) == ()

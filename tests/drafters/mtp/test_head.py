@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers.modeling_layers import MtpModel
 
 from attention.backends.reference import attend as dense_attend
-from attention.hf.interface import attention_implementation
+from attention.hf.patches import attention_implementation
 from drafters.base import FINAL_NORM, Head
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.convention import MtpConvention

@@ -18,8 +18,8 @@ from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.errors import HeadLoadError
 from drafters.loops.base import Draft
+from drafters.loops.chain_arrays import DevicePass
 from drafters.loops.module_arrays import module_batch, module_rows, module_step
-from drafters.loops.module_staged import ModulePass
 from drafters.loops.modules import draft_modules, module_prefill
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.head import MtpStack
@@ -64,10 +64,10 @@ class Rows:
         starts = np.concatenate([[0], np.cumsum(lens)])
         last_row = torch.from_numpy(starts[1:] - 1)
         batch = rows_batch(starts, first, TABLE, PAGE_SIZE)
-        passes = [ModulePass(tokens, shuffled.argsort(), last_row, metadata=staged(batch))]
+        passes = [DevicePass(tokens, shuffled.argsort(), last_row, metadata=staged(batch))]
         for rows in module_rows(first, lens, self.stack.num_modules):
             own, sources, last = (torch.from_numpy(x) for x in (rows.tokens, rows.sources, rows.last_row))
-            passes.append(ModulePass(tokens[own], sources, last, metadata=staged(module_batch(rows, TABLE, PAGE_SIZE))))
+            passes.append(DevicePass(tokens[own], sources, last, metadata=staged(module_batch(rows, TABLE, PAGE_SIZE))))
         self.carried = module_prefill(self.stack, self.runner, aux_hidden_states[shuffled], passes, self.carried)
         steps = [
             staged(module_step(s, np.array(stop), np.array(num_drafts), TABLE, PAGE_SIZE, self.stack.num_modules))

@@ -166,7 +166,7 @@ def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
 
     monkeypatch.setattr(specdec.execution.capture, "record", record)
     monkeypatch.setattr(specdec.execution.ragged, "record_segments", record_segments)
-    monkeypatch.setattr("attention.batch.staging._RING", 1)
+    monkeypatch.setattr("attention.staging._RING", 1)
     for name, result in (("memory_reserved", 0), ("graph_pool_handle", None), ("synchronize", None)):
         monkeypatch.setattr(torch.cuda, name, lambda result=result: result)
     return recorded

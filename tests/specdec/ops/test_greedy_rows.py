@@ -21,7 +21,7 @@ import specdec.acceptance.judge
 from drafters.loops.base import Draft
 from specdec.acceptance.judge import fill_drafts, fill_from_loop, in_order, judge_from_loop, judge_greedy
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.fields import DeviceRound
+from specdec.rounds.transfer import DeviceRound
 from tests.specdec.execution.test_graphs import (  # noqa: F401 (fixtures)
     PROMPTS,
     graphs_on_cpu,

@@ -15,27 +15,26 @@ import specdec.rounds.buckets
 from attention.recurrence.index import FoldRule
 from drafters.loops.base import DraftInput, LoopSize
 from drafters.loops.chain import ChainLoop
-from drafters.loops.chain_staged import ChainSection
-from drafters.loops.module_staged import ModuleSection
+from drafters.loops.chain_arrays import ChainSection
+from drafters.loops.module_arrays import ModuleSection
 from specdec.config import EngineConfig
 from specdec.extras.long_factors import LongFactors
 from specdec.extras.recurrent_states import RecurrentStates
 from specdec.rounds.extras import make_sections
-from specdec.rounds.fields import AheadSection, SamplingSection, VerificationSection, target_sizes
 from specdec.rounds.rows import RowTable, Schedule
-from specdec.rounds.transfer import RoundTransfer
+from specdec.rounds.transfer import AheadSection, RoundTransfer, SamplingSection, VerificationSection, target_sizes
 from specdec.rounds.verification import RoundTables, target_arrays
 from specdec.wrapped.long_rope import LongRopeRule
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 HOMES = {
-    "target.": "specdec/rounds/fields.py",
-    "ahead.": "specdec/rounds/fields.py",
-    "sampling.": "specdec/rounds/fields.py",
-    "passes.": "specdec/rounds/fields.py",
-    "prefill.": "drafters/loops/chain_staged.py",
-    "step.": "drafters/loops/chain_staged.py",
-    "modules.": "drafters/loops/module_staged.py",
+    "target.": "specdec/rounds/transfer.py",
+    "ahead.": "specdec/rounds/transfer.py",
+    "sampling.": "specdec/rounds/transfer.py",
+    "passes.": "specdec/rounds/transfer.py",
+    "prefill.": "drafters/loops/chain_arrays.py",
+    "step.": "drafters/loops/chain_arrays.py",
+    "modules.": "drafters/loops/module_arrays.py",
 }
 
 
@@ -111,7 +110,7 @@ def test_a_round_is_one_copy_with_and_without_its_draft_loop(drafting: bool) -> 
     )
     target = target_arrays(schedule, table, RoundTables(pages, None, 4))
     sent = transfer.send(target.inputs, loop.arrays(draft) if drafting else None, None)
-    assert transfer.transfers == 1
+    assert transfer.arena.generation == 1
     device = sent.verification
     assert device.token_ids.tolist() == [111, 0, 0, 206, 0] and device.draft_places.tolist() == [1, 2, 4]
     assert device.draft_sources.tolist() == [0, 1, 2] and device.logit_index.tolist() == [[0, 1, 2], [3, 4, 4]]
@@ -120,6 +119,6 @@ def test_a_round_is_one_copy_with_and_without_its_draft_loop(drafting: bool) -> 
         assert sent.draft is None
         return
     prefill, steps = sent.draft.prefill, sent.draft.steps  # type: ignore[union-attr, attr-defined]
-    assert prefill.token_indices.tolist() == [0, 1, 2, 3] and prefill.token_ids.tolist() == [109, 110, 111, 206]
+    assert prefill.sources.tolist() == [0, 1, 2, 3] and prefill.token_ids.tolist() == [109, 110, 111, 206]
     assert prefill.metadata.positions.tolist() == [8, 9, 10, 5] and prefill.last_row.tolist() == [2, 3]
     assert [step.positions.tolist() for step in steps] == [[11, 0]]

@@ -163,7 +163,7 @@ def test_page_lists_have_room_for_a_full_pool_and_the_padding() -> None:
 
 def test_rows_that_are_not_there_are_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that draw read what belongs to a sampled row, such as its accepted count: padding has none."""
-    monkeypatch.setattr("attention.batch.staging._RING", 1)  # as on a GPU, where rounds share the device's memory
+    monkeypatch.setattr("attention.staging._RING", 1)  # as on a GPU, where rounds share the device's memory
     fixed = FixedSampling(ROWS, DRAFTS, CPU)
     sampled = SamplingParams(temperature=0.7)
     for count in (ROWS, ROWS, 2, 1, 3):

@@ -11,18 +11,16 @@ import torch
 from fakes import table_head, tiny_llama
 
 import specdec.rounds.transfer
-from attention.batch.staging import Bucket, Staged, StagingArena, bucket_of, layout_of
-from attention.declared import Field
+from attention.staging import Bucket, Field, Staged, StagingArena, bucket_of, layout_of
 from drafters.loops.base import DraftInput, LoopSize
 from drafters.loops.chain import ChainLoop
-from drafters.loops.chain_staged import ChainInputs
+from drafters.loops.chain_arrays import ChainInputs
 from specdec.config import EngineConfig
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.drafting import ahead_inputs, draft_input
-from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound, sampling_round
 from specdec.rounds.rows import RowTable, Schedule
-from specdec.rounds.transfer import AheadTransfer, RoundTransfer, SentRound, staging_bytes
+from specdec.rounds.transfer import AheadTransfer, DeviceRound, RoundTransfer, SentRound, staging_bytes
 from specdec.rounds.verification import RoundTables, TargetArrays, Verified, target_arrays
 
 CPU, PAGE, K, ROWS = torch.device("cpu"), 4, 3, np.array([1, 0])
@@ -70,13 +68,13 @@ def test_a_verification_reads_bonus_tokens_and_has_places_for_its_drafts() -> No
     assert round_.logit_index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert round_.metadata.positions.tolist() == [11, 12, 13, 14, 8, 9, 10, 11]
     assert both.draft is None and round_.sampling is None
-    assert transfer.transfers == 1
+    assert transfer.arena.generation == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_everything_of_a_round_is_one_copy(temperature: float) -> None:
     both, transfer = sent(temperature)
-    assert transfer.transfers == 1
+    assert transfer.arena.generation == 1
     assert isinstance(both.draft, ChainInputs) and len(both.draft.steps) == K - 1
     assert (both.verification.sampling is None) == (temperature == 0)
 
@@ -86,7 +84,7 @@ def test_the_draft_prefill_reads_what_was_accepted_one_token_on() -> None:
     prefill = chain().prefill
     assert prefill.metadata.positions.tolist() == [8, 9, 10, 7]
     assert prefill.token_ids.tolist() == [21, 22, 23, 17]
-    assert prefill.token_indices.tolist() == [0, 1, 2, 4] and prefill.last_row.tolist() == [2, 3]
+    assert prefill.sources.tolist() == [0, 1, 2, 4] and prefill.last_row.tolist() == [2, 3]
 
 
 def test_every_draft_step_writes_the_slot_of_its_position() -> None:
@@ -160,7 +158,7 @@ def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: 
     loop = ChainLoop(table_head(tiny_llama()))
     RoundTransfer(loop, CONFIG, CPU).send(target.inputs, loop.arrays(draft), sampling)
     transfer = AheadTransfer(1, CONFIG, CPU)
-    transfer.send_ahead(target.inputs, ahead_inputs(target), transfer.send(target.inputs).verification)
+    transfer.send_ahead(ahead_inputs(target), transfer.send(target.inputs).verification)
     assert transfer.transfers == 2
     for arena in noted:
         ((names, fields),) = arena.sent

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import attention.batch.transforms.windowed as windowed_module
 import specdec.rounds.buckets
-from attention.batch.staging import Staged, StagingArena, layout_of
+from attention.staging import Staged, StagingArena, layout_of
 from drafters.loops.base import StaticShape
 from specdec.config import EngineConfig, WindowedPool
 from specdec.rounds.buckets import group_entries, power_of_two, static_entries, static_shape
@@ -150,7 +150,7 @@ def test_a_ragged_round_sends_its_groups_in_the_one_transfer() -> None:
     transfer = RoundTransfer(None, config(16), CPU)
     target = target_of([(300, 3), (20, 0), (150, 1)], 16)
     metadata = transfer.send(target.inputs, None, None).verification.metadata
-    assert transfer.transfers == 1
+    assert transfer.arena.generation == 1
     for group, host in zip(metadata.other_groups, target.inputs.batch.other_groups, strict=True):
         assert group.page_indices.tolist() == host.page_indices.tolist()
         assert group.slot_mapping.tolist() == host.slot_mapping.tolist()

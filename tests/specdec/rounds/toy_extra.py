@@ -19,7 +19,7 @@ from transformers import LogitsProcessor
 from attention.batch.host import BatchExtra
 from attention.batch.metadata import ExtraSection, MakeSection
 from attention.checking import require
-from attention.declared import A, array
+from attention.staging import A, array
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.execution.base import Drafter, Executor

@@ -15,6 +15,7 @@ import torch
 from fakes import TINY, random_prompts, wrap
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from attention.hf.patches import borrowed
 from benchmarks.sweep_configs import VOCAB
 from benchmarks.sweep_models import ScriptedHead
 from specdec import SamplingParams
@@ -22,7 +23,7 @@ from specdec.errors import InvalidInputError
 from specdec.extras.long_factors import LongFactors
 from specdec.loading.sizes import max_model_len
 from specdec.selftest.twin import enlarge
-from specdec.wrapped.long_rope import LongRopePort, LongRopeRule, find_long_rope
+from specdec.wrapped.long_rope import LongRopeRule, find_long_rope, looked_up
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 
 ORIGINAL, NEW = 32, 24
@@ -172,12 +173,12 @@ def test_the_tables_hold_what_the_modules_compute(kind: str) -> None:
     found = find_long_rope(model)
     assert found is not None
     (module,) = found.modules
-    port, own = LongRopePort(found, x, 64), type(module).forward
+    values, own = looked_up(found, x, 64), type(module).forward
     positions, first = torch.arange(60), torch.arange(ORIGINAL)
     compiled = torch.compile(lambda p: module(x, p), backend="eager", fullgraph=True, dynamic=True)
     long, short = own(module, x, positions[None]), own(module, x, first[None])
     for call in (lambda p: module(x, p), compiled):
-        with port.using():
+        with borrowed(values):
             late, early = call(positions[None]), call(first[None] - ORIGINAL)
         for found_part, again, long_part, short_part in zip(late, early, long, short, strict=True):
             assert torch.equal(found_part[:, :ORIGINAL], short_part)

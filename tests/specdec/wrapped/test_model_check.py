@@ -12,7 +12,8 @@ from torch import nn
 from transformers import Gemma2Config
 from transformers.models.auto import AutoModelForCausalLM
 
-from attention.hf.interface import ATTENTION_NAME, attention_implementation
+from attention.hf.patches import attention_implementation
+from attention.hf.port import ATTENTION_NAME
 from specdec.errors import ModelChangedError
 from specdec.wrapped.model_check import LiveModel, _Snapshot
 from specdec.wrapped.versions import WeightVersions

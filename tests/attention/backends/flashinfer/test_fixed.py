@@ -62,7 +62,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr("attention.backends.flashinfer.backend.LEAST_BYTES", 1)
-    monkeypatch.setattr("attention.batch.staging._RING", 1)
+    monkeypatch.setattr("attention.staging._RING", 1)
     built = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr("attention.backends.flashinfer.wrapper.building", lambda *_: built)
     monkeypatch.setattr("attention.backends.flashinfer.backend.building", lambda *_: built)

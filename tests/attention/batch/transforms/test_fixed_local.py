@@ -63,7 +63,7 @@ def starts_of(batch: HostBatch, chunk: int) -> list[int]:
 
 def test_what_is_sent_lies_where_it_lay(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a captured launch needs it; on a CPU the ring's buffer is the device's."""
-    monkeypatch.setattr("attention.batch.staging._RING", 1)
+    monkeypatch.setattr("attention.staging._RING", 1)
     table = np.arange(1, 13, dtype=np.int32).reshape(2, 6)
     batches = [rows_batch(np.array([0, 3, 6]), np.array(first), table, 2) for first in ([7, 4], [0, 0], [9, 6])]
     rows = FixedLocalRows(2, 3, 4, 2, 13, CPU)

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.batch.staging import StagingArena, bucket_of, layout_of
 from attention.checking import check_mode
-from attention.declared import Field
 from attention.errors import InvalidInputError, StaleMetadataError
+from attention.staging import Field, StagingArena, bucket_of, layout_of
 
 CPU = torch.device("cpu")
 FIELDS = [Field("ids", np.int64, ("tokens",)), Field("table", np.int32, ("rows", "pages")), Field("p", np.float32, ())]

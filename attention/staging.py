@@ -1,29 +1,117 @@
-"""StagingArena: copies all arrays of a round to the device at once.
+"""Arrays that are declared once (`Section`), and the arena that sends a round's to the device in one copy.
 
-A ring of pinned host buffers -> one copy -> device views at fixed offsets. Offsets depend on the bucket, never on the
-batch, so that a captured CUDA graph reads the same addresses every round.
+@dataclass(frozen=True)
+class Places(Generic[A]):                        # A: numpy arrays on the host, tensors on the device
+    slots: A = array(np.int64, "tokens")         # dtype and dimensions, in the order of the arena
+    sources: A | None = array(np.int64, "rows", optional=True)
+
+section = Section(Places, "round")               # in an arena: fields round.slots, round.sources
+staged = arena.send(bucket, section.values(places))   # arrays that are None are left out
+section.of(staged.views)                         # Places of tensors; of an arena's host buffers, Places of arrays
+
+`StagingArena`: a ring of pinned host buffers -> one copy -> device views at fixed offsets. These depend on the bucket,
+never on the batch, so that a captured CUDA graph reads the same addresses every round.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from attention.checking import checking
-from attention.declared import Field
+from attention.checking import CHECKS
 from attention.errors import InvalidInputError, StaleMetadataError
 
+A = TypeVar("A")
+S = TypeVar("S")
+_ARRAY = "array"
 _ALIGN = 64
 _RING = 2
 _PLACES = 64
 """Places that an arena keeps laid out: a bucket has one in each buffer of the ring."""
 _WINDOWS = 2048
 """Windows that an arena keeps, of all its places together: some dozens of different rounds' worth."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of an arena: its dtype and the symbolic names of its dimensions."""
+
+    name: str
+    dtype: type[np.generic]
+    dims: tuple[str, ...]
+
+
+def array(dtype: type[np.generic], *dimensions: str, optional: bool = False) -> Any:
+    """A field of a dataclass that is an array of an arena.
+
+    Args:
+        dimensions: symbolic names. optional: it may be None, and is not sent then.
+    """
+    default = None if optional else dataclasses.MISSING
+    return dataclasses.field(default=default, metadata={_ARRAY: (dtype, dimensions)})
+
+
+def array_names(kind: type[Any]) -> tuple[str, ...]:
+    """The fields of a dataclass that are arrays."""
+    return tuple(f.name for f in dataclasses.fields(kind) if _ARRAY in f.metadata)
+
+
+class Section(Generic[S]):
+    """The arrays of a declared class in an arena.
+
+    Attributes:
+        fields: their places.
+    """
+
+    def __init__(
+        self,
+        kind: type[S],
+        name: str,
+        without: Container[str] = (),
+        shared: Mapping[str, str] | None = None,
+        leading: Mapping[str, str] | None = None,
+    ) -> None:
+        """Name the arrays `name.array` and their dimensions `name.dimension`.
+
+        Args:
+            kind: a dataclass; its fields that are no `array` are given to `of`.
+            without: arrays that this arena does not have.
+            shared: dimensions that go by a full name of the arena's instead. leading: by array, one more in front.
+        """
+        self._kind, own, before = kind, dict(shared or {}), dict(leading or {})
+        declared = [f for f in dataclasses.fields(kind) if _ARRAY in f.metadata and f.name not in without]  # type: ignore[arg-type]
+        self._names = tuple((f.name, f"{name}.{f.name}") for f in declared)
+        self.fields = tuple(_place(f, name, own, before.get(f.name)) for f in declared)
+
+    def values(self, source: Any) -> dict[str, np.ndarray]:
+        """The arrays of an object that has them as attributes, by their names in the arena, without those that are
+        None; {} for None."""
+        if source is None:
+            return {}
+        found = {full: getattr(source, name) for name, full in self._names}
+        return {full: value for full, value in found.items() if value is not None}
+
+    def of(self, views: Mapping[str, Any], kind: type[Any] | None = None, **others: Any) -> Any:
+        """The class over the arena's host buffers or its device views; None where a view is missing.
+
+        Args:
+            kind: a class that inherits from the declared one. others: its fields that are no arrays.
+        """
+        return (kind or self._kind)(**{name: views.get(full) for name, full in self._names}, **others)
+
+
+def _place(declared: dataclasses.Field[Any], name: str, shared: Mapping[str, str], leading: str | None) -> Field:
+    dtype, dimensions = declared.metadata[_ARRAY]
+    own = tuple(shared.get(dimension, f"{name}.{dimension}") for dimension in dimensions)
+    return Field(f"{name}.{declared.name}", dtype, own if leading is None else (leading, *own))
+
 
 Bucket = tuple[tuple[str, int], ...]
 """Capacity of every symbolic dimension, as sorted (name, size) pairs: hashable, the key of a layout."""
@@ -77,7 +165,7 @@ class Staged:
         Raises:
             StaleMetadataError: these views show another round's data by now.
         """
-        if checking() and self.arena.generation - self.generation >= self.arena.lifetime:
+        if CHECKS.on and self.arena.generation - self.generation >= self.arena.lifetime:
             raise StaleMetadataError(
                 f"metadata of send {self.generation} is used after send {self.arena.generation} overwrote it"
             )
@@ -128,7 +216,7 @@ class StagingArena:
         Raises:
             InvalidInputError: an array is larger than the bucket, or the bucket larger than the arena.
         """
-        slot, window = self._free_slot(), self._window
+        slot, window = self.begin(), self._window
         place = self._place(bucket, slot)
         device_views = {}
         for name, array in arrays.items():
@@ -137,21 +225,17 @@ class StagingArena:
         return Staged(device_views, self._transfer(place, slot), self)
 
     def begin(self) -> int:
-        """Which of `hosts(bucket)` is to be written in place now; `end` sends it."""
-        return self._free_slot()
+        """Which of `hosts(bucket)` is to be written in place now, its last copy being done; `end` sends it."""
+        slot = self.generation % _RING
+        if self._on_cuda:
+            _wait(self._events[slot])
+        return slot
 
     def end(self, bucket: Bucket) -> Staged:
         """Send the buffer written since `begin`, in one transfer."""
         slot = self.generation % _RING
         place = self._place(bucket, slot)
         return Staged(place.remote, self._transfer(place, slot), self)
-
-    def _free_slot(self) -> int:
-        """The buffer whose turn it is, once its last copy is done."""
-        slot = self.generation % _RING
-        if self._on_cuda:
-            _wait(self._events[slot])
-        return slot
 
     def _transfer(self, place: _Place, slot: int) -> int:
         if place.remote_bytes is not None:
