@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,7 +21,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from specdec.errors import InvalidInputError
 from specdec.logits.options import OFF, SAMPLED_ONLY, WITHOUT_EFFECT, LogitsOptions
 from specdec.options import Use
-from specdec.requests.sampling import SamplingParams
 from specdec.values import flag, short, whole
 
 _WHOLE = {"max_new_tokens": 1, "max_length": 0, "top_k": 0, "num_return_sequences": 1}
@@ -138,21 +136,6 @@ def logits_options(config: GenerationConfig) -> dict[str, Any]:
     """Options that change logits and that a config sets, by name: see `specdec.logits.options.LogitsOptions`."""
     values = {name: getattr(config, name, None) for name in OFF}
     return LogitsOptions(**values).settings
-
-
-def with_own_options(params: SamplingParams, model: PreTrainedModel, use: Use) -> SamplingParams:
-    """The same with the options that it leaves at None as the model's own generation_config has them.
-
-    Filters of sampling are not among them, as temperature, top_k and top_p are not.
-
-    Raises:
-        InvalidInputError: the model's own have a value that is not allowed.
-    """
-    if use == "ignore":
-        return params
-    own = own_options(model.generation_config)
-    missing = {name: value for name, value in own.items() if getattr(params, name) is None}
-    return replace(params, **missing) if missing else params
 
 
 def own_options(config: GenerationConfig | None) -> dict[str, Any]:

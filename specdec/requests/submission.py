@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from inspect import signature
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
 from specdec.options import Use
-from specdec.requests.generation_config import check_own_config, eos_ids, sampling_fields, with_own_options
+from specdec.requests.generation_config import check_own_config, eos_ids, own_options, sampling_fields
 from specdec.requests.prompts import Prompts, encode_prompts
 from specdec.requests.sampling import SamplingParams
 from specdec.values import short
@@ -134,4 +134,6 @@ def _resolved(
     if type(given) is not SamplingParams:  # a subclass may have skipped the checks
         given = SamplingParams(**{f.name: getattr(given, f.name) for f in fields(SamplingParams)})
     check_own_config(model, given.stop, use)
-    return with_own_options(given, model, use)
+    own = {} if use == "ignore" else own_options(model.generation_config)
+    missing = {name: value for name, value in own.items() if getattr(given, name) is None}
+    return replace(given, **missing) if missing else given

@@ -200,7 +200,7 @@ def test_options_of_the_models_own_config_apply(num_drafts: int) -> None:
         assert greedy(wrapped) == right, field
         assert wrapped.generate(PROMPT, GenerationConfig(max_new_tokens=NEW))[0].token_ids == right, field
         setattr(config, field, None)
-    assert changed > len(ALTERING) // 2 and greedy(wrapped) == plain
+    assert changed >= 5 and greedy(wrapped) == plain
 
 
 def test_a_request_may_switch_an_option_of_the_models_own_config_off() -> None:
