@@ -41,7 +41,7 @@ class Filters:
     def warpers(self) -> list[hf.LogitsProcessor]:
         """transformers' classes for them."""
         found: list[hf.LogitsProcessor] = [hf.TemperatureLogitsWarper(self.temperature)]
-        for kind, own, off in (
+        every: tuple[tuple[Any, Any, Any], ...] = (
             (hf.TopHLogitsWarper, self.top_h, None),
             (hf.TopKLogitsWarper, self.top_k, 0),
             (hf.TopPLogitsWarper, self.top_p, 1.0),
@@ -49,7 +49,8 @@ class Filters:
             (hf.TypicalLogitsWarper, self.typical_p, None),
             (hf.EpsilonLogitsWarper, self.epsilon_cutoff, None),
             (hf.EtaLogitsWarper, self.eta_cutoff, None),
-        ):
+        )
+        for kind, own, off in every:
             if own is not None and own != off:
                 found.append(kind(own))
         return found
