@@ -177,7 +177,7 @@ class SpeculativeModel:
                 "eagle_config.norm_output", …; None removes one), or "aux_layers" (layer boundaries) and "feedback"
                 ("pre_norm", "post_norm"). Facts that the tensors show cannot be overridden.
             generation_config: "model": the model's own generation_config applies as in transformers' `generate`; the
-                first request refuses unsupported settings that change greedy tokens (repetition_penalty, …), by name.
+                first request refuses unsupported settings that change greedy tokens (guidance_scale, …), by name.
                 "ignore": only its eos ids apply, to all requests; `describe` lists the ignored settings.
             draft_sampling: drafts of sampled requests: "probabilistic", drawn from the head's distribution under the
                 request's temperature and filters, or "greedy". Affects acceptance, not the distribution of answers.
