@@ -350,8 +350,7 @@ class GraphExecutor:
                 planner.replan(own)
 
     def _bucket_of(self, target: TargetArrays) -> int | None:
-        """The smallest bucket that holds a round of verifications only; None for any other round, and for one whose
-        logits an extra changes from the host.
+        """The smallest bucket that holds a round of verifications only; None for others, see also `adjusts_on_host`.
 
         Before position M-1 a request has no rows yet for the later ones of M modules; a fixed shape has them all.
         """

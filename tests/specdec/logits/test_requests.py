@@ -4,7 +4,7 @@ with the same options, in every pipeline, with preemptions and interrupts; and p
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,10 @@ import pytest
 import torch
 from fakes import VOCAB, count_calls, tiny_llama
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as hf
 
 from specdec.acceptance.accept import SampledInputs, accept_sampled
+from specdec.engine.engine import Engine
 from specdec.execution.ragged import RaggedTarget
 from specdec.logits import extra as extras
 from specdec.logits import forms
@@ -49,6 +51,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "remove_invalid_values": {"remove_invalid_values": True, "suppress_tokens": [1, 2]},
     "several": {
         "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 6,
+        "sequence_bias": {(6, 38): -6.0},
+        "exponential_decay_length_penalty": (9, 1.1),
+        "begin_suppress_tokens": [8],
+    },
+    "with OpenAI's": {
+        "repetition_penalty": 1.2,
         "frequency_penalty": 0.1,
         "no_repeat_ngram_size": 3,
         "min_new_tokens": 6,
@@ -58,6 +68,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "begin_suppress_tokens": [8],
     },
 }
+OF_OPENAI = ("frequency_penalty", "presence_penalty", "logit_bias", "allowed_token_ids")
+"""Options that transformers does not have."""
 
 
 class OpenAI(LogitsProcessor):
@@ -80,41 +92,58 @@ class OpenAI(LogitsProcessor):
         return scores
 
 
+def processors_of(options: Mapping[str, Any], prompt: Sequence[int]) -> LogitsProcessorList:
+    """transformers' processors for these options, in the order of its generate, with OpenAI's where vLLM has them."""
+    own, ends = dict(options), torch.tensor([EOS])
+    every: list[Any] = []
+    if "sequence_bias" in own:
+        every.append(hf.SequenceBiasLogitsProcessor(dict(own["sequence_bias"])))
+    every.append(OpenAI(len(prompt), {k: own[k] for k in own if k == "logit_bias"}))
+    if "repetition_penalty" in own:
+        every.append(hf.RepetitionPenaltyLogitsProcessor(own["repetition_penalty"]))
+    every.append(OpenAI(len(prompt), {k: own[k] for k in own if k in ("frequency_penalty", "presence_penalty")}))
+    for name, make in (
+        ("no_repeat_ngram_size", hf.NoRepeatNGramLogitsProcessor),
+        ("min_length", lambda least: hf.MinLengthLogitsProcessor(least, ends)),
+        ("min_new_tokens", lambda least: hf.MinNewTokensLengthLogitsProcessor(len(prompt), least, ends)),
+        (
+            "exponential_decay_length_penalty",
+            lambda decay: hf.ExponentialDecayLengthPenalty(decay, ends, len(prompt)),
+        ),
+        ("suppress_tokens", hf.SuppressTokensLogitsProcessor),
+        ("begin_suppress_tokens", lambda ids: hf.SuppressTokensAtBeginLogitsProcessor(ids, len(prompt))),
+        ("temperature", hf.TemperatureLogitsWarper),
+        ("top_h", hf.TopHLogitsWarper),
+        ("top_k", hf.TopKLogitsWarper),
+        ("top_p", hf.TopPLogitsWarper),
+        ("min_p", hf.MinPLogitsWarper),
+        ("typical_p", hf.TypicalLogitsWarper),
+        ("epsilon_cutoff", hf.EpsilonLogitsWarper),
+        ("eta_cutoff", hf.EtaLogitsWarper),
+    ):
+        if name in own:
+            every.append(make(own[name]))  # type: ignore[operator]
+    return LogitsProcessorList(every)
+
+
 @functools.cache
-def oracle(prompt: tuple[int, ...], name: str | None, processed: LogitsProcessor | None = None) -> list[int]:
-    """Greedy tokens of transformers alone."""
-    options = {} if name is None else OPTIONS[name]
-    ours = {"frequency_penalty", "presence_penalty", "logit_bias", "allowed_token_ids"}
+def oracle(prompt: tuple[int, ...], name: str | None) -> list[int]:
+    """Greedy tokens of transformers alone: by its own options, but for those that it does not have."""
+    options = {} if name is None else dict(OPTIONS[name])
+    ours = {key: options[key] for key in options if key in OF_OPENAI}
     theirs = {key: value for key, value in options.items() if key not in ours}
+    if ours and theirs:  # OpenAI's stand among transformers' own
+        own, theirs = processors_of(options, prompt), {}
+    else:
+        own = LogitsProcessorList([OpenAI(len(prompt), ours)])
     if "sequence_bias" in theirs:
         theirs["sequence_bias"] = [[list(ids), bias] for ids, bias in theirs["sequence_bias"].items()]
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=EOS, pad_token_id=0, **theirs)
-    model, ids = tiny_llama(), torch.tensor([prompt])
-    mask = torch.ones_like(ids)
-    if ours & set(options) and theirs:  # transformers appends a caller's processors; ours stand among its own
-        built = model._get_logits_processor
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model, "_get_logits_processor", lambda *a, **k: _interleaved(built(*a, **k), prompt, options))
-            said = model.generate(ids, attention_mask=mask, generation_config=config)
-    else:
-        own = LogitsProcessorList([OpenAI(len(prompt), options)])
-        said = model.generate(ids, attention_mask=mask, generation_config=config, logits_processor=own)
+    ids = torch.tensor([prompt])
+    said = tiny_llama().generate(
+        ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=own
+    )
     return list(said[0, len(prompt) :].tolist())
-
-
-def _interleaved(
-    processors: LogitsProcessorList, prompt: tuple[int, ...], options: Mapping[str, Any]
-) -> LogitsProcessorList:
-    """Biases of tokens after those of sequences, penalties of OpenAI after the repetition penalty."""
-    bias = OpenAI(len(prompt), {k: v for k, v in options.items() if k == "logit_bias"})
-    counts = OpenAI(len(prompt), {k: v for k, v in options.items() if k.endswith("e_penalty") or k[:5] == "frequ"})
-    names = [type(p).__name__ for p in processors]
-    at = names.index("SequenceBiasLogitsProcessor") + 1 if "SequenceBiasLogitsProcessor" in names else 0
-    processors.insert(at, bias)
-    names.insert(at, "")
-    after = [i for i, n in enumerate(names) if n == "RepetitionPenaltyLogitsProcessor"]
-    processors.insert(after[0] + 1 if after else at + 1, counts)
-    return processors
 
 
 def right(names: list[str | None]) -> list[list[int]]:
@@ -125,14 +154,18 @@ def params_of(names: list[str | None]) -> list[SamplingParams]:
     return [SamplingParams(max_new_tokens=NEW, **({} if name is None else OPTIONS[name])) for name in names]
 
 
+def ending_at_eos(engine: Engine) -> None:
+    engine.submit = functools.partial(engine.submit, eos_token_ids=(EOS,))  # type: ignore[method-assign]
+
+
 def said(names: list[str | None], drafts: int, graphs: bool, interrupts: Any = (), **options: Any) -> list[list[int]]:
     engine = engine_with(drafts, graphs, RoundExtra(), **options)
-    engine.admission._eos = (EOS,)
+    ending_at_eos(engine)
     return [c.token_ids for c in answers(engine, params_of(names), interrupts)]
 
 
 EVERY = [[name] * len(PROMPTS) for name in OPTIONS]
-MIXED = [[None, "several", "repetition_penalty", None, "no_repeat_ngram_size", "min_new_tokens"]]
+MIXED = [[None, "with OpenAI's", "repetition_penalty", None, "no_repeat_ngram_size", "min_new_tokens"]]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -191,25 +224,20 @@ def _one_row_later(own: Any, round_: Any, at: torch.Tensor) -> Any:
     return extras.Rows(rows.subjects, rows.lens[later], rows.prefixes.rows(torch.tensor(later)))
 
 
+def _stale_rows(own: Any, round_: Any, at: torch.Tensor) -> Any:
+    """The history without the last round's tokens, as if it were brought up to date once for a round."""
+    for row, length in zip(own.committed, own.lens, strict=True):
+        row[max(1, length - 3) : length] = 0
+    return ROWS(own, round_, at)
+
+
 PLAIN, ROWS = Prefixes.of, extras.rows_of
 DEFECTS: dict[str, tuple[str, Any]] = {
     "drafted prefix not counted": ("several", (Prefixes, "of", classmethod(_committed_only))),
     "last token counted twice": ("frequency_penalty", ("specdec.logits.processing.subtract_counts", _last_twice)),
     "mask of position i at i + 1": ("no_repeat_ngram_size", (extras, "rows_of", _one_row_later)),
-    "a round's first tokens only": (
-        "frequency_penalty",
-        (OptionColumns, "_changed", lambda self, *a: _stale(CHANGED(self, *a))),
-    ),
+    "history without the last round": ("frequency_penalty", (extras, "rows_of", _stale_rows)),
 }
-CHANGED = OptionColumns._changed
-
-
-def _stale(own: Any) -> Any:
-    """The history without the last round's tokens, as if it were brought up to date once for a round."""
-    if own is not None:
-        for row, length in zip(own.committed, own.lens, strict=True):
-            row[max(1, length - 3) : length] = 0
-    return own
 
 
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -240,24 +268,6 @@ SAMPLED: list[dict[str, Any]] = [
 ]
 
 
-def processors_of(options: Mapping[str, Any], prompt: list[int]) -> LogitsProcessorList:
-    """Everything that transformers' generate applies to the logits of a sampled request."""
-    options = {"top_k": 0, **options}
-    if "sequence_bias" in options:
-        options["sequence_bias"] = [[list(ids), bias] for ids, bias in options["sequence_bias"].items()]
-    config = GenerationConfig(do_sample=True, max_length=len(prompt) + NEW, **options)
-    config._eos_token_tensor = torch.tensor([EOS])
-    built: LogitsProcessorList = tiny_llama()._get_logits_processor(  # type: ignore[operator]
-        generation_config=config,
-        input_ids_seq_length=len(prompt),
-        encoder_input_ids=torch.tensor([prompt]),
-        logits_processor=LogitsProcessorList(),
-        device="cpu",
-        model_kwargs={},
-    )
-    return built
-
-
 def sampled_oracle(prompt: list[int], completion: Any, options: Mapping[str, Any], seed: int) -> list[int]:
     """What each round of a request decides by speculative sampling from transformers' own distribution."""
     model, processors, said = tiny_llama(), processors_of(options, prompt), list(prompt)
@@ -285,7 +295,7 @@ def test_sampled_tokens_are_decided_by_transformers_distribution(drafts: int, gr
         request.getfixturevalue("graphs_on_cpu")
     params = [SamplingParams(NEW, seed=i, return_drafts=True, **own) for i, own in enumerate(SAMPLED)]
     engine = engine_with(drafts, graphs, RoundExtra(), draft_sampling="greedy")
-    engine.admission._eos = (EOS,)
+    ending_at_eos(engine)
     completions = answers(engine, params)
     said = [c.token_ids for c in completions]
     every = zip(PROMPTS, completions, SAMPLED, strict=True)
