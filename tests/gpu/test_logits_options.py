@@ -14,13 +14,13 @@ from specdec.requests.sampling import SamplingParams
 QUESTIONS = [
     f"Tom has {n} boxes of 12 eggs and gives {n - 1} boxes to Ann. How many eggs does he keep?" for n in range(3, 11)
 ]
-NEW = 48
+NEW = 160
 SUPPRESSED = list(range(20, 60))
 OPTIONS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.3, "presence_penalty": 0.2},
     "n-grams": {"no_repeat_ngram_size": 3},
     "suppressed": {"suppress_tokens": SUPPRESSED, "logit_bias": {70: 1.5}},
-    "least length": {"min_new_tokens": 40},
+    "least length": {"min_new_tokens": 150},
     "sampled": {"temperature": 0.9, "typical_p": 0.8, "repetition_penalty": 1.2, "seed": 1},
 }
 
@@ -62,5 +62,5 @@ def test_what_the_options_ask_for_holds(backend: str, drafts: int) -> None:
         assert all(gram not in grams[: len(prompt) - 2 + i] for i, gram in enumerate(fresh))
     assert not {t for _, new in answers(backend, drafts, "suppressed")[:half] for t in new} & set(SUPPRESSED)
     assert {t for new in free for t in new} & set(SUPPRESSED), "otherwise nothing was suppressed"
-    assert all(len(new) >= 40 for _, new in answers(backend, drafts, "least length")[:half])
-    assert any(len(new) < 40 for new in free)
+    assert all(len(new) >= 150 for _, new in answers(backend, drafts, "least length")[:half])
+    assert any(len(new) < 150 for new in free)
