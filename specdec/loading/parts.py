@@ -10,12 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.backends.base import AttentionBackend
+from attention.cache.kv_cache import KVFormat
 from drafters.base import Head
 from drafters.mtp.convention import MtpConvention
 from specdec.config import EngineConfig
 from specdec.loading.assembly import Parts, choose_cascade, choose_prefix_caching
 from specdec.loading.backends import (
     begin_kernels,
+    check_backend_fits,
     expected_keys,
     kv_format,
     kv_layout,
@@ -32,7 +34,6 @@ from specdec.loading.pairs import load_pair
 from specdec.loading.progress import log
 from specdec.loading.sizes import long_rope_extras, num_drafts
 from specdec.loading.sizes import max_model_len as max_model_len_of
-from specdec.loading.states import check_backend_fits, check_format_fits, state_bytes, state_extras
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
@@ -118,6 +119,16 @@ def _probe(model: PreTrainedModel, backend: AttentionBackend, options: LoadOptio
     return probed
 
 
+def _states(probed: TargetProbe, format: KVFormat, rows: Rows) -> tuple[int, tuple[RoundExtra, ...]]:
+    """Bytes of the states of a target's recurrent layers, and what rounds have of them; 0 and () where it has none."""
+    if not probed.recurrent_calls:
+        return 0, ()
+    from specdec.loading.states import check_format_fits, state_bytes, state_extras
+
+    check_format_fits(probed, format)
+    return state_bytes(probed, rows), state_extras(probed, rows.num_speculative_tokens)
+
+
 def _sized(
     probed: TargetProbe,
     head: Head | None,
@@ -134,14 +145,13 @@ def _sized(
     check_tables_fit(options.max_num_seqs, longest)
     scales = chosen_scales(checkpoint, probed, options.kv_cache_dtype, options.kv_cache_scales)
     format = kv_format(options.kv_cache_dtype, *scales)
-    check_format_fits(probed, format)
     rows = _rows(head, longest, options)
+    states, extras = _states(probed, format, rows)
     sizes = token_bytes(probed, head, format, longest, options.hybrid_kv_cache)
-    states = state_bytes(probed, rows)
     cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
     tokens, *others = group.least([cache.tokens, *cache.windowed])  # their schedules must be the same
     cache = Division(tokens, tuple(others))
-    extras = state_extras(probed, rows.num_speculative_tokens) + long_rope_extras(probed.model, longest)
+    extras += long_rope_extras(probed.model, longest)
     config = _config(rows, cache, sizes, extras, options)
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))

@@ -1,46 +1,19 @@
-"""The recurrent states of a target: how many slots, what they take, and what cannot be with them."""
+"""The recurrent states of a target: how many slots, what they take, and what cannot be with them. Imported for targets
+with recurrent layers alone."""
 
 from __future__ import annotations
 
-from attention.backends.base import AttentionBackend
 from attention.cache.kv_cache import KVFormat
-from attention.hf.weights import runs_plainly
 from attention.recurrence.functions import recurrences_of
 from attention.recurrence.layer_spec import fold_rule
 from attention.recurrence.runner import StateRunner
 from attention.recurrence.state_cache import StateGroup
 from specdec.config import EngineConfig, state_slots
-from specdec.errors import InvalidInputError, UnsupportedModelError
+from specdec.errors import InvalidInputError
 from specdec.extras.recurrent_states import RecurrentStates
 from specdec.loading.groups import Rows
 from specdec.rounds.extras import RoundExtra
 from specdec.wrapped.probing import TargetProbe
-
-
-def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
-    """Refuse recurrent and quantised layers where a token's result may not depend on the batch.
-
-    Raises:
-        UnsupportedModelError: the backend is batch-invariant and the target has such layers.
-    """
-    if probed.fp8 is not None and backend.batch_invariant:
-        raise UnsupportedModelError(
-            f"{type(probed.model).__name__} is quantised in FP8, whose matmuls run through other kernels for more "
-            "tokens: not with backend='batch_invariant'; use backend='flashinfer'"
-        )
-    quantised = next((layer for layer in probed.model.modules() if not runs_plainly(layer)), None)
-    if quantised is not None and backend.batch_invariant:
-        raise UnsupportedModelError(
-            f"{type(probed.model).__name__} has quantised layers ({type(quantised).__name__}), whose matmuls are their "
-            "library's and may sum otherwise in another batch: not with backend='batch_invariant'; use "
-            "backend='flashinfer'"
-        )
-    if probed.recurrent_calls and backend.batch_invariant:
-        kinds = ", ".join(dict.fromkeys(spec.kind for spec in probed.recurrence_specs))
-        raise UnsupportedModelError(
-            f"{type(probed.model).__name__} has recurrent layers ({kinds}), which sum a prompt in chunks and a "
-            "verification token by token: not with backend='batch_invariant'; use backend='flashinfer'"
-        )
 
 
 def check_format_fits(probed: TargetProbe, format: KVFormat) -> None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +16,16 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.groups import Planned, Runner, is_blank
 from attention.hf.custom_op import LayerAttend
 from attention.hf.port import AttentionPort
-from attention.recurrence.hf_port import RecurrentPort
-from attention.recurrence.runner import Recur, StateRunner
-from attention.recurrence.state_rows import StateRows
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
 from specdec.wrapped.alterations import Alterations
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.long_rope import LongRopePort, RotaryPositions, find_long_rope
 from specdec.wrapped.probing import TargetProbe, decoder_of, last_states, placeholders
+
+if TYPE_CHECKING:
+    from attention.recurrence.hf_port import RecurrentPort
+    from attention.recurrence.runner import Recur, StateRunner
 
 
 class AuxStateRecorder:
@@ -201,8 +202,12 @@ class Target:
         latent = [call.latent.module for call in probed.calls if call.latent is not None]
         self.uncalled: tuple[torch.nn.Module, ...] = tuple(module.get_submodule("kv_b_proj") for module in latent)
         self.alterations.on_undo(self._port.release)
-        self._recurrent = RecurrentPort(probed.recurrent_calls)
-        self.alterations.on_undo(self._recurrent.release)
+        self._recurrent: RecurrentPort | None = None
+        if probed.recurrent_calls:
+            from attention.recurrence.hf_port import RecurrentPort
+
+            self._recurrent = RecurrentPort(probed.recurrent_calls)
+            self.alterations.on_undo(self._recurrent.release)
         found = find_long_rope(probed.model)
         self.tabulated = () if found is None else found.modules
         self.long_rope = None if found is None else found.rule
@@ -255,7 +260,7 @@ class Target:
         with (
             self._port.using(served),
             self._using_rope(),
-            self._recurrent.using(recur),
+            self._using_states(recur),
             self._recorder.recording(num_tokens, keep_aux),
         ):
             logits = self._logits(ids, positions, rows, model)
@@ -278,10 +283,10 @@ class Target:
             return None
         if is_blank(planned):
             return self.states.blank()
-        rows = planned.metadata.extra(StateRows)
-        if rows is None:
+        found = self.states.serving(planned.metadata)
+        if found is None:
             raise InvariantError("a batch of a recurrent target has no states")
-        return self.states.over(rows)
+        return found
 
     def launch(
         self,
@@ -290,23 +295,25 @@ class Target:
         logits_indices: torch.Tensor,
         attend: LayerAttend,
         model: Callable[..., Any],
-        recur: Recur,
+        recur: Recur | None,
     ) -> torch.Tensor:
         """The compiled model with any attention, for graphs by segments: [R, V] logits; aux hidden states are kept.
 
         Args:
             token_ids, positions: [T >= 2] int64; logits_indices: [R >= 2] int64 logits indices.
-            recur: any recurrences; unused by a target without.
+            recur: any recurrences; None for a target without.
         """
-        served = None if self.states is None else recur
         with (
             self._port.using(attend),
             self._using_rope(),
-            self._recurrent.using(served),
+            self._using_states(recur),
             self._recorder.recording(len(token_ids)),
         ):
             logits = self._logits(token_ids, positions, logits_indices if self._selects_rows else None, model)
         return logits if self._selects_rows else logits.index_select(0, logits_indices)
+
+    def _using_states(self, recur: Recur | None) -> AbstractContextManager[None]:
+        return nullcontext() if self._recurrent is None else self._recurrent.using(recur)
 
     def _using_rope(self) -> AbstractContextManager[None]:
         return nullcontext() if self._rope is None else self._rope.using()
