@@ -43,7 +43,8 @@ with SpeculativeModel.from_pretrained(pair, "auto", device="cpu", num_speculativ
     engine = model.describe()["engine"]
 try:
     from hybrids import tiny_hybrid
-    SpeculativeModel.from_pretrained(tiny_hybrid("qwen3_next"), None, tokenizer=None)
+    from specdec.wrapped.probing import probe_target
+    probe_target(tiny_hybrid("qwen3_next"))
     said = ""
 except SpecdecError as error:
     said = f"{type(error).__name__}: {error}"
