@@ -91,7 +91,7 @@ def make_state(rows: int, num_drafts: int, seed: int = 0, windows: tuple[int, ..
 
 
 def prepare(state: State) -> None:
-    """One round's preparation, as `Scheduler.schedule` and `Launcher.after` do it."""
+    """One round's preparation, as `Scheduler.schedule` and `Launcher.launch` do it."""
     rows = state.schedule.rows
     width = 1 << (CONTEXT // PAGE_SIZE).bit_length()
     head, target_table = state.head_pages.table[:, :width], state.target_pages.table[:, :width]

@@ -3,15 +3,13 @@
     python -m benchmarks.bench_parallel --shape llama-3.1-8b --tensor-parallel-size 1,2 --drafts 0,5 --out tp.jsonl
     python -m benchmarks.bench_parallel --shape llama-70b --layers 8,24 --drafts 0 --rows 1,32 --out tp.jsonl
     python -m benchmarks.bench_parallel --shape deepseek-v3 --drafts 1 --out tp.jsonl
-    python -m benchmarks.bench_parallel --report tp.jsonl
 
 Every rank of several reads its share from a folder, as of any checkpoint; the matrices in it are drawn on the rank's
 GPU when they are read (`benchmarks.drawn_weights`), so that the folder takes no room. Acceptance is synthetic, as in
 `benchmarks.bench_round`, whose measure of a step this is. Each batch is printed and appended to --out at once.
 
 With several ranks further lines have what a round's exchanges take alone. With SPECDEC_COLLECTIVES=nccl sums are
-NCCL's. With --hold several processes can load and capture at once and measure one after the other. --report sets
-measured lines against each other: ranks, (step of 24 layers - step of 8)/16, and the two kinds of collectives.
+NCCL's. With --hold several processes can load and capture at once and measure one after the other.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -36,7 +35,6 @@ from benchmarks.drawn_weights import in_every_rank
 from benchmarks.given import numbers
 from benchmarks.hold import wait_for
 from benchmarks.kinds import Kind
-from benchmarks.parallel_report import report
 from benchmarks.parallel_shapes import SHAPES, write_pair
 from benchmarks.rank_work import floor_ms
 from benchmarks.synthetic import DrawnAcceptance, Tokenizer, decide
@@ -138,54 +136,34 @@ def in_words(line: dict[str, Any]) -> str:
 @click.option("--folder", type=click.Path(path_type=Path), help="Where pairs are written and kept; default a new one.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
-@click.option("--out", type=click.Path(path_type=Path), help="JSON lines are appended.")
-@click.option("--report", "measured", type=click.Path(exists=True, path_type=Path), help="Only compare these lines.")
-def main(
-    shape: str,
-    layers: str,
-    experts: int,
-    ranks: str,
-    drafts: str,
-    rows: str,
-    prompt: int,
-    new_tokens: int,
-    repeats: int,
-    folder: Path | None,
-    device: str,
-    hold: Path | None,
-    out: Path | None,
-    measured: Path | None,
-) -> None:
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")
+def main(**options: Any) -> None:
     """Measure every number of layers, ranks and drafts."""
-    if measured is not None:
-        click.echo(report([json.loads(line) for line in measured.read_text().splitlines()]))
-        return
-    if out is None:
-        raise click.UsageError("give --out, where JSON lines are appended, or --report")
+    o = SimpleNamespace(**options)
     in_every_rank()
-    place = folder or Path(tempfile.mkdtemp(prefix="bench-parallel-"))
-    facts: dict[str, Any] = {"shape": shape, "prompt": prompt, "new_tokens": new_tokens}
+    place = o.folder or Path(tempfile.mkdtemp(prefix="bench-parallel-"))
+    facts: dict[str, Any] = {"shape": o.shape, "prompt": o.prompt, "new_tokens": o.new_tokens}
     facts |= {"collectives": os.environ.get("SPECDEC_COLLECTIVES", "auto"), **provenance()}
-    facts |= {"experts": experts} if "deepseek" in shape else {}
+    facts |= {"experts": o.experts} if "deepseek" in o.shape else {}
     try:
-        for depth in numbers(layers) or [SHAPES[shape][0]]:
-            target, draft = write_pair(shape, depth, experts, place)
-            for size in numbers(ranks):
-                for k in numbers(drafts):
-                    started, longest = time.perf_counter(), prompt + new_tokens + 16
-                    with open_model(target, draft, size, k, numbers(rows), longest, device) as model:
+        for depth in numbers(o.layers) or [SHAPES[o.shape][0]]:
+            target, draft = write_pair(o.shape, depth, o.experts, place)
+            for size in numbers(o.ranks):
+                for k in numbers(o.drafts):
+                    started, longest = time.perf_counter(), o.prompt + o.new_tokens + 16
+                    with open_model(target, draft, size, k, numbers(o.rows), longest, o.device) as model:
                         own = {"layers": depth, "tensor_parallel_size": size, "drafts": k, "graphs": model.graphs}
                         own |= {"start_s": time.perf_counter() - started, "start": model.start_seconds}
                         own |= {"parallel": model.describe()["tensor_parallel"]}
-                        if hold is not None:
-                            wait_for(hold)
-                        for found in lines_of(model, numbers(rows), prompt, new_tokens, repeats):
+                        if o.hold is not None:
+                            wait_for(o.hold)
+                        for found in lines_of(model, numbers(o.rows), o.prompt, o.new_tokens, o.repeats):
                             line = facts | own | found
                             click.echo(in_words(line))
-                            with out.open("a") as file:
+                            with o.out.open("a") as file:
                                 file.write(json.dumps(line) + "\n")
     finally:
-        if folder is None:
+        if o.folder is None:
             shutil.rmtree(place, ignore_errors=True)
 
 

@@ -1,10 +1,9 @@
 """The kernels of recurrences on a GPU: rounds and prompts, and the bytes that nobody can avoid.
 
     python -m benchmarks.bench_recurrence --out benchmarks/results/recurrence.jsonl
-    python -m benchmarks.bench_recurrence --part tilings --out /tmp/tilings.jsonl
     TRITON_INTERPRET=1 python -m benchmarks.bench_recurrence --small --out /tmp/smoke.jsonl    # its times say nothing
 
-Part `kernels`: at the shapes of Qwen3.5-9B (16 key and 32 value heads of 128, a convolution of 8,192 channels) and
+At the shapes of Qwen3.5-9B (16 key and 32 value heads of 128, a convolution of 8,192 channels) and
 Nemotron-H-8B (128 heads of 64, 8 groups of 128 states), rounds of so many rows with K + 1 tokens that accept K, and
 prompts of 512 and 2,048 tokens. run_us is the device's median time of one layer, replayed from a CUDA graph over layers
 that the L2 cache does not hold; where states are stored in one round of several, over as many rounds, the rows apart by
@@ -13,8 +12,6 @@ tokens read and outputs written, the ring's entries read and written; of prompts
 where that is longer. ratio is run over floor. moved_us is the same of the bytes that these launches move: it is less
 where states are not stored by every one. copy_us is what a device copy of as many bytes as the floor's takes in the
 same launches, with what it costs to start and end a kernel, which the copy rate of large tensors does not show.
-
-Part `tilings`: rounds of the gated delta rule and of Mamba2's scan by every tiling, to choose from.
 """
 
 from __future__ import annotations
@@ -216,34 +213,26 @@ def operations(kernel: str, shape: Shape, tokens: int) -> float:
     return 0.0
 
 
-def launch_of(kernel: str, layer: Layer, rows: StateRows, tiling: Any = None) -> Callable[[], object]:
+def launch_of(kernel: str, layer: Layer, rows: StateRows) -> Callable[[], object]:
     """What launches one layer of a kernel."""
     from attention.recurrence.conv_kernel import short_conv
     from attention.recurrence.delta_kernel import gated_delta
-    from attention.recurrence.delta_tokens_kernel import launch_delta
-    from attention.recurrence.scan_kernel import launch_ssd
     from attention.recurrence.ssd_kernel import ssd_scan
 
     if kernel == "conv":
         return lambda: short_conv(*layer.inputs, *layer.extra, None, True, layer.ring.x, rows)
     if kernel == "delta":
         q, k, g, beta, v = layer.inputs
-        given = (q, k, v, g, beta, q.shape[2] ** -0.5, True, layer.state, layer.ring, rows)
-        if tiling is None:
-            return lambda: gated_delta(*given)
-        return lambda: launch_delta(*given, torch.empty(v.shape, dtype=v.dtype, device=v.device), 16, tiling)
+        return lambda: gated_delta(q, k, v, g, beta, q.shape[2] ** -0.5, True, layer.state, layer.ring, rows)
     dt, b, c, x = layer.inputs
     a, d = layer.extra
-    scan = (x, dt, a, b, c, d, layer.state, layer.ring, rows)
-    if tiling is None:
-        return lambda: ssd_scan(*scan)
-    return lambda: launch_ssd(*scan, torch.empty(x.shape, device=x.device), 16, tiling)
+    return lambda: ssd_scan(x, dt, a, b, c, d, layer.state, layer.ring, rows)
 
 
 LAYERS = {"delta": delta_layer, "conv": conv_layer, "ssd": ssd_layer}
 
 
-def measure(kernel: str, shape: Shape, work: Work, place: Place, rates: Rates, tiling: Any = None) -> dict[str, Any]:
+def measure(kernel: str, shape: Shape, work: Work, place: Place, rates: Rates) -> dict[str, Any]:
     """One line: a kernel on one launch's work."""
     first = LAYERS[kernel](shape, work, place)
     moved, count = int(first.moved(work, every_launch=True)), 1
@@ -253,7 +242,7 @@ def measure(kernel: str, shape: Shape, work: Work, place: Place, rates: Rates, t
     rounds = work.on(place.device)
     turns = len(rounds) * max(1, -(-max(_LEAST_LAUNCHES, count) // len(rounds))) if place.on_gpu else len(rounds)
     launches = [
-        launch_of(kernel, layer, rows, tiling)
+        launch_of(kernel, layer, rows)
         for layer, rows in itertools.islice(zip(itertools.cycle(layers), itertools.cycle(rounds), strict=False), turns)
     ]
 
@@ -299,43 +288,23 @@ def kernel_lines(
             yield {"kind": "prompt"} | measure(kernel, shape, Work.of_prompts(rows, tokens, kernel), place, rates)
 
 
-def tiling_lines(shape: Shape, place: Place, rates: Rates, all_rows: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """One line for every tiling of a round with three drafts."""
-    from attention.recurrence.delta_tokens_kernel import DeltaTiling
-    from attention.recurrence.scan_kernel import SsdTiling
-
-    tilings = [
-        *((block, 32, 8, registers) for block in (32, 64, 128) for registers in (64, 80, 128, None)),
-        *((block, 16, 8, None) for block in (64, 128)),
-        *((block, 32, 4, None) for block in (16, 32)),
-        *((block, 16, 1, None) for block in (8, 16)),
-    ]
-    kinds: tuple[tuple[str, Any], ...] = (("delta", DeltaTiling), ("ssd", SsdTiling))
-    for (kernel, kind), rows, sizes in itertools.product(kinds, all_rows, tilings):
-        if kernel == "ssd" and sizes[0] > shape.ssd[1]:
-            continue
-        work = Work(rows, 4, 1, FoldRule.every_launch(3))
-        yield {"tiling": sizes} | measure(kernel, shape, work, place, rates, kind(*sizes))
-
-
 @click.command(help=usage(__doc__))
-@click.option("--part", type=click.Choice(["kernels", "tilings"]), default="kernels", show_default=True)
 @click.option("--small", is_flag=True, help="Tiny layers in float32, in Triton's interpreter where there is no GPU.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines, one a measurement.")
-def main(part: str, small: bool, out: Path) -> None:
+def main(small: bool, out: Path) -> None:
     """Measure and write as measured."""
     torch.manual_seed(0)
     has_gpu = torch.cuda.is_available()
-    if not has_gpu and (not small or part == "tilings" or os.environ.get("TRITON_INTERPRET") != "1"):
-        raise click.UsageError("no GPU is here; TRITON_INTERPRET=1 and --small run part `kernels` on a CPU")
+    if not has_gpu and (not small or os.environ.get("TRITON_INTERPRET") != "1"):
+        raise click.UsageError("no GPU is here; TRITON_INTERPRET=1 and --small run on a CPU")
     device, shape = torch.device("cuda" if has_gpu else "cpu"), SMALL if small else FULL
     place = Place(device, torch.float32 if small else torch.bfloat16)
     rates = measured_rates(place)
     rounds = [(n, k) for n in (ROWS if not small else (2,)) for k in (DRAFTS if not small else (1,))]
     prompts = PROMPTS if not small else ((1, 20),)
     shared = shape, place, rates
-    found = kernel_lines(*shared, rounds, prompts) if part == "kernels" else tiling_lines(*shared, ROWS)
-    common = {"benchmark": "recurrence" if part == "kernels" else "recurrence_tilings", "shape": shape.name}
+    found = kernel_lines(*shared, rounds, prompts)
+    common = {"benchmark": "recurrence", "shape": shape.name}
     common |= {"dtype": str(place.dtype).removeprefix("torch."), "copy_tb_s": rates.copy / 1e12}
     common |= {"matmul_tflops": rates.matmul / 1e12, **provenance()}
     with torch.inference_mode(), out.open("w", encoding="utf-8") as file:

@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -222,7 +223,6 @@ class Run:
     new_tokens: int
     kinds: list[Kind]
     backend: str
-    plan_from: str
     acceptance: float
     repeats: int
     traced: list[int]
@@ -233,7 +233,7 @@ class Run:
         """An engine with K=`drafts` whose verification results are drawn, and the moments of its reads."""
         vocab, read = self.pair.target.config.vocab_size, Moments()
         config = sizes_of(drafts, self.batches, self.lengths[1], self.new_tokens, self.long)
-        with engine(self.pair, config, self.backend, self.plan_from) as model:
+        with engine(self.pair, config, self.backend) as model:
             decide(model, DrawnAcceptance(self.acceptance, vocab, np.random.default_rng(0), model.device))
             model.executor.reads.after_read = read.note
             yield model, read
@@ -308,7 +308,6 @@ class Run:
     help="The target's linear layers: bfloat16, or fine-grained FP8.",
 )
 @click.option("--backend", type=click.Choice(_BACKENDS["cuda"]), help="Default: flashinfer, on the CPU torch.")
-@click.option("--plan-from", type=click.Choice(["host", "device"]), default="host", show_default=True)
 @click.option(
     "--trace",
     type=Numbers(1),
@@ -317,54 +316,36 @@ class Run:
 @click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
 @click.option("--out", type=ResultFile(), required=True, help="JSON lines are appended.")
 @click.pass_context
-def main(
-    context: click.Context,
-    shape: str,
-    drafts: list[int],
-    rows: list[int],
-    prompt: tuple[int, int],
-    long_prompt: int | None,
-    new_tokens: int,
-    repeats: int,
-    acceptance: float,
-    sampled: bool,
-    greedy_share: str,
-    entropy: float | None,
-    device: str,
-    weights: str,
-    backend: str | None,
-    plan_from: str,
-    trace: list[int] | None,
-    hold: Path | None,
-    out: Path,
-) -> None:
+def main(context: click.Context, **options: Any) -> None:
     """Measure every K and batch size and append one JSON line each."""
-    started, kinds = time.perf_counter(), kinds_of(sampled, greedy_share)
-    backend, listed = backend or _BACKENDS[device][0], _TRACED[device] if trace is None else trace
-    if backend not in _BACKENDS[device]:
-        raise click.UsageError(f"--backend {backend} needs a GPU; on the CPU: {', '.join(_BACKENDS[device])}")
-    if listed and device == "cpu":
+    o = SimpleNamespace(**options)
+    started, kinds = time.perf_counter(), kinds_of(o.sampled, o.greedy_share)
+    o.backend = o.backend or _BACKENDS[o.device][0]
+    listed = _TRACED[o.device] if o.trace is None else o.trace
+    if o.backend not in _BACKENDS[o.device]:
+        raise click.UsageError(f"--backend {o.backend} needs a GPU; on the CPU: {', '.join(_BACKENDS[o.device])}")
+    if listed and o.device == "cpu":
         raise click.UsageError(f"--trace {_written(listed)} needs a GPU (CUPTI); on the CPU leave it out")
-    if trace and not set(trace) <= set(rows):
-        raise click.UsageError(f"--trace {_written(trace)}: only batches of --rows {_written(rows)} can be traced")
-    if not sampled:
+    if o.trace and not set(o.trace) <= set(o.rows):
+        raise click.UsageError(f"--trace {_written(o.trace)}: only batches of --rows {_written(o.rows)} can be traced")
+    if not o.sampled:
         refuse_unused(context, ["greedy_share"], "without --sampled all rows are greedy")
-    check_range("--prompt", prompt)
-    pair = random_pair(shape, torch.bfloat16, torch.device(device), weights)
-    if entropy is not None:
-        sharpen(pair.target, pair.head, entropy)
-    facts = {"benchmark": "round", "shape": shape, "prompt": prompt, "new_tokens": new_tokens}
-    facts |= {"acceptance": acceptance, "backend": backend, "plan_from": plan_from, **provenance()}
-    facts |= {} if weights == "model" else {"weights": weights}
-    facts |= {} if entropy is None else {"entropy": entropy}
-    facts |= {} if long_prompt is None else {"long": long_prompt}
-    sizes = rows, prompt, long_prompt, new_tokens
-    run = Run(pair, *sizes, kinds, backend, plan_from, acceptance, repeats, list(listed), facts)
+    check_range("--prompt", o.prompt)
+    pair = random_pair(o.shape, torch.bfloat16, torch.device(o.device), o.weights)
+    if o.entropy is not None:
+        sharpen(pair.target, pair.head, o.entropy)
+    facts = {"benchmark": "round", "shape": o.shape, "prompt": o.prompt, "new_tokens": o.new_tokens}
+    facts |= {"acceptance": o.acceptance, "backend": o.backend, **provenance()}
+    facts |= {} if o.weights == "model" else {"weights": o.weights}
+    facts |= {} if o.entropy is None else {"entropy": o.entropy}
+    facts |= {} if o.long_prompt is None else {"long": o.long_prompt}
+    sizes = o.rows, o.prompt, o.long_prompt, o.new_tokens
+    run = Run(pair, *sizes, kinds, o.backend, o.acceptance, o.repeats, list(listed), facts)
     lines: list[dict[str, Any]] = []
     try:
-        run.measure_all(list(dict.fromkeys(drafts)), lines, hold, started)
+        run.measure_all(list(dict.fromkeys(o.drafts)), lines, o.hold, started)
     finally:
-        with out.open("a") as file:
+        with o.out.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
 

@@ -4,34 +4,23 @@
     python -m benchmarks.bench_serving --sampled-share 1 --rate 8 --out serving.jsonl           # as they arrive
     python -m benchmarks.bench_serving --interference --rows 16 --out serving.jsonl             # prompts beside rows
     python -m benchmarks.bench_serving --shared-prefix 2048 --out serving.jsonl                 # 32 tokens of their own
-    SPECDEC_COMMIT=11c2809 python -m benchmarks.bench_serving --tree OLD --out serving.jsonl    # another commit
-    OTHER_COMMIT=11c2809 python -m benchmarks.bench_serving --against OLD --out serving.jsonl   # both, and their ratio
 
 Requests that are all there at time 0 are one call of `stream`; requests that arrive are submitted to the model's engine
 between two rounds. Acceptance is drawn on the device (`benchmarks.synthetic`), after the real kernels. Times are those
 at which a caller has the tokens; the time to the first token counts from the moment a request was due.
 
 With --interference rows decode alone, then the same rows while prompts keep arriving: at --rate a second, or, with 0,
-each as soon as the one before it has its first token. --trace N adds what CUPTI sees of N rounds, each of which reads
-prompts beside the rows that decode: `trace` in the line, as that of bench_round.
-
-With --tree the same script, workload and acceptance run over the packages of another checkout (`git worktree add OLD
-11c2809`, or an unpacked `git archive`, whose commit SPECDEC_COMMIT names). It needs that commit's own `benchmarks/`.
-With --against that checkout (its commit in OTHER_COMMIT) runs first, in a process of its own and with its own size of
-prompt chunks, then this one.
+each as soon as the one before it has its first token.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from inspect import signature
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -41,19 +30,16 @@ import torch
 from benchmarks.document import provenance
 from benchmarks.given import ResultFile, check_range, refuse_unused, usage
 from benchmarks.hold import wait_for
-from benchmarks.mixed import mixed_rounds
 from benchmarks.prefix import shared_prefix
 from benchmarks.serving import interference, served, tokens_to_outlast
 from benchmarks.shapes import SHAPES, Pair, random_pair
 from benchmarks.synthetic import DrawnAcceptance, Tokenizer, decide, engine_of, sharpen
-from benchmarks.trace import traced
-from benchmarks.workload import Arrival, Load, Timeline, between_updates, longest_silence, until_first_token
+from benchmarks.workload import Load, Timeline, between_updates, longest_silence, until_first_token
 from specdec import SpeculativeModel
 
-_ROOT = Path(__file__).resolve().parent.parent
 OF_A_KIND = {
-    "serving": ("requests", "prompt", "output", "rate", "sampled_share", "repeats", "against"),
-    "interference": ("prompt", "rate", "sampled_share", "rows", "updates", "arriving", "traced_rounds", "against"),
+    "serving": ("requests", "prompt", "output", "rate", "sampled_share", "repeats"),
+    "interference": ("prompt", "rate", "sampled_share", "rows", "updates", "arriving"),
     "shared_prefix": ("own", "repeats"),
 }
 """The options that only some kinds of measurement read; all kinds read the others."""
@@ -92,68 +78,10 @@ def workload(model: SpeculativeModel, load: Load, vocab: int, repeats: int) -> d
 def wrapped(pair: Pair, drafts: int, graphs: str, prefix_caching: bool = False, **sizes: int) -> SpeculativeModel:
     """The public model over a pair. sizes: other options of `from_pretrained`."""
     head = pair.head if drafts else None
-    options: dict[str, Any] = sizes | _GRAPHS[graphs]
-    if "enable_prefix_caching" in signature(SpeculativeModel.from_pretrained).parameters:  # not in older checkouts
-        options["enable_prefix_caching"] = prefix_caching
+    options: dict[str, Any] = sizes | _GRAPHS[graphs] | {"enable_prefix_caching": prefix_caching}
     return SpeculativeModel.from_pretrained(
         pair.target, head, num_speculative_tokens=drafts, tokenizer=Tokenizer(), **options
     )
-
-
-def without(argv: Sequence[str], option: str) -> list[str]:
-    """A command line without an option and its value.
-
-    >>> without(["--a", "1", "--tree", "x", "--tree=y"], "--tree")
-    ['--a', '1']
-    """
-    kept = [word for i, word in enumerate(argv) if word != option and (i == 0 or argv[i - 1] != option)]
-    return [word for word in kept if not word.startswith(f"{option}=")]
-
-
-@dataclass(frozen=True)
-class Other:
-    """How this script runs over the packages of another checkout; what its `benchmarks` lacks is found in this one."""
-
-    command: list[str]
-    environment: dict[str, str]
-
-
-def over(tree: Path, arguments: Sequence[str], name: str) -> Other:
-    """This script over `tree`, with these arguments. name: the environment variable that names its commit.
-
-    Raises:
-        click.ClickException: it is not known which commit that is.
-    """
-    commit = os.environ.get(name)
-    if (tree / ".git").exists():
-        command = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    if not commit:
-        raise click.ClickException(f"{tree} is no git checkout: name its commit in {name}")
-    path = os.pathsep.join([str(tree.resolve()), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "SPECDEC_COMMIT": commit}
-    return Other([sys.executable, "-m", "benchmarks.bench_serving", *arguments], environment)
-
-
-def line_of(tree: Path, argv: Sequence[str]) -> dict[str, Any]:
-    """The line that this script prints over `tree` with the same arguments but those that only this checkout knows."""
-    for option in ("--against", "--prefill-tokens", "--trace", "--out"):
-        argv = without(argv, option)
-    other = over(tree, argv, "OTHER_COMMIT")
-    printed = subprocess.run(other.command, env=other.environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    click.echo(printed)
-    line: dict[str, Any] = next(json.loads(text) for text in printed.splitlines() if text.startswith("{"))
-    return line
-
-
-def ratios(line: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The other checkout's line, and the throughput and the times of `line` as a share of its."""
-    names = ("output_tokens_per_s", "first_token_ms_median", "update_ms_median", "update_ms_p99")
-    shares = {f"{name}_over_other": line[name] / other[name] for name in names if name in line}
-    for part in ("alone", "beside"):  # of an interference
-        own, its = line.get(part, {}), other.get(part, {})
-        shares |= {f"{part}_{name}_over_other": own[name] / its[name] for name in names if name in own}
-    return {"other": other} | shares
 
 
 def publish(line: dict[str, Any], out: Path | None) -> None:
@@ -163,13 +91,6 @@ def publish(line: dict[str, Any], out: Path | None) -> None:
     if out is not None:
         with out.open("a") as file:
             file.write(text + "\n")
-
-
-def traced_summary(trace: dict[str, Any]) -> str:
-    """What a trace says of synchronisations, copies and idle time, a round."""
-    counts = trace["synchronisations"] | trace["copies"]
-    listed = ", ".join(f"{count:.2f} {name}" for name, count in counts.items())
-    return f"mixed rounds: {trace['span_ms']:.2f} ms, idle {trace['exposed_host_share']:.1%}; {listed}"
 
 
 def summary(line: dict[str, Any]) -> str:
@@ -187,14 +108,8 @@ def summary(line: dict[str, Any]) -> str:
             for unit in ("update", "token")
         ]
         first = f"first token {line['first_token_ms_median']:.0f} ms (p99 {line['first_token_ms_p99']:.0f})"
-        pairs += [traced_summary(line["trace"])] if "trace" in line else []
-        if "other" in line:
-            shares = (f"{line[f'{part}_update_ms_median_over_other']:.3f} x {part}" for part in ("alone", "beside"))
-            pairs.append(f"median update over that of {line['other']['commit']}: {', '.join(shares)}")
         return "\n".join([f"{line['rows']} rows, {line['arrived_per_s']:.1f} prompts/s, {first}", *pairs])
-    share = line.get("output_tokens_per_s_over_other")
-    against = "" if share is None else f"{share:.3f} x the output tokens/s of {line['other']['commit']}; "
-    return against + (
+    return (
         f"{line['output_tokens_per_s']:,.0f} output tokens/s, {line['total_tokens_per_s']:,.0f} with prompts; "
         f"first token {line['first_token_ms_median']:.0f} ms (p99 {line['first_token_ms_p99']:.0f}); "
         f"update {line['update_ms_median']:.2f} ms (p99 {line['update_ms_p99']:.2f}), "
@@ -206,33 +121,14 @@ def interfered(
     model: SpeculativeModel, load: Load, rows: int, arriving: tuple[int, int], updates: int
 ) -> dict[str, Any]:
     """Numbers of one run of `interference`, after one that does not count: rows and prompts of the load's kind."""
-    steady, prompts = beside_each_other(model, load, rows, arriving, updates)
-    engine = engine_of(model)
-    interference(engine, steady, prompts, updates, load.rate, load.seed)
-    return interference(engine, steady, prompts, updates, load.rate, load.seed)
-
-
-def beside_each_other(
-    model: SpeculativeModel, load: Load, rows: int, arriving: tuple[int, int], updates: int
-) -> tuple[list[Arrival], list[Arrival]]:
-    """Rows that decode for 2·updates and more, and prompts of the load's kind."""
     vocab = model.hf_model.config.vocab_size
     lasting = tokens_to_outlast(updates, model.num_speculative_tokens)
     steady = replace(load, requests=rows, output=(lasting, lasting), rate=0.0).arrivals(vocab)
     own, new = ((n, n) for n in arriving)
-    return steady, replace(load, requests=64, prompt=own, output=new, rate=0.0, seed=load.seed + 1).arrivals(vocab)
-
-
-def trace_of_mixed(
-    model: SpeculativeModel, load: Load, rows: int, arriving: tuple[int, int], rounds: int
-) -> dict[str, Any]:
-    """What CUPTI sees of so many mixed rounds, after as many that are not traced (graphs, kernels)."""
-    steady, prompts = beside_each_other(model, load, rows, arriving, rounds)
-    engine, found = engine_of(model), {}
-    for measure in (lambda run: {"rounds": run()}, traced):
-        with mixed_rounds(engine, steady, prompts[:1], rounds) as go_on:
-            found = measure(go_on)
-    return found
+    prompts = replace(load, requests=64, prompt=own, output=new, rate=0.0, seed=load.seed + 1).arrivals(vocab)
+    engine = engine_of(model)
+    interference(engine, steady, prompts, updates, load.rate, load.seed)
+    return interference(engine, steady, prompts, updates, load.rate, load.seed)
 
 
 @click.command(help=usage(__doc__))
@@ -274,9 +170,6 @@ def trace_of_mixed(
 )
 @click.option("--arriving", nargs=2, type=int, default=(1024, 32), show_default=True, help="Prompt and new tokens.")
 @click.option(
-    "--trace", "traced_rounds", type=click.IntRange(0), default=0, help="Of --interference: mixed rounds to trace."
-)
-@click.option(
     "--shared-prefix", "prefix", type=click.IntRange(0), default=0, help="Tokens with which all prompts begin."
 )
 @click.option(
@@ -287,101 +180,59 @@ def trace_of_mixed(
     help="Of --shared-prefix: other tokens of each prompt.",
 )
 @click.option("--device", default="cuda", show_default=True)
-@click.option("--tree", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another checkout's code.")
-@click.option(
-    "--against",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Another checkout's code first, then this one's, and the ratio.",
-)
 @click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
 @click.option("--out", type=ResultFile(), help="JSON lines are appended.")
 @click.pass_context
-def main(
-    context: click.Context,
-    shape: str,
-    drafts: int,
-    acceptance: float,
-    requests: int,
-    prompt: tuple[int, int],
-    output: tuple[int, int],
-    at_once: int,
-    rate: float,
-    sampled_share: float,
-    entropy: float | None,
-    repeats: int,
-    seed: int,
-    graphs: str | None,
-    batched_tokens: int | None,
-    prefill_tokens: int | None,
-    interfere: bool,
-    rows: int,
-    updates: int,
-    arriving: tuple[int, int],
-    traced_rounds: int,
-    prefix: int,
-    own: int,
-    device: str,
-    tree: Path | None,
-    against: Path | None,
-    hold: Path | None,
-    out: Path | None,
-) -> None:
+def main(context: click.Context, **options: Any) -> None:
     """Measure one workload and print one JSON line."""
-    if prefix and (interfere or tree is not None):
-        raise click.UsageError("--shared-prefix is measured alone: leave out --interference and --tree")
-    if tree is not None and against is not None:
-        raise click.UsageError("--tree measures another checkout alone, --against both: give one of them")
-    kind = "shared_prefix" if prefix else "interference" if interfere else "serving"
+    o = SimpleNamespace(**options)
+    if o.prefix and o.interfere:
+        raise click.UsageError("--shared-prefix is measured alone: leave out --interference")
+    kind = "shared_prefix" if o.prefix else "interference" if o.interfere else "serving"
     others = dict.fromkeys(name for names in OF_A_KIND.values() for name in names)
     refuse_unused(context, [name for name in others if name not in OF_A_KIND[kind]], _READS[kind])
-    check_range("--prompt", prompt)
-    check_range("--output", output)
-    if interfere and rows >= at_once:
-        raise click.UsageError(f"--rows {rows} with --at-once {at_once}: no row is left for prompts that arrive")
-    if tree is not None:
-        other = over(tree, without(sys.argv[1:], "--tree"), "SPECDEC_COMMIT")
-        os.execve(sys.executable, other.command, other.environment)
-    before = None if against is None else line_of(against, sys.argv[1:])
-    place = torch.device(device)
-    graphs = graphs or ("on" if place.type == "cuda" else "default")
-    pair = random_pair(shape, torch.bfloat16 if place.type == "cuda" else torch.float32, place)
-    if entropy is not None:
-        sharpen(pair.target, pair.head, entropy)
-    load = Load(requests, prompt, output, sampled_share, rate, seed)
-    lasting = tokens_to_outlast(updates, drafts) if interfere else output[1]
-    sizes = {"max_model_len": max(prompt[1] + lasting, sum(arriving) * interfere) + 16, "max_num_seqs": at_once}
-    if prefix:
-        sizes = {"max_model_len": prefix + own + 2 * drafts + 32, "max_num_seqs": at_once}
-    sizes |= {} if batched_tokens is None else {"max_num_batched_tokens": batched_tokens}
-    sizes |= {} if prefill_tokens is None else {"max_num_prefill_tokens": prefill_tokens}
+    check_range("--prompt", o.prompt)
+    check_range("--output", o.output)
+    if o.interfere and o.rows >= o.at_once:
+        raise click.UsageError(f"--rows {o.rows} with --at-once {o.at_once}: no row is left for prompts that arrive")
+    place = torch.device(o.device)
+    o.graphs = o.graphs or ("on" if place.type == "cuda" else "default")
+    pair = random_pair(o.shape, torch.bfloat16 if place.type == "cuda" else torch.float32, place)
+    if o.entropy is not None:
+        sharpen(pair.target, pair.head, o.entropy)
+    load = Load(o.requests, o.prompt, o.output, o.sampled_share, o.rate, o.seed)
+    lasting = tokens_to_outlast(o.updates, o.drafts) if o.interfere else o.output[1]
+    sizes = {"max_model_len": max(o.prompt[1] + lasting, sum(o.arriving) * o.interfere) + 16, "max_num_seqs": o.at_once}
+    if o.prefix:
+        sizes = {"max_model_len": o.prefix + o.own + 2 * o.drafts + 32, "max_num_seqs": o.at_once}
+    sizes |= {} if o.batched_tokens is None else {"max_num_batched_tokens": o.batched_tokens}
+    sizes |= {} if o.prefill_tokens is None else {"max_num_prefill_tokens": o.prefill_tokens}
     started = time.perf_counter()
-    model = wrapped(pair, drafts, graphs, prefix > 0, **sizes)
+    model = wrapped(pair, o.drafts, o.graphs, o.prefix > 0, **sizes)
     start_s = time.perf_counter() - started
-    if hold is not None:
-        wait_for(hold)
+    if o.hold is not None:
+        wait_for(o.hold)
     vocab = pair.target.config.vocab_size
-    decide(model, DrawnAcceptance(acceptance, vocab, np.random.default_rng(seed), place))
-    line: dict[str, Any] = {"benchmark": kind, "shape": shape, "drafts": drafts}
-    line |= {"acceptance": acceptance, "at_once": at_once, "seed": seed}
-    line |= {} if prefix else {"prompt": prompt, "rate": rate, "sampled_share": sampled_share}
+    decide(model, DrawnAcceptance(o.acceptance, vocab, np.random.default_rng(o.seed), place))
+    line: dict[str, Any] = {"benchmark": kind, "shape": o.shape, "drafts": o.drafts}
+    line |= {"acceptance": o.acceptance, "at_once": o.at_once, "seed": o.seed}
+    line |= {} if o.prefix else {"prompt": o.prompt, "rate": o.rate, "sampled_share": o.sampled_share}
     line |= {
-        "entropy": entropy,
-        "cuda_graphs": graphs,
-        "graphs": getattr(model, "graphs", None),  # what became of it; not in older checkouts
-        "batched_tokens": batched_tokens,
-        "prefill_tokens": prefill_tokens,
+        "entropy": o.entropy,
+        "cuda_graphs": o.graphs,
+        "graphs": model.graphs,  # what became of it
+        "batched_tokens": o.batched_tokens,
+        "prefill_tokens": o.prefill_tokens,
     }
     line |= {"start_s": start_s, **provenance()}
-    if prefix:
-        line |= shared_prefix(model, prefix, own, repeats, vocab, seed)
-    elif interfere:
-        line |= {"rows": rows, "arriving": arriving} | interfered(model, load, rows, arriving, updates)
-        if traced_rounds:  # last: once CUPTI has been on, a process launches every graph slowly
-            line["trace"] = trace_of_mixed(model, load, rows, arriving, traced_rounds)
+    if o.prefix:
+        line |= shared_prefix(model, o.prefix, o.own, o.repeats, vocab, o.seed)
+    elif o.interfere:
+        line |= {"rows": o.rows, "arriving": o.arriving} | interfered(model, load, o.rows, o.arriving, o.updates)
     else:
-        line |= {"requests": requests, "output": output, "repeats": repeats} | workload(model, load, vocab, repeats)
-    line |= {} if before is None else ratios(line, before)
-    publish(line, out)
+        line |= {"requests": o.requests, "output": o.output, "repeats": o.repeats}
+        line |= workload(model, load, vocab, o.repeats)
+    publish(line, o.out)
     click.echo(summary(line))
 
 

@@ -4,8 +4,7 @@
 
 Two processes one after the other, the first with empty caches (torch's compiler, Triton, FlashInfer, the algorithms of
 matmuls) in a temporary folder, the second with what the first left there. The target has a published shape and random
-weights, which are loaded from a folder (--checkpoint, the time to read them counts) or lie on the GPU already. All
-other options of from_pretrained are its defaults.
+weights, which lie on the GPU already. All other options of from_pretrained are its defaults.
 
 After the start each process serves a mixed workload twice (prompts of 64 to 1,024 tokens, greedy and sampled rows):
 what a round of the first time waits for longer than the second time is compiled or captured there. Every number is
@@ -22,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -43,19 +43,7 @@ _ONCE = {"enable_prefix_caching": False}
 _SPANS = ("imports_s", "from_pretrained_s", "first_greedy_s", "first_sampled_s", "start_s")
 
 
-def save_checkpoint(shape: str, folder: Path) -> None:
-    """Random weights of a shape as a checkpoint of the target and one of its head."""
-    import torch
-
-    from benchmarks.shapes import random_pair
-    from drafters.eagle3.checkpoint import save_eagle3
-
-    pair = random_pair(shape, torch.bfloat16, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    pair.target.save_pretrained(folder / "target")
-    save_eagle3(pair.head, folder / "head")  # type: ignore[arg-type]
-
-
-def measure(shape: str, drafts: int, rows: int, folder: Path | None, options: dict[str, Any]) -> Iterator[Any]:
+def measure(shape: str, drafts: int, rows: int, options: dict[str, Any]) -> Iterator[Any]:
     """One start in this process: its numbers, in parts, as they become known."""
     begun = time.perf_counter()  # imported before the start is only what makes its arguments
     import numpy as np
@@ -67,20 +55,19 @@ def measure(shape: str, drafts: int, rows: int, folder: Path | None, options: di
     from specdec import SamplingParams, SpeculativeModel
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parts: tuple[Any, Any]
-    if folder is None:
-        pair = random_pair(shape, torch.bfloat16, device)
-        parts = pair.target, pair.head
-    else:
-        parts = folder / "target", folder / "head"
-        options = options | {"device": device.type}
+    pair = random_pair(shape, torch.bfloat16, device)
     if device.type == "cuda":
         torch.cuda.synchronize()
     imported = time.perf_counter()
     yield {"imports_s": imported - begun} | provenance()
     imported = time.perf_counter()
     model = SpeculativeModel.from_pretrained(
-        *parts, tokenizer=Tokenizer(), num_speculative_tokens=drafts, max_num_seqs=rows, **_ONCE | options
+        pair.target,
+        pair.head,
+        tokenizer=Tokenizer(),
+        num_speculative_tokens=drafts,
+        max_num_seqs=rows,
+        **_ONCE | options,
     )
     loaded = time.perf_counter()
     from torch._dynamo.utils import compile_times, counters
@@ -195,56 +182,36 @@ def brief(name: str, part: dict[str, Any]) -> str:
 @click.option("--shape", default=_SHAPE, show_default=True)
 @click.option("--drafts", type=int, default=3, show_default=True, help="K.")
 @click.option("--rows", type=int, default=32, show_default=True)
-@click.option("--checkpoint/--no-checkpoint", default=False, show_default=True, help="Load the weights from a folder.")
 @click.option("--options", default="{}", help="JSON: more options of from_pretrained.")
 @click.option("--caches", type=click.Path(path_type=Path), help="Keep the caches in this folder (default: temporary).")
 @click.option("--out", type=click.Path(path_type=Path))
 @click.option("--here", is_flag=True, hidden=True, help="Measure one start in this process.")
-@click.option("--folder", type=click.Path(path_type=Path), hidden=True)
-@click.option("--save", is_flag=True, hidden=True, help="Only save the checkpoint.")
-def main(
-    shape: str,
-    drafts: int,
-    rows: int,
-    checkpoint: bool,
-    options: str,
-    caches: Path | None,
-    out: Path | None,
-    here: bool,
-    folder: Path | None,
-    save: bool,
-) -> None:
+def main(**options: Any) -> None:
     """Measure a cold and a warm start."""
-    if save and folder is not None:
-        save_checkpoint(shape, folder)
-        return
-    if here:
-        for part in measure(shape, drafts, rows, folder, json.loads(options)):
+    o = SimpleNamespace(**options)
+    if o.here:
+        for part in measure(o.shape, o.drafts, o.rows, json.loads(o.options)):
             click.echo(json.dumps(part))  # flushes
         return
-    arguments = ["--shape", shape, "--drafts", str(drafts), "--rows", str(rows), "--options", options]
-    document: dict[str, Any] = {"benchmark": "start", "shape": shape, "drafts": drafts, "rows": rows}
-    document |= {"checkpoint": checkpoint, "options": json.loads(options)}
+    arguments = ["--shape", o.shape, "--drafts", str(o.drafts), "--rows", str(o.rows), "--options", o.options]
+    document: dict[str, Any] = {"benchmark": "start", "shape": o.shape, "drafts": o.drafts, "rows": o.rows}
+    document |= {"options": json.loads(o.options)}
     lines: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        place = caches or Path(temporary)
-        if checkpoint:
-            weights = ["--folder", str(Path(temporary) / "checkpoint")]
-            list(child([*arguments, *weights, "--save"], place / "unused"))
-            arguments += weights
+        place = o.caches or Path(temporary)
         for name in ("cold", "warm"):
             lines[name] = {}
             for part in child([*arguments, "--here"], place):
                 lines[name] |= part
                 click.echo(brief(name, part))
-                if out is not None:
-                    out.write_text(json.dumps(document | lines) + "\n", encoding="utf-8")
+                if o.out is not None:
+                    o.out.write_text(json.dumps(document | lines) + "\n", encoding="utf-8")
             click.echo(table(lines))
             for kernel, state in lines[name].get("kernels", {}).items():
                 click.echo(f"{name}: {kernel}: {state}")
     from benchmarks.document import publish  # imports torch, which a start that is measured does itself
 
-    publish(document | lines, out)
+    publish(document | lines, o.out)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -129,42 +130,33 @@ def check(load: Any, dtype: str, graphs: bool, chats: list[Any], k: int, oracle_
 @click.option("--backend", default="flashinfer", show_default=True)
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")
-def main(
-    target: str,
-    k: int,
-    questions: int,
-    oracle_questions: int,
-    dtypes: str,
-    graphs: str,
-    backend: str,
-    device: str,
-    out: Path,
-) -> None:
+def main(**options: Any) -> None:
     """Check every dtype with and without graphs."""
-    chats = test_chats(Path(os.environ["SPECDEC_DATA"]))[:questions]
+    o = SimpleNamespace(**options)
+    chats = test_chats(Path(os.environ["SPECDEC_DATA"]))[: o.questions]
 
     def load(dtype: str, drafts: int, cuda_graphs: bool) -> SpeculativeModel:
         return SpeculativeModel.from_pretrained(
-            target,
+            o.target,
             draft="auto" if drafts else None,
             num_speculative_tokens=drafts or None,
             dtype=dtype,
-            device=device,
-            backend="torch" if dtype == "float32" else backend,
+            device=o.device,
+            backend="torch" if dtype == "float32" else o.backend,
             max_num_seqs=16,
             cuda_graphs=cuda_graphs,
             enable_prefix_caching=False,  # both sides read every prompt whole
         )
 
     passed = True
-    for cuda_graphs in graphs.split(","):
-        for dtype in dtypes.split(","):
-            result = check(load, dtype, cuda_graphs == "yes", chats, k, oracle_questions)
+    for cuda_graphs in o.graphs.split(","):
+        for dtype in o.dtypes.split(","):
+            result = check(load, dtype, cuda_graphs == "yes", chats, o.k, o.oracle_questions)
             passed &= result["tau_within_1_percent"] and result["divergences_are_near_ties"]
-            facts = {"benchmark": "check_half", "target": target, "k": k, "questions": questions, "backend": backend}
-            line = json.dumps(facts | result | provenance())
+            facts = {"benchmark": "check_half", "target": o.target, "k": o.k, "questions": o.questions}
+            line = json.dumps(facts | {"backend": o.backend} | result | provenance())
             click.echo(line)
-            with out.open("a", encoding="utf-8") as file:
+            with o.out.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
     sys.exit(0 if passed else 1)
 

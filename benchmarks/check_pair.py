@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -157,39 +158,30 @@ def passed(result: dict[str, Any]) -> bool:
 @click.option("--reference-batch", default=1, show_default=True, help="Questions a call of transformers' generate.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path))
-def main(
-    target: str,
-    draft: str,
-    k: int,
-    shard: str,
-    questions: int | None,
-    oracle_questions: int,
-    reference_batch: int,
-    device: str,
-    out: Path | None,
-) -> None:
+def main(**options: Any) -> None:
     """Check the pair; ends in one JSON line."""
-    index, count = (int(part) for part in shard.split("/"))
-    chats = test_chats(Path(os.environ["SPECDEC_DATA"]))[:questions][index::count]
+    o = SimpleNamespace(**options)
+    index, count = (int(part) for part in o.shard.split("/"))
+    chats = test_chats(Path(os.environ["SPECDEC_DATA"]))[: o.questions][index::count]
     model = SpeculativeModel.from_pretrained(
-        target,
-        draft=draft,
-        num_speculative_tokens=k,
+        o.target,
+        draft=o.draft,
+        num_speculative_tokens=o.k,
         dtype="float32",
-        device=device,
+        device=o.device,
         backend="torch",
         max_num_seqs=BATCHED,
     )
     result = {
         "benchmark": "check_pair",
-        "target": target,
-        "shard": shard,
-        "device": device,
-        "reference_batch": reference_batch,
-        **check(model, chats, oracle_questions, reference_batch),
+        "target": o.target,
+        "shard": o.shard,
+        "device": o.device,
+        "reference_batch": o.reference_batch,
+        **check(model, chats, o.oracle_questions, o.reference_batch),
         "dtype": "float32",
     }
-    publish(result, out)
+    publish(result, o.out)
     sys.exit(0 if passed(result) else 1)
 
 

@@ -1,17 +1,12 @@
-"""Engines that benchmarks measure: sizes for batches of so many rows, and where plans are made from."""
+"""Engines that benchmarks measure, and their sizes for batches of so many rows."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from attention.backends.base import GraphBackend
-from attention.batch.host import HostBatch
-from attention.batch.metadata import CommonAttentionMetadata
-from attention.cache.kv_cache import CacheGroup, KVFormat
-from attention.spec import AttentionSpec
+from attention.cache.kv_cache import KVFormat
 from benchmarks.shapes import Pair
 from benchmarks.synthetic import Tokenizer
 from specdec.config import EngineConfig
@@ -23,59 +18,7 @@ from specdec.options import LoadOptions
 from specdec.wrapped.probing import probe_target
 
 
-class DevicePlanned:
-    """A builder that reads the lengths back from the device before it plans, as engines that plan from there must."""
-
-    def __init__(self, builder: Any) -> None:
-        self._builder = builder
-        self._lengths: tuple[torch.Tensor, ...] = ()
-
-    def build(self, metadata: CommonAttentionMetadata) -> Any:
-        """Read qo_indptr, page_indptr and last_page_len back, then plan."""
-        self._lengths = (metadata.query_start_loc, metadata.page_indptr, metadata.last_page_len)
-        self._read_back()
-        return self._builder.build(metadata)
-
-    def replan(self, host: HostBatch) -> None:
-        """As `build`, for the same device arrays."""
-        self._read_back()
-        self._builder.replan(host)
-
-    def _read_back(self) -> None:
-        for tensor in self._lengths:
-            tensor.cpu()
-
-
-class DevicePlannedBackend:
-    """FlashInfer with every plan made from device tensors: the other configuration of the ablation."""
-
-    name = "flashinfer, planned from device tensors"
-
-    def __init__(self, backend: GraphBackend) -> None:
-        self.run = backend.run
-        self.batch_invariant = backend.batch_invariant
-        self.route = backend.route
-        self._backend = backend
-
-    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> DevicePlanned:
-        """See GraphBackend."""
-        return DevicePlanned(self._backend.builder(group, key, dtype))
-
-    def fixed_builder(
-        self,
-        group: CacheGroup,
-        key: AttentionSpec,
-        dtype: torch.dtype,
-        rows: int,
-        query_len: int,
-        beside: object = None,
-        tokens: int | None = None,
-    ) -> DevicePlanned:
-        """See GraphBackend; nothing is shared: every plan reads its own lengths back."""
-        return DevicePlanned(self._backend.fixed_builder(group, key, dtype, rows, query_len, tokens=tokens))
-
-
-def engine(pair: Pair, config: EngineConfig, name: str, plan_from: str) -> SpeculativeModel:
+def engine(pair: Pair, config: EngineConfig, name: str) -> SpeculativeModel:
     """The public model over a pair, from CUDA graphs where the backend has them.
 
     They are required, since a step without them is another measurement; but of a target with recurrent layers: where
@@ -84,8 +27,6 @@ def engine(pair: Pair, config: EngineConfig, name: str, plan_from: str) -> Specu
     probed, device = probe_target(pair.target), pair.target.device
     config = replace(config, extras=state_extras(probed, config.num_speculative_tokens))
     backend: Any = make_backend(name, device)
-    if plan_from == "device":
-        backend = DevicePlannedBackend(backend)
     head = pair.head if config.num_speculative_tokens else None
     graphs: Any = True if isinstance(backend, GraphBackend) and not config.extras else "auto"
     caching = "on" if config.enable_prefix_caching else "off"

@@ -1,9 +1,8 @@
-"""Prompts that begin alike: what the prefix cache has of them, and the time to the first token with it and without."""
+"""Prompts that begin alike: the time to the first token with the prefix cache and without."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,32 +13,6 @@ from specdec import SamplingParams, SpeculativeModel
 
 _WARM = 2
 """Runs that do not count: the first ones capture graphs of their own sizes."""
-
-
-def common(left: Sequence[int], right: Sequence[int]) -> int:
-    """With how many tokens both begin.
-
-    >>> common([1, 2, 3], [1, 2, 4]), common([1, 2], [1, 2, 4])
-    (2, 2)
-    """
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
-
-
-def expected_hits(prompts: Sequence[Sequence[int]], page_size: int, following: int) -> list[tuple[int, int]]:
-    """(tokens in pages found, tokens not read again) of each prompt of one call, from those before it alone.
-
-    All whole pages that it begins with as one before it does are found. Of these it reads the last one again if the
-    `following` tokens after it (M of a head of M modules; 0 without drafts) are not the same, or not there.
-
-    >>> expected_hits([[1] * 9, [1] * 9, [1] * 8 + [2, 3]], 4, 1)
-    [(0, 0), (8, 8), (8, 4)]
-    """
-    found = []
-    for i, prompt in enumerate(prompts):
-        most = max((common(prompt, before) for before in prompts[:i]), default=0)
-        read = most - following if following else min(most, len(prompt) - 1)
-        found.append((most // page_size * page_size, max(read, 0) // page_size * page_size))
-    return found
 
 
 def seconds_to_first_token(model: SpeculativeModel, prompt: list[int], cached: bool) -> tuple[float, int]:

@@ -6,8 +6,8 @@ python -m benchmarks.tables --check    # fail where the page is not what the res
 
 from __future__ import annotations
 
-import itertools
 import json
+import string
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,177 +21,217 @@ from benchmarks.evaluation_tables import DOCUMENTS, measured_by, percent, short
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
 Line = dict[str, Any]
+Rows = list[list[str]]
 
 _INTRODUCTION = """# Benchmarks
 
 Made by `python -m benchmarks.tables` from the files in `benchmarks/results/`; edit neither the page nor a number. Every
 line of a results file names its versions, device and commit. How each is measured is the docstring of its script in
-`benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_attention and bench_latent (kernels),
-bench_backends (every attention backend on every batch of the test suite), bench_recurrence (kernels of recurrences),
-bench_fp8 (matmuls with weights in FP8),
-bench_cascade (rows that share their first pages, flat and in two levels), bench_host (the host's share of rounds, and
-rounds with requests waiting),
-check_pair and check_half (tokens and drafts against transformers and a head without cache), bench_builtin (the built-in
-pair), sweep (every causal-LM type of transformers in miniature, against its own forward), sweep_parallel (the same, two
-ranks against one); and `specdec eval` (acceptance, losslessness). Times of rounds are medians; *floor* is bytes over
-bandwidth; *exposed* is the share of a round in which the GPU waits for the host. Acceptance is synthetic in rounds and
-workloads (random weights), real everywhere else. What the numbers show is in [performance.md](performance.md).
+`benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_start (starts), bench_recurrence
+(kernels of recurrences), bench_parallel (several GPUs), bench_host (the host's share of rounds, and rounds with
+requests waiting), check_pair and check_half (tokens and drafts against transformers and a head without cache),
+bench_builtin (the built-in pair), sweep (every causal-LM type of transformers in miniature, against its own forward);
+and `specdec eval` (acceptance, losslessness). Times of rounds are medians; *floor* is bytes over bandwidth; *exposed*
+is the share of a round in which the GPU waits for the host. Acceptance is synthetic in rounds and workloads (random
+weights), real everywhere else. What the numbers show is in [performance.md](performance.md).
+
+One-off comparisons were made by scripts that are gone; commit 62c2095 has them: bench_cascade (rows that share their
+first pages, flat and in two levels), bench_fp8 (matmuls with weights in FP8), bench_draft_sampling (how drafts of
+sampled requests are chosen), bench_half_batches (sums of one half-batch behind matmuls of the other), sweep_parallel
+(the sweep, two ranks against one), simulate_serving (the scheduler over a clock), `bench_round --plan-from device`
+(plans from device tensors), `bench_serving --against` (another checkout in the same run) and
+`bench_recurrence --part tilings`.
 """
 
+_LOAD = {
+    "shape": "{shape}",
+    "K": "{drafts}",
+    "prompt": "{prompt!r}",
+    "sampled": "{sampled_share:.0%}{nats}",
+    "rate": "{per_s}",
+}
+_PARALLEL = {
+    "shape": "{shape}",
+    "layers": "{layers}",
+    "GPUs": "{tensor_parallel_size}",
+    "sums by": "{sums_by}",
+    "K": "{drafts}",
+    "rows": "{rows}",
+}
+_RECURRENCE = {
+    "kernel": "{kernel}",
+    "": "{what}",
+    "rows": "{rows}",
+    "tokens a row": "{tokens}",
+    "replayed": "{replayed}",
+    "µs a layer": "{run_us:.1f}",
+    "floor µs": "{floor_us:.1f}",
+    "ratio": "{ratio:.2f}",
+}
+COLUMNS: dict[str, dict[str, str]] = {
+    "round": {
+        "shape": "{shape}",
+        "backend": "{backend}",
+        "prompt": "{prompt!r}",
+        "K": "{drafts}",
+        "rows": "{rows}{kind}",
+        "step ms": "{step_ms_median:.2f}",
+        "floor ms": "{floor_ms:.2f}",
+        "× floor": "{over:.2f}",
+        "tokens/s": "{tokens_per_s:,.0f}",
+        "exposed": "{by_events[exposed_host_share]:.1%}",
+        "planned from": "{plan_from}",
+    },
+    "serving": _LOAD
+    | {
+        "new tokens": "{output!r}",
+        "requests, at once": "{requests}, {at_once}",
+        "output tokens/s": "{output_tokens_per_s:,.0f}",
+        "total tokens/s": "{total_tokens_per_s:,.0f}",
+        "first token ms, p99": "{first_token_ms_median:.2f}, {first_token_ms_p99:.2f}",
+        "update ms, p99": "{update_ms_median:.2f}, {update_ms_p99:.2f}",
+        "token ms, p99": "{token_ms_median:.2f}, {token_ms_p99:.2f}",
+    },
+    "interference": _LOAD
+    | {
+        "rows": "{rows}",
+        "arriving prompt": "{arriving[0]}",
+        "prompts/s": "{arrived_per_s:.1f}",
+        "per": "{per}",
+        "median alone ms": "{alone_ms:.2f}",
+        "median beside ms": "{beside_ms:.2f}",
+        "p99 beside ms": "{p99_ms:.2f}",
+        "p99 beside over median alone": "{p99_over_alone:.2f}",
+    },
+    "parallel": _PARALLEL
+    | {"step ms": "{step_ms_median:.2f}", "× floor": "{over_floor:.2f}", "tokens/s": "{tokens_per_s:,.0f}"},
+    "parallel exchanges": _PARALLEL
+    | {
+        "sums": "{sums}",
+        "ms": "{sums_ms:.3f}",
+        "share": "{sums_share:.1%}",
+        "NCCL ms": "{sums_by_group_ms:.3f}",
+        "gather": "{gather_ms:.3f}",
+        "broadcasts": "{broadcasts_ms:.3f}",
+    },
+    "recurrence": _RECURRENCE,
+    "recurrence_tilings": _RECURRENCE,
+    "fp8": {
+        "rows x width": "{rows} x {width}",
+        "tokens": "{tokens}",
+        "µs": "{us:.1f}",
+        "tiling": "{tiling}",
+        "best µs": "{best_us:.1f}",
+        "its tiling": "{best_tiling}",
+        "floor µs": "{floor_us:.1f}",
+        "bf16 µs": "{bf16_us:.1f}",
+        "quantise µs": "{quantise_us:.1f}",
+    },
+    "check_pair": {
+        "target": "{target}",
+        "K": "{k}",
+        "part": "{shard}",
+        "questions": "{questions}",
+        "equal, batch 1": "{identical[batch_1]}",
+        "equal, batch 16": "{identical[batch_16]}",
+        "draft rounds": "{draft_oracle[rounds]}",
+        "wrong": "{draft_oracle[wrong]}",
+        "wrong, planted": "{draft_oracle[wrong_with_a_zeroed_slot]}",
+    },
+    "check_half": {
+        "target": "{target}",
+        "backend": "{backend}",
+        "graphs": "{with_graphs}",
+        "dtype": "{dtype}",
+        "K": "{k}",
+        "questions": "{questions}",
+        "identical": "{identical}",
+        "near ties": "{near_ties}",
+        "τ": "{draft_oracle[tau_engine]:.3f}",
+        "τ, head without cache": "{draft_oracle[tau_oracle]:.3f}",
+    },
+    "draft_sampling": {
+        "questions": "{questions}",
+        "K": "{drafts}",
+        "temperature": "{temperature:.4g}",
+        "top-p": "{top_p:.4g}",
+        "drafts": "{draft_sampling}",
+        "tau": "{tau:.3f}",
+        "95 %": "{low:.2f}-{high:.2f}",
+    },
+    "start": {
+        "shape": "{shape}, K={drafts}, {rows} rows",
+        "step": "{step}",
+        "cold, s": "{c:.2f}",
+        "warm, s": "{w:.2f}",
+    },
+    "host_queue": {
+        "waiting": "{waiting:,}",
+        "rows": "{rows:,}",
+        "ended per round": "{ended_per_round:,}",
+        "round µs, median": "{p50_us:,}",
+        "p99": "{p99_us:,}",
+        "abort µs per request": "{abort_us_per_request:,}",
+    },
+}
+"""By `benchmark` of a line: the table's columns, each with the form of its cells. What a line lacks is left out."""
 
-def rounds(lines: list[Line]) -> list[list[str]]:
-    """Steps of the public engine at published shapes."""
-    head = [
-        "shape",
-        "backend",
-        "prompt",
-        "K",
-        "rows",
-        "step ms",
-        "floor ms",
-        "× floor",
-        "tokens/s",
-        "exposed",
-        "planned from",
-    ]
-    return [head] + [
-        [
-            line["shape"],
-            line.get("backend", "flashinfer"),
-            "–".join(map(str, dict.fromkeys(line["prompt"]))) if "prompt" in line else "",
-            str(line["drafts"]),
-            f"{line['rows']}{_kind(line)}",
-            f"{line['step_ms_median']:.2f}",
-            f"{line['floor_ms']:.2f}",
-            f"{line['step_ms_median'] / line['floor_ms']:.2f}",
-            f"{line['tokens_per_s']:,.0f}",
-            percent(line.get("by_events", {}).get("exposed_host_share")),
-            line.get("plan_from", "host"),
-        ]
-        for line in lines
-    ]
+
+class _Cells(string.Formatter):
+    """Forms of cells: a field that is missing, or None, is empty; `!r` writes a range of numbers.
+
+    >>> _Cells().format("{a[b]:.1f} {a[c]:.1f}, {n!r}", a={"b": 2}, n=[64, 1024])
+    '2.0 , 64–1024'
+    """
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        try:
+            return super().get_field(field_name, args, kwargs)
+        except (KeyError, TypeError):
+            return None, field_name
+
+    def convert_field(self, value: Any, conversion: str | None) -> Any:
+        return value if conversion is None or value is None else "–".join(map(str, dict.fromkeys(value)))
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        return "" if value is None else super().format_field(value, format_spec)
 
 
-def _kind(line: Line) -> str:
-    """What is sampled of a round's rows, and whether its logits are sharp."""
+def _nats(line: Line) -> str:
+    return f", {line['entropy']:g} nat" if line.get("entropy") else ""
+
+
+def _round(line: Line) -> Iterable[Line]:
     greedy = f", {percent(line['greedy_share'])} greedy" if line.get("greedy_share") else ""
-    nats = f", {line['entropy']:g} nat" if line.get("entropy") else ""
-    return f" sampled{greedy}{nats}" if line.get("sampled") else nats
+    kind = f" sampled{greedy}{_nats(line)}" if line.get("sampled") else _nats(line)
+    common = {"backend": "flashinfer", "plan_from": "host"}
+    yield common | line | {"kind": kind, "over": line["step_ms_median"] / line["floor_ms"]}
 
 
-def _load(line: Line) -> list[str]:
-    """What a server was given, but for how much."""
-    nats = f", {line['entropy']:g} nat" if line.get("entropy") else ""
-    sampled, rate = f"{line['sampled_share']:.0%}{nats}", f"{line['rate']:g}/s" if line["rate"] else ""
-    return [line["shape"], str(line["drafts"]), "–".join(map(str, line["prompt"])), sampled, rate]
+def _load(line: Line) -> Line:
+    return line | {"nats": _nats(line), "per_s": f"{line['rate']:g}/s" if line["rate"] else ""}
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def _interference(line: Line) -> Iterable[Line]:
+    for unit in ("update", "token"):
+        names = {"alone_ms": ("alone", "median"), "beside_ms": ("beside", "median"), "p99_ms": ("beside", "p99")}
+        times = {name: line[phase][f"{unit}_ms_{of}"] for name, (phase, of) in names.items()}
+        yield _load(line) | times | {"per": unit, "p99_over_alone": line[f"{unit}_p99_over_alone"]}
 
 
-def servings(lines: list[Line]) -> list[list[str]]:
-    """Workloads: speed, time to first token, and time between updates and between tokens."""
-    table = [["shape", "K", "prompt", "sampled", "rate", "new tokens", "requests, at once", "output tokens/s"]]
-    table[0] += ["total tokens/s", "first token ms, p99", "update ms, p99", "token ms, p99"]
-    for line in lines:
-        times = [
-            f"{_number(line[f'{name}_ms_median'], '.2f')}, {_number(line[f'{name}_ms_p99'], '.2f')}"
-            for name in ("first_token", "update", "token")
-        ]
-        speed = [f"{line['output_tokens_per_s']:,.0f}", f"{line['total_tokens_per_s']:,.0f}"]
-        size = ["–".join(map(str, line["output"])), f"{line['requests']}, {line['at_once']}"]
-        table.append([*_load(line), *size, *speed, *times])
-    return table
+def _parallel(line: Line) -> Iterable[Line]:
+    yield line | {"sums_by": "" if line["tensor_parallel_size"] == 1 else line["parallel"]["collectives"]}
 
 
-def interferences(lines: list[Line]) -> list[list[str]]:
-    """Rows that decode while prompts arrive, against the same rows alone."""
-    table = [["shape", "K", "prompt", "sampled", "rate", "rows", "arriving prompt", "prompts/s", "per"]]
-    table[0] += ["median alone ms", "median beside ms", "p99 beside ms", "p99 beside over median alone"]
-    for line in lines:
-        size = [str(line["rows"]), str(line["arriving"][0]), f"{line['arrived_per_s']:.1f}"]
-        for unit in ("update", "token"):
-            pairs = ("alone", "median"), ("beside", "median"), ("beside", "p99")
-            times = [_number(line[phase][f"{unit}_ms_{name}"], ".2f") for phase, name in pairs]
-            table.append([*_load(line), *size, unit, *times, f"{line[f'{unit}_p99_over_alone']:.2f}"])
-    return table
+def _recurrence(line: Line) -> Iterable[Line]:
+    replayed = line["replay"] if "replay" in line else f"up to {line['most_replayed']}"
+    yield line | {"what": line.get("kind") or f"tiling {line['tiling']}", "replayed": replayed}
 
 
-def kernels(lines: list[Line]) -> list[list[str]]:
-    """One attention layer: the fastest route of every batch, and the others beside it."""
-    table = [["kind", "rows", "query", "context", "cache", "run µs by route", "floor µs"]]
-    for (kind, rows, query, context, cache), group in itertools.groupby(
-        sorted(lines, key=_kernel_case), key=_kernel_case
-    ):
-        same = sorted(group, key=lambda line: line["run_us"])
-        runs = ", ".join(f"{line['route']} {line['run_us']:.1f}" for line in same)
-        table.append([kind, str(rows), str(query), str(context), cache, runs, short(same[0].get("floor_us"))])
-    return table
-
-
-def backends(lines: list[Line]) -> list[list[str]]:
-    """Every backend on every batch of the suite; what one does not serve, by its own words."""
-    table = [
-        ["batch", "rows", "tokens", "keys", "backend", "plan µs", "run µs a layer", "total µs", "floor µs", "ratio"]
-    ]
-    for line in lines:
-        size = [line["batch"], *(str(line[name]) for name in ("rows", "tokens", "keys"))]
-        times = [_number(line.get(name), ".1f") for name in ("plan_us", "run_us", "total_us")]
-        ratio = f"refused: {line['refused']}".replace("|", "/") if "refused" in line else f"{line['ratio']:.2f}"
-        table.append([*size, line["backend"], *times, f"{line['floor_us']:.1f}", ratio])
-    return table
-
-
-def recurrences(lines: list[Line]) -> list[list[str]]:
-    """Kernels of recurrences on rounds and prompts, or by tiling."""
-    table = [["kernel", "", "rows", "tokens a row", "replayed", "µs a layer", "floor µs", "ratio"]]
-    for line in lines:
-        what = line.get("kind") or f"tiling {line['tiling']}"
-        replayed = line["replay"] if "replay" in line else f"up to {line['most_replayed']}"
-        sizes = [str(line["rows"]), str(line["tokens"]), str(replayed)]
-        times = [f"{line[name]:.1f}" for name in ("run_us", "floor_us")]
-        table.append([line["kernel"], what, *sizes, *times, f"{line['ratio']:.2f}"])
-    return table
-
-
-def parallel_rounds(lines: list[Line]) -> list[list[str]]:
-    """Steps of a model on several GPUs, or of the same on one."""
-    table = [["shape", "layers", "GPUs", "sums by", "K", "rows", "step ms", "× floor", "tokens/s"]]
-    for line in lines:
-        step = [f"{line['step_ms_median']:.2f}", f"{line['over_floor']:.2f}", f"{line['tokens_per_s']:,.0f}"]
-        table.append([*_parallel_case(line), *step])
-    return table
-
-
-def parallel_exchanges(lines: list[Line]) -> list[list[str]]:
-    """What the ranks of a round say to each other, alone, in ms."""
-    table = [
-        ["shape", "layers", "GPUs", "sums by", "K", "rows", "sums", "ms", "share", "NCCL ms", "gather", "broadcasts"]
-    ]
-    for line in lines:
-        times = [f"{line[name]:.3f}" for name in ("sums_by_group_ms", "gather_ms", "broadcasts_ms")]
-        sums = [str(line["sums"]), f"{line['sums_ms']:.3f}", percent(line["sums_share"])]
-        table.append([*_parallel_case(line), *sums, *times])
-    return table
-
-
-def _parallel_case(line: Line) -> list[str]:
-    sums = "" if line["tensor_parallel_size"] == 1 else line["parallel"]["collectives"]
-    sizes = [str(line[name]) for name in ("layers", "tensor_parallel_size")]
-    return [line["shape"], *sizes, sums, str(line["drafts"]), str(line["rows"])]
-
-
-def fp8_matmuls(lines: list[Line]) -> list[list[str]]:
-    """Matmuls with weights in FP8: the tiling in use, the fastest of a sweep, bfloat16 beside them."""
-    table = [["rows x width", "tokens", "µs", "tiling", "best µs", "its tiling", "floor µs", "bf16 µs", "quantise µs"]]
-    for line in lines:
-        us, tiling = line["best"][0] if "best" in line else (None, None)
-        best = [_number(us, ".1f"), _fp8_tiling(tiling) if tiling else ""]
-        size = [f"{line['rows']} x {line['width']}", str(line["tokens"])]
-        times = [f"{line[name]:.1f}" for name in ("floor_us", "bf16_us", "quantise_us")]
-        table.append([*size, f"{line['us']:.1f}", _fp8_tiling(line["chosen"]), *best, *times])
-    return table
+def _fp8(line: Line) -> Iterable[Line]:
+    us, tiling = line["best"][0] if "best" in line else (None, None)
+    best = {"best_us": us, "best_tiling": None if tiling is None else _fp8_tiling(tiling)}
+    yield line | {"tiling": _fp8_tiling(line["chosen"])} | best
 
 
 def _fp8_tiling(tiling: Line) -> str:
@@ -202,112 +242,52 @@ def _fp8_tiling(tiling: Line) -> str:
     return f"{tiling['tokens']} x {tiling['rows']}, {first}, {tiling['warps']} warps, {steps}{parts}"
 
 
-def decode_kernels(lines: list[Line]) -> list[list[str]]:
-    """Microseconds of each decode kernel, and the fastest of them."""
-    names = list(dict.fromkeys(line["kernel"] for line in lines))
-    table = [["head dim", "query heads a KV head", "rows", *names, "floor", "fastest"]]
-
-    def case(line: Line) -> tuple[int, int, int]:
-        return line["head_dim"], line["query_heads_a_kv_head"], line["rows"]
-
-    for which, group in itertools.groupby(sorted(lines, key=case), key=case):
-        found = {line["kernel"]: line for line in group}
-        runs = {name: line["run_us"] for name, line in found.items() if "run_us" in line}
-        times = [_number(runs.get(name), ".1f") or "refused" for name in names]
-        fastest = min(runs, key=lambda name: runs[name]) if runs else ""
-        table.append([*map(str, which), *times, f"{next(iter(found.values()))['floor_us']:.1f}", fastest])
-    return table
+def _half(line: Line) -> Iterable[Line]:
+    ties = sum(each["near_tie"] for each in line["divergences"])
+    yield line | {"with_graphs": short(line["cuda_graphs"]), "near_ties": ties}
 
 
-def pairs(lines: list[Line]) -> list[list[str]]:
-    """Tokens against transformers' generate and drafts against a head without cache, float32."""
-    head = [
-        "target",
-        "K",
-        "part",
-        "questions",
-        "equal, batch 1",
-        "equal, batch 16",
-        "draft rounds",
-        "wrong",
-        "wrong, planted",
-    ]
-    return [head] + [
-        [
-            line["target"],
-            str(line["k"]),
-            line["shard"],
-            str(line["questions"]),
-            str(line["identical"]["batch_1"]),
-            str(line["identical"]["batch_16"]),
-            str(line["draft_oracle"]["rounds"]),
-            str(line["draft_oracle"]["wrong"]),
-            str(line["draft_oracle"]["wrong_with_a_zeroed_slot"]),
-        ]
-        for line in lines
-    ]
+def _start(line: Line) -> Iterable[Line]:
+    """Step by step, then the longest round that came after the start."""
+    both = line["cold"], line["warm"]
+    for name in dict.fromkeys(name for start in both for name in start["steps"]):
+        cold, warm = (start["steps"].get(name) for start in both)
+        yield line | {"step": name, "c": cold, "w": warm}
+    spans = {"first_greedy_s": "first greedy generate", "first_sampled_s": "first sampled generate"}
+    for key, name in (spans | {"start_s": "from the call to there"}).items():
+        yield line | {"step": name, "c": both[0][key], "w": both[1][key]}
+    cold, warm = (start["workload_first"]["longest_ms"][0] / 1e3 for start in both)
+    yield line | {"step": "longest round of a first workload", "c": cold, "w": warm}
 
 
-def halves(lines: list[Line]) -> list[list[str]]:
-    """Half precision: answers that speculation leaves unchanged, and the near ties where it does not."""
-    head = [
-        "target",
-        "backend",
-        "graphs",
-        "dtype",
-        "K",
-        "questions",
-        "identical",
-        "near ties",
-        "τ",
-        "τ, head without cache",
-    ]
-    return [head] + [
-        [
-            line["target"],
-            line["backend"],
-            "yes" if line["cuda_graphs"] else "no",
-            line["dtype"],
-            str(line["k"]),
-            str(line["questions"]),
-            str(line["identical"]),
-            str(sum(d["near_tie"] for d in line["divergences"])),
-            f"{line['draft_oracle']['tau_engine']:.3f}" if line.get("draft_oracle") else "",
-            f"{line['draft_oracle']['tau_oracle']:.3f}" if line.get("draft_oracle") else "",
-        ]
-        for line in lines
-    ]
+_CELLS: dict[str, Callable[[Line], Iterable[Line]]] = {
+    "round": _round,
+    "serving": lambda line: [_load(line)],
+    "interference": _interference,
+    "parallel": _parallel,
+    "parallel exchanges": _parallel,
+    "recurrence": _recurrence,
+    "recurrence_tilings": _recurrence,
+    "fp8": _fp8,
+    "check_half": _half,
+    "draft_sampling": lambda line: [line | each for each in line["lines"]],
+    "start": _start,
+    "host_queue": lambda line: line["results"],
+}
+"""What the columns of a kind name beside a line's own values; of some kinds a line makes several rows."""
 
 
-def draft_samplings(documents: list[Line]) -> list[list[str]]:
-    """Tau of sampled requests by how their drafts are chosen, with 95 % intervals."""
-    table = [["questions", "K", "temperature", "top-p", "drafts", "tau", "95 %"]]
-    for document in documents:
-        common = [str(document["questions"]), str(document["drafts"])]
-        for line in document["lines"]:
-            setting = [short(line["temperature"]), short(line["top_p"]), line["draft_sampling"]]
-            table.append([*common, *setting, f"{line['tau']:.3f}", f"{line['low']:.2f}-{line['high']:.2f}"])
-    return table
+def rows_of(kind: str, lines: list[Line]) -> Rows:
+    """The table of a kind of line. One without columns is shown name by name."""
+    if kind not in COLUMNS:
+        values = [(key, value) for line in lines for key, value in line.items() if key not in _PROVENANCE]
+        return [["", ""]] + [[key, short(value)] for key, value in values]
+    columns, cells = COLUMNS[kind], _Cells()
+    found = [row for line in lines for row in _CELLS.get(kind, lambda line: [line])(line)]
+    return [list(columns), *([cells.vformat(form, (), row) for form in columns.values()] for row in found)]
 
 
-def starts(lines: list[Line]) -> list[list[str]]:
-    """Seconds of a cold and of a warm start, step by step, and the longest round that came after it."""
-    table = [["shape", "step", "cold, s", "warm, s"]]
-    for line in lines:
-        both = line["cold"], line["warm"]
-        steps = dict.fromkeys(name for start in both for name in start["steps"])
-        rows = [(name, [start["steps"].get(name) for start in both]) for name in steps]
-        for key, name in (("first_greedy_s", "first greedy generate"), ("first_sampled_s", "first sampled generate")):
-            rows.append((name, [start[key] for start in both]))
-        rows.append(("from the call to there", [start["start_s"] for start in both]))
-        longest = [start["workload_first"]["longest_ms"][0] / 1e3 for start in both]
-        rows.append(("longest round of a first workload", longest))
-        shape = f"{line['shape']}, K={line['drafts']}, {line['rows']} rows"
-        table += [[shape, name, *("" if s is None else f"{s:.2f}" for s in values)] for name, values in rows]
-    return table
-
-
-def sweep(document: Line) -> list[list[str]]:
+def sweep(document: Line) -> Rows:
     """Every causal-LM type: how many came to each outcome, and each one that is neither exact nor refused."""
     table = [["dtype", "outcome", "models", "which, and why"]]
     for dtype, found in document["counts"].items():
@@ -318,52 +298,21 @@ def sweep(document: Line) -> list[list[str]]:
     return table
 
 
-def parallel_sweep(document: Line) -> list[list[str]]:
+def parallel_sweep(document: Line) -> Rows:
     """Every causal-LM type among two ranks: how many came to each outcome, and each that is refused."""
     table = [["outcome", "models", "which, and why"]]
     for outcome, count in document["counts"].items():
-        same = [m for m in document["models"] if m["outcome"] == outcome]
+        same = [m for m in document["models"] if m["outcome"] == outcome != "right"]
         named = [f"{m['case']}: {m['reason']}" if "reason" in m else f"{m['case']}: {m['error']:.1e}" for m in same]
-        listed = [] if outcome == "right" else named
-        table.append([outcome, str(count), "; ".join(listed).replace("|", "/")])
+        table.append([outcome, str(count), "; ".join(named).replace("|", "/")])
     return table
-
-
-def queues(lines: list[Line]) -> list[list[str]]:
-    """Whole rounds of an engine with requests waiting, in CPU time."""
-    table = [["waiting", "rows", "ended per round", "round µs, median", "p99", "abort µs per request"]]
-    keys = ("waiting", "rows", "ended_per_round", "p50_us", "p99_us", "abort_us_per_request")
-    return table + [[f"{result[key]:,}" for key in keys] for line in lines for result in line["results"]]
-
-
-def plain(lines: list[Line]) -> list[list[str]]:
-    """Any other line: what it measured, name by name."""
-    values = [(key, value) for line in lines for key, value in line.items() if key not in _PROVENANCE]
-    return [["", ""]] + [[key, short(value)] for key, value in values]
 
 
 _PROVENANCE = (
     *("python", "numpy", "torch", "transformers", "machine", "commit", "gpu", "flashinfer", "nvmath"),
     *("benchmark", "device", "seconds", "start_s", "threads"),
 )
-_LINES: dict[str, Callable[[list[Line]], list[list[str]]]] = {
-    "round": rounds,
-    "serving": servings,
-    "interference": interferences,
-    "attention": kernels,
-    "backends": backends,
-    "decode_kernels": decode_kernels,
-    "fp8": fp8_matmuls,
-    "parallel": parallel_rounds,
-    "parallel exchanges": parallel_exchanges,
-    "recurrence": recurrences,
-    "recurrence_tilings": recurrences,
-    "check_pair": pairs,
-    "check_half": halves,
-    "draft_sampling": draft_samplings,
-    "start": starts,
-    "host_queue": queues,
-}
+_WHOLE = {"sweep": sweep, "parallel sweep": parallel_sweep}
 _AS_IT_SHOULD = ("exact", "near ties", "refused")
 
 
@@ -379,16 +328,14 @@ def section(path: Path) -> str:
     whole = json.loads(text) if path.suffix == ".json" else {}
     if "schema" in whole:
         made = DOCUMENTS.get(whole["schema"])
-        return f"## {path.name}\n\n{measured_by(whole)}\n\n{_table(made(whole) if made else plain([whole]))}"
+        return f"## {path.name}\n\n{measured_by(whole)}\n\n{_table(made(whole) if made else rows_of('', [whole]))}"
     whole |= whole.get("provenance", {}) if whole.get("benchmark") else {}
-    if whole.get("benchmark") == "sweep":
-        return f"## {path.name}\n\n{_measured_on(whole)}\n\n{_table(sweep(whole))}"
-    if whole.get("benchmark") == "parallel sweep":
-        return f"## {path.name}\n\n{_measured_on(whole)}\n\n{_table(parallel_sweep(whole))}"
+    if whole.get("benchmark") in _WHOLE:
+        return f"## {path.name}\n\n{_measured_on(whole)}\n\n{_table(_WHOLE[whole['benchmark']](whole))}"
     groups: dict[tuple[str, str], list[Line]] = {}
     for line in map(json.loads, text.splitlines()):
         groups.setdefault((line["benchmark"], _measured_on(line)), []).append(line)
-    parts = [f"{facts}\n\n{_table(_LINES.get(kind, plain)(group))}" for (kind, facts), group in groups.items()]
+    parts = [f"{facts}\n\n{_table(rows_of(kind, group))}" for (kind, facts), group in groups.items()]
     return f"## {path.name}\n\n" + "\n".join(parts)
 
 
@@ -398,10 +345,6 @@ def _measured_on(line: Line) -> str:
     device = line.get("gpu") or line.get("device") or f"CPU ({line.get('machine', '')})"
     software = f"torch {line['torch']}, transformers {line['transformers']}{found}"
     return f"{device}; {software}; commit {str(line['commit'])[:7]}"
-
-
-def _kernel_case(line: Line) -> tuple[str, int, int, int, str]:
-    return line["kind"], line["rows"], line["query"], line["context"], line["cache"]
 
 
 def _table(rows: Iterable[list[str]]) -> str:

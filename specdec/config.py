@@ -16,7 +16,7 @@ DRAFT_SAMPLING = ("probabilistic", "greedy")
 probable token. Both are lossless."""
 MAX_NUM_PREFILL_TOKENS = 512
 """From some 200 tokens on a forward takes time by the token, so larger chunks hardly give more tokens a second. In a
-simulation with measured rounds of an H200 (`benchmarks/simulate_serving.py`: Llama-3.1-8B shape, K=3), a round of 16
+simulation with measured rounds of an H200 (simulate_serving in commit 62c2095: Llama-3.1-8B shape, K=3), a round of 16
 rows takes 3.0 times as long with 512 prompt tokens as without, with 640 3.3 times; a full queue gives 3 to 5 % more
 tokens a second with 1,024 and more than with 512, with 384 2 % fewer, with 256 10 %, and with 128 35 %."""
 TESTED_ROWS = 3

@@ -36,7 +36,6 @@ llama-8b)
   ranks l5t2 2 5 --shape llama-3.1-8b
   ready n0t2 l5t1 l5t2
   go 30 l0t1 l0t2 n0t2 l5t1 l5t2
-  timeout 60 python3 -m benchmarks.bench_half_batches --rows 32,128 --tokens 6 --out "$OUT/half.jsonl"
   ;;
 deepseek) # each loads its second model after the first one's rounds
   ranks d1 1 0,1 --shape deepseek-v3
@@ -45,4 +44,3 @@ deepseek) # each loads its second model after the first one's rounds
   go 120 d2 d1
   ;;
 esac
-[ ! -f "$OUT/parallel.jsonl" ] || python3 -m benchmarks.bench_parallel --report "$OUT/parallel.jsonl" | tail -n 30

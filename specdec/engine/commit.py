@@ -18,16 +18,14 @@ class Committed:
     """The tokens committed in one round, and the rows that end with them.
 
     Attributes:
-        schedule, target: the whole batch; accepted [B]: 0 for a row that is not decided.
+        verified: the whole batch, for a draft loop over its aux hidden states.
         rows: [J] RowTable rows. tokens: [J, n+1]; the first count[j] are committed.
         num_drafts, num_accepted, count: [J].
         at_eos, at_limit: [J] bool, why a row ends.
         drafts: [J, n].
     """
 
-    schedule: Schedule
-    target: TargetArrays
-    accepted: np.ndarray
+    verified: Verified
     rows: np.ndarray
     tokens: np.ndarray
     num_drafts: np.ndarray
@@ -36,12 +34,6 @@ class Committed:
     at_eos: np.ndarray
     at_limit: np.ndarray
     drafts: np.ndarray
-
-    @property
-    def verified(self) -> Verified:
-        """The whole batch, for a draft loop over its aux hidden states. Unused by rounds that draft from graphs."""
-        schedule = self.schedule
-        return Verified(self.target.query_start_loc, schedule.rows, schedule.num_drafts, self.accepted)
 
     @property
     def rounds(self) -> list[RowRound]:
@@ -94,9 +86,7 @@ def commit(
     for columns, extra in zip(table.extras, target.extras, strict=True):
         columns.commit(table, schedule.rows, extra)
     return Committed(
-        schedule=schedule,
-        target=target,
-        accepted=accepted,
+        verified=Verified(target.query_start_loc, schedule.rows, schedule.num_drafts, accepted),
         rows=rows,
         tokens=outcome.tokens,
         num_drafts=target.num_drafts,

@@ -25,10 +25,10 @@ from specdec.engine.prefixes import Prefixes, PrefixValidity, prefix_cache
 from specdec.engine.scheduler import Scheduler, Usage, windowed_tables
 from specdec.engine.stats import Counters, EngineStats
 from specdec.errors import InvalidInputError
-from specdec.execution.base import DraftedVerification, Drafter, Executor
+from specdec.execution.base import ChainedVerification, DraftedVerification, Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.interrupts import is_from_signal
-from specdec.requests.request import Request, Update
+from specdec.requests.request import Request, RowRound, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
 from specdec.rounds.rows import RowTable
@@ -52,10 +52,10 @@ class Engine:
         executor: runs rounds on the device; `use` replaces it.
         inflight: the launched round that is not committed yet; after a round of first tokens alone that round, until
             the next step.
-        drafter: head and draft loop; None without a head.
+        drafter: head and draft loop; None without a head. next_id: of the next request; ids count up.
         admission: checks requests before they are queued. change: guards every change of rows, pages or the queue.
         table, scheduler: rows and pages of the running requests; rebuilt after an interrupt.
-        guests: moves requests between engines with their keys and values; by default does nothing.
+        guests: moves requests between engines with their keys and values; None where all begin and end here.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Engine:
         self._queue_verification = target.hf_model.device.type == "cuda"
         self._counters = Counters(self.executor.transfers)
         self._requests: dict[int, Request] = {}
-        self._next_id = 0
+        self.next_id = 0
         if versions is None and config.enable_prefix_caching:
             captured = not isinstance(self.executor, EagerExecutor)
             versions = WeightVersions(target.hf_model, drafter and drafter.head, captured=captured)
         self._validity = PrefixValidity(target, versions if config.enable_prefix_caching else None, config)
         self.change = Change(self._mend)
-        self.guests = Guests()
+        self.guests: Guests | None = None
         self._start([])
         pools = (self.scheduler.target_pages.capacity_tokens, self.scheduler.windowed_pages)
         self.admission = Admission(target, tokenizer, config, eos_token_ids, *pools)
@@ -114,7 +114,8 @@ class Engine:
         self.scheduler.waiting.extend(waiting)
         self.inflight: LaunchedRound | None = None
         self._following: Callable[[], LaunchedRound | None] | None = None
-        self.guests.keep(self.scheduler.pools(), waiting)
+        if self.guests is not None:
+            self.guests.keep(self.scheduler.pools(), waiting)
         self._connect()
 
     def _connect(self) -> None:
@@ -141,13 +142,9 @@ class Engine:
     def usage(self) -> Usage:
         """Rows and pages in use: see `Scheduler.usage`."""
         with self.change:
-            self.guests.settle()
+            if self.guests is not None:
+                self.guests.settle()
             return self.scheduler.usage(len(self._requests))
-
-    @property
-    def next_id(self) -> int:
-        """The id of the next request; ids count up."""
-        return self._next_id
 
     def use(self, executor: Executor, queue_verification: bool | None = None) -> None:
         """Replace the executor.
@@ -167,7 +164,7 @@ class Engine:
         if queue_verification is not None:
             self._queue_verification = queue_verification
         self.executor = executor
-        self._counters.start_transfers(executor.transfers)
+        self._counters.transfers = executor.transfers
         self._connect()
 
     def submit(
@@ -195,8 +192,8 @@ class Engine:
 
     def take_id(self) -> int:
         """An id for a new request."""
-        self._next_id += 1
-        return self._next_id - 1
+        self.next_id += 1
+        return self.next_id - 1
 
     def queue(self, request: Request) -> int:
         """Queue a request that `admission` has made; its id."""
@@ -249,7 +246,8 @@ class Engine:
                 request = self._requests.pop(request_id, None)
                 if request is not None:
                     self.scheduler.remove(request)
-            self._settle()
+            if not self.scheduler.running:  # no request is left in the launched round
+                self.inflight = self._following = None
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
@@ -303,48 +301,53 @@ class Engine:
 
     def _round(self) -> None:
         """The body of `step`."""
-        self.guests.begin_round()
-        launched = self._launched() or self._launcher.first()  # first: fill the pipeline
+        if self.guests is not None:
+            self.guests.begin_round()
+        following, self._following = self._following, None
+        if following is not None:
+            self.inflight = following()
+        launched = self.inflight or self._launcher.launch()  # nothing in flight: fill the pipeline
         if launched is None:
-            self.guests.idle()
-            self._publish([])
+            if self.guests is not None:
+                self.guests.idle()
+            self._report([])
             return
-        current = self.inflight = self._launcher.verify(launched)
-        upcoming = self._lookahead.before_read(current)  # without drafts only token ids are unknown
+        if not isinstance(launched, VerifyingRound):
+            verification = self.executor.verify(launched.device, launched.draft)
+            launched = VerifyingRound(**vars(launched), verification=verification)
+        current = self.inflight = launched
+        verification, upcoming, draft, alone = current.verification, None, None, False
+        drafted = isinstance(verification, DraftedVerification)  # its draft prefill is launched
+        if drafted or isinstance(verification, ChainedVerification):
+            upcoming = self._lookahead.before_read(current)  # without drafts only token ids are unknown
         while self.meanwhile:
             self.meanwhile[0]()
             self.meanwhile.popleft()  # only now: an interrupt must not skip one
-        self._counters.add_read()
-        outcome = self.executor.reads.finish(current.verification.packed, current.target.num_drafts)
-        alone = upcoming is None and self._launcher.is_first_tokens_alone(current)
-        draft = None if alone else self._launcher.draft_steps(current, outcome)  # the draft prefill is done
-        upcoming = upcoming or self._lookahead.before_commit(current, outcome, draft)  # every row goes on
-        head_has_read = isinstance(current.verification, DraftedVerification)
-        committed = commit(current.schedule, current.target, outcome, self.table, head_has_read)
-        owners = self._retire(current, committed)
-        if self.guests.leaving:
+        self._counters.device_to_host += 1
+        outcome = self.executor.reads.finish(verification.packed, current.target.num_drafts)
+        if isinstance(verification, DraftedVerification):
+            alone = self._launcher.is_first_tokens_alone(current)
+            draft = None if alone else verification.launch_steps(outcome.num_accepted)
+            upcoming = self._lookahead.before_commit(current, outcome, draft)  # every row goes on
+        committed = commit(current.schedule, current.target, outcome, self.table, drafted)
+        owners = self._retire(committed)
+        if self.guests is not None and self.guests.leaving:
             self.guests.leave(owners, partial(self._launcher.drafts_of, current, committed, draft))
         if alone:  # callers get first tokens before the next launch
             self._following = partial(self._launcher.after_first_tokens, current, committed, outcome)
         else:
-            self.inflight = upcoming or self._launcher.after(current, committed, draft)  # who is in it is new
-        self._report(committed, owners)  # text and stop strings, while the device drafts
+            self.inflight = upcoming or self._launcher.launch(current, committed, draft)  # who is in it is new
+        shares = zip(owners, committed.rounds, strict=True)
+        self._report([(request, share) for request, share in shares if request is not None])  # while the device drafts
 
-    def _launched(self) -> LaunchedRound | None:
-        """The round in flight; the round after first tokens alone is launched here."""
-        following, self._following = self._following, None
-        if following is not None:
-            self.inflight = following()
-        return self.inflight
+    def _retire(self, committed: Committed) -> list[Request | None]:
+        """Close the rows that an eos id or a limit ended.
 
-    def owners(self, round_: VerifyingRound) -> list[Request | None]:
-        """The request of each decided row; None for one that was aborted or stopped meanwhile."""
+        Returns:
+            The request of each decided row; None for one that was aborted or stopped meanwhile.
+        """
         by_row = {request.row: request for request in self.scheduler.running}
-        return [by_row.get(row) for row in round_.schedule.rows[round_.target.decided].tolist()]
-
-    def _retire(self, current: VerifyingRound, committed: Committed) -> list[Request | None]:
-        """Close the rows that an eos id or a limit ended; return the request of each decided row."""
-        owners = self.owners(current)
+        owners = [by_row.get(row) for row in committed.rows.tolist()]
         for j in (committed.at_eos | committed.at_limit).nonzero()[0].tolist():
             request = owners[j]
             if request is not None:
@@ -352,14 +355,15 @@ class Engine:
                 self.scheduler.remove(request)
         return owners
 
-    def _report(self, committed: Committed, owners: Sequence[Request | None]) -> None:
-        """Statistics, text and stop strings."""
-        now = time.perf_counter()
-        shares = [(r, share) for r, share in zip(owners, committed.rounds, strict=True) if r is not None]
-        self._publish([self.guests.reported(request, taken(request, share, now)) for request, share in shares])
+    def _report(self, shares: Sequence[tuple[Request, RowRound]]) -> None:
+        """Text, stop strings and statistics of these requests, and the requests that were refused a row.
 
-    def _publish(self, updates: list[Update]) -> None:
-        """Report updates, and the requests that were refused a row. They count once `reported` is assigned."""
+        Updates count once `reported` is assigned.
+        """
+        now = time.perf_counter()
+        updates = [taken(request, share, now) for request, share in shares]
+        if self.guests is not None:
+            updates = [self.guests.reported(r, update) for (r, _), update in zip(shares, updates, strict=True)]
         refused = self.scheduler.refused
         if refused:
             updates += [Update(r.id, [], "", error=request_failed(e, "its parameters")) for r, e in refused]
@@ -367,7 +371,8 @@ class Engine:
         self.reported = [*self._kept, *updates]
         for request in self._note(updates):
             self.scheduler.remove(request)
-        self._settle()
+        if not self.scheduler.running:
+            self.inflight = self._following = None
 
     def _note(self, updates: Sequence[Update]) -> list[Request]:
         """Record reported progress, forget ended requests and return them. Idempotent."""
@@ -380,10 +385,6 @@ class Engine:
                 request.progress = update.progress
         return ended
 
-    def _settle(self) -> None:  # drops the launched round when no request is left in it
-        if not self.scheduler.running:
-            self.inflight = self._following = None
-
     def _mend(self) -> None:
         """After an interrupt or a failed round: rebuild rows, pages and launched rounds from what was reported.
 
@@ -391,7 +392,7 @@ class Engine:
         """
         self._note(self.reported)
         waiting, preempted = rewound(self._requests.values())
-        self._counters.add_preemptions(preempted)
+        self._counters.preemptions += preempted
         self._start(waiting)
 
     def _in_round(self) -> list[Request]:

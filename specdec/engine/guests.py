@@ -1,11 +1,9 @@
-"""Guests: the interface of a feature that moves requests into and out of an engine with their keys and values.
-
-By default its methods do nothing.
-"""
+"""Guests: the interface of a feature that moves requests into and out of an engine with their keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -19,10 +17,8 @@ DraftsOf = Callable[[Schedule], tuple[Draft, np.ndarray]]
 """Drafts of some rows, and each row's place among them: see `Launcher.drafts_of`."""
 
 
-class Guests:
-    """Calls of an engine about requests that arrive with keys and values, or leave with them.
-
-    This class does nothing: all requests begin and end in the engine. A feature has a subclass (see `Engine.host`).
+class Guests(Protocol):
+    """Calls of an engine about requests that arrive with keys and values, or leave with them. See `Engine.host`.
 
     A waiting request with `Request.has_pages` gets its row from `enter`. One with `Request.leaves` is taken out of the
     batch by `leave` once it has its first token.
@@ -31,7 +27,6 @@ class Guests:
     @property
     def leaving(self) -> bool:
         """Whether any request of the engine will leave."""
-        return False
 
     def begin_round(self) -> None:
         """Called when a round begins."""
@@ -55,14 +50,12 @@ class Guests:
 
         A row whose drafts lie at a place of the executor's buffer has that place in `RowTable.previous`.
         """
-        return schedule
 
     def discard(self, request: Request) -> None:
         """Called when a request is removed from the scheduler. Idempotent."""
 
     def join(self, round_: Round, draft: Draft | None) -> Draft | None:
         """The drafts of a round with those that entered rows have brought along; called once after each schedule."""
-        return draft
 
     def leave(self, owners: Sequence[Request | None], drafts_of: DraftsOf) -> None:
         """Take requests that have their first token out of the batch.
@@ -73,4 +66,3 @@ class Guests:
 
     def reported(self, request: Request, update: Update) -> Update:
         """The update to report in place of a request's own."""
-        return update

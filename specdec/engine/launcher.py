@@ -71,52 +71,41 @@ class Launcher:
         self._counters = counters
         self._queue_verification = queue_verification
 
-    def first(self) -> LaunchedRound | None:
-        """A round after none: without a draft loop, which needs the verification before. None when there is no work."""
-        scheduled = self._schedule()
-        if scheduled is None:
-            return None
-        schedule, tables = scheduled
-        target = target_arrays(schedule, self._table, tables, self._drafts_are_placed(schedule))
-        device = self._send(schedule, target)
-        return self.launched(schedule, target, device, self._scheduler.guests.join(device, None))
+    def launch(
+        self, last: VerifyingRound | None = None, committed: Committed | None = None, draft: Draft | None = None
+    ) -> LaunchedRound | None:
+        """Launch the next round; None when there is no work.
 
-    def draft_steps(self, current: VerifyingRound, outcome: Outcome) -> Draft | None:
-        """Launch the draft steps after a draft prefill, for all rows. None when no draft prefill was launched."""
-        if not isinstance(current.verification, DraftedVerification):
-            return None
-        return current.verification.launch_steps(outcome.num_accepted)
-
-    def after(self, last: VerifyingRound, committed: Committed, draft: Draft | None) -> LaunchedRound | None:
-        """Launch the round after a commit.
-
-        draft: its drafts, in the row order of `last`, if their steps are launched already; if None, the draft loop over
-        the aux hidden states of `last` is launched here.
+        Args:
+            last, committed: the round before, as it was launched and committed. None: there is none, so no draft loop.
+            draft: drafts of the next round, in the row order of `last`, if their steps are launched already; if None,
+                the draft loop over the aux hidden states of `last` is launched here.
         """
-        scheduled = self._schedule()
-        if scheduled is None:
+        schedule = self._scheduler.schedule()
+        if schedule is None:
             return None
-        schedule, tables = scheduled
-        if draft is not None:
-            target = target_arrays(schedule, self._table, tables, in_order_of_last=True)
-            device = self._send(schedule, target)
-            return self.launched(schedule, target, device, self._scheduler.guests.join(device, draft))
+        tables = self.tables(schedule, self._num_drafts)
         loop = None
-        if tables.head is not None:
+        if committed is not None and draft is None and tables.head is not None:
             loop = draft_input(committed.verified, schedule, self._table, tables.head, self._page_size)
-        target = target_arrays(schedule, self._table, tables)
-        device = self._send(schedule, target, loop)
-        draft = None if loop is None else self.executor.draft(device, last.verification.aux_hidden_states)
-        return self.launched(schedule, target, device, self._scheduler.guests.join(device, draft))
+        in_order = self._drafts_are_placed(schedule) if last is None else draft is not None
+        target = target_arrays(schedule, self._table, tables, in_order_of_last=in_order)
+        device = self.send(loop, target, schedule.rows)
+        self._table.mark_batch(schedule.rows)  # only now: the arrays are made from places in the last batch
+        if loop is not None and last is not None:
+            draft = self.executor.draft(device, last.verification.aux_hidden_states)
+        if self._scheduler.guests is not None:
+            draft = self._scheduler.guests.join(device, draft)
+        return self.launched(schedule, target, device, draft)
 
     def is_first_tokens_alone(self, current: VerifyingRound) -> bool:
         """Whether a round, just read, only decided the first tokens of its rows, and no other request needs the device.
 
         Then the next launch can wait: it takes the host a tenth of the time that a short prompt on cached pages takes
-        in all, and the device has the draft prefill to run meanwhile.
+        in all, and the device has the draft prefill of this round to run meanwhile.
         """
-        schedule, drafted = current.schedule, isinstance(current.verification, DraftedVerification)
-        if not drafted or schedule.num_drafting or self._scheduler.waiting or self._scheduler.guests.leaving:
+        schedule, guests = current.schedule, self._scheduler.guests
+        if schedule.num_drafting or self._scheduler.waiting or (guests is not None and guests.leaving):
             return False
         return len(current.target.decided) == len(schedule.rows)
 
@@ -124,7 +113,8 @@ class Launcher:
         self, current: VerifyingRound, committed: Committed, outcome: Outcome
     ) -> LaunchedRound | None:
         """Launch the draft steps and the round after one for which `is_first_tokens_alone` holds."""
-        return self.after(current, committed, self.draft_steps(current, outcome))
+        assert isinstance(current.verification, DraftedVerification)
+        return self.launch(current, committed, current.verification.launch_steps(outcome.num_accepted))
 
     def drafts_of(
         self, last: VerifyingRound, committed: Committed, draft: Draft | None, schedule: Schedule
@@ -156,26 +146,25 @@ class Launcher:
         last = schedule.rows[: schedule.num_drafting][-schedule.num_arrived :]
         return bool((self._table.previous[last] >= 0).all())
 
-    def verify(self, round_: LaunchedRound) -> VerifyingRound:
-        """Launch a round's verification if it is not launched yet."""
-        if isinstance(round_, VerifyingRound):
-            return round_
-        verification = self.executor.verify(round_.device, round_.draft)
-        return VerifyingRound(round_.schedule, round_.target, round_.device, round_.draft, verification)
-
-    def launched(self, schedule: Schedule, target: TargetArrays, device: Round, draft: Draft | None) -> LaunchedRound:
-        """Wrap a sent round. On a GPU, queue its verification after the draft loop; on a CPU that would only delay the
-        host."""
-        if not self._queue_verification:
-            self.count()
+    def launched(
+        self,
+        schedule: Schedule,
+        target: TargetArrays,
+        device: Round,
+        draft: Draft | None,
+        verification: Verification | None = None,
+    ) -> LaunchedRound:
+        """Count a round that is sent. On a GPU, queue its verification, if it is not launched with it, after the draft
+        loop; on a CPU that would only delay the host."""
+        if verification is None and self._queue_verification:
+            verification = self.executor.verify(device, draft)
+        counters, transfers = self._counters, self.executor.transfers
+        counters.rounds += 1
+        counters.host_to_device += transfers - counters.transfers
+        counters.transfers = transfers
+        if verification is None:
             return LaunchedRound(schedule, target, device, draft)
-        verification = self.executor.verify(device, draft)
-        self.count()
         return VerifyingRound(schedule, target, device, draft, verification)
-
-    def count(self) -> None:
-        """Count a launched round."""
-        self._counters.add_round(self.executor.transfers)
 
     def tables(self, schedule: Schedule, more_tokens: int) -> RoundTables:
         """All block tables, as wide as the longest row with `more_tokens` needs (a power of two of pages)."""
@@ -185,21 +174,6 @@ class Launcher:
         windowed = tuple(WindowedTable(g.window, g.table, schedule.rows) for g in self._scheduler.windowed_pages)
         own = None if head is None else head.table[:, :width]
         return RoundTables(pages.table[:, :width], own, self._page_size, windowed)
-
-    def _schedule(self) -> tuple[Schedule, RoundTables] | None:
-        """The next schedule, with pages reserved for its tokens and drafts; None when there is no work."""
-        before = self._scheduler.num_preemptions
-        schedule = self._scheduler.schedule()
-        preempted = self._scheduler.num_preemptions - before
-        if preempted:
-            self._counters.add_preemptions(preempted)
-        return None if schedule is None else (schedule, self.tables(schedule, self._num_drafts))
-
-    def _send(self, schedule: Schedule, target: TargetArrays, loop: DraftInput | None = None) -> Round:
-        """Send a round, then note its rows' places; its arrays are made from their places in the last batch."""
-        device = self.send(loop, target, schedule.rows)
-        self._table.mark_batch(schedule.rows)
-        return device
 
     def send(self, loop: DraftInput | None, target: TargetArrays, rows: np.ndarray) -> Round:
         """Send a round of these RowTable rows [B] in one copy."""
@@ -222,24 +196,20 @@ class Lookahead:
         self._reserved: RoundTables | None = None
 
     def before_read(self, current: VerifyingRound) -> LaunchedRound | None:
-        """Reserve the next round while the device verifies; launch it if it is chained.
+        """Reserve the round after a drafted or a chained one while the device verifies; after a chained one, launch it.
 
         A row that the read ends is computed once more in vain; its pages are reused only after that round.
         """
         verification = current.verification
-        if not isinstance(verification, (ChainedVerification, DraftedVerification)):
-            self._reserved = None
-            return None
         self._reserved = self._reserve(current.schedule)
-        if self._reserved is None or isinstance(verification, DraftedVerification):
+        if self._reserved is None or not isinstance(verification, ChainedVerification):
             return None
         none = np.zeros(len(current.schedule.rows), np.int64)
         target = target_after(current.target, self._table, self._reserved, none, none)
         self._launcher.group.before_launch(target)
         sampling = sampling_round(target, current.schedule.rows, self._table)
         device, following = verification.launch_next(target, sampling)
-        self._launcher.count()
-        return VerifyingRound(current.schedule, target, device, None, following)
+        return self._launcher.launched(current.schedule, target, device, None, following)
 
     def before_commit(self, current: VerifyingRound, outcome: Outcome, draft: Draft | None) -> LaunchedRound | None:
         """Launch the round that verifies `draft`, if all rows go on: none meets an eos id, each has a draft."""

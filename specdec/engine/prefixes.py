@@ -74,6 +74,8 @@ class Prefixes:
 
     A row *owes* pages while it reads tokens whose pages it has not registered yet: waiting requests that begin with
     the same tokens wait for them, rather than read them, too.
+
+    owing: the rows that owe pages, each with how many it has registered.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Prefixes:
         self._windowed_pages = tuple(windowed_pages)
         self._num_following = cache.num_following
         self._sharing: set[int] = set()
-        self._owing: dict[int, int] = {}
+        self.owing: dict[int, int] = {}
 
     def find(self, request: Request, prefill: int) -> Found:
         """The cached pages for a waiting request that reads `prefill` tokens before it decodes."""
@@ -103,12 +105,12 @@ class Prefixes:
 
     def worth_waiting(self, request: Request, prefill: int, found: Found) -> bool:
         """Whether a row is computing pages now that this request could use, beyond those found."""
-        if not self._owing or not request.params.cache_prefix:
+        if not self.owing or not request.params.cache_prefix:
             return False
         drafts, tokens, rows = self._drafts(request.num_drafts), request.committed[:prefill], self._table
         taken = len(found.pages)
         begin, end = taken * self.cache.page_size, (taken + 1) * self.cache.page_size
-        for row, registered in self._owing.items():
+        for row, registered in self.owing.items():
             stop = min(prefill, int(rows.prefill[row]))
             if rows.variant[row] != request.variant:
                 continue
@@ -135,7 +137,7 @@ class Prefixes:
             tables.begin_behind(row, pages, len(found.pages))
         self._sharing.add(row)
         if self._due(row) > len(found.pages):
-            self._owing[row] = len(found.pages)
+            self.owing[row] = len(found.pages)
 
     def register_read(self, schedule: Schedule) -> None:
         """Register the pages of prompt tokens that rows have computed.
@@ -144,26 +146,24 @@ class Prefixes:
             schedule: the rows of the next round that run already, whose pages are reserved. Before any later round the
                 head of those with drafts, and of those that go on reading, gets to the end of what is committed.
         """
-        if not self._owing:
-            return
         table, rows = self._table, schedule.rows
         head_reads = rows[(schedule.num_drafts > 0) | table.prefilling(rows)]
         table.head_computed[head_reads] = table.computed[head_reads]
-        for row, registered in list(self._owing.items()):
+        for row, registered in list(self.owing.items()):
             target, head = self.final_pages(row)
             final = min(target, head) if self._drafts(int(table.drafts[row])) else target
             if final > registered:
                 self._register(row, final, final)
-                self._owing[row] = final
+                self.owing[row] = final
             if final >= self._due(row):
-                del self._owing[row]
+                del self.owing[row]
 
     def keep_windowed(self, rows: np.ndarray) -> None:
         """Pages of sliding-window layers are about to be freed behind the windows of these rows: those of prompts that
         are still being read are registered, since requests may begin with less than these rows have read."""
-        if not self._owing:
+        if not self.owing:
             return
-        for row in set(rows.tolist()) & self._owing.keys():
+        for row in set(rows.tolist()) & self.owing.keys():
             computed, tokens = int(self._table.computed[row]), self._tokens(row)
             for group, tables in enumerate(self._windowed_pages):
                 first, pages = tables.to_be_freed(row, computed)
@@ -174,7 +174,7 @@ class Prefixes:
         if row not in self._sharing:
             return
         self._sharing.remove(row)
-        self._owing.pop(row, None)
+        self.owing.pop(row, None)
         target, head = self.final_pages(row)
         self._register(row, target, min(target, head))
 
@@ -182,7 +182,7 @@ class Prefixes:
         """Forget everything, and register nothing of rows that run now."""
         self.cache.clear()
         self._sharing.clear()
-        self._owing.clear()
+        self.owing.clear()
 
     def check_writable(self, rows: np.ndarray) -> None:
         """Whether the next round of these rows writes to pages of their own alone.

@@ -78,8 +78,8 @@ class Scheduler:
     ) -> None:
         """num_modules: M of a drafter of several multi-token-prediction modules, else 1.
 
-        windowed_pages: of the target's further cache groups. prefixes: over the same rows and pages. counters: for
-            prefix cache hits.
+        windowed_pages: of the target's further cache groups. prefixes: over the same rows and pages. counters: of
+            preemptions and prefix cache hits.
         """
         self._config = config
         self._table = table
@@ -93,8 +93,7 @@ class Scheduler:
         self.waiting = WaitingRequests()
         self.running: list[Request] = []
         self.refused: list[tuple[Request, Exception]] = []
-        self.guests = guests or Guests()
-        self.num_preemptions = 0
+        self.guests = guests
 
     @property
     def idle(self) -> bool:
@@ -119,7 +118,8 @@ class Scheduler:
 
     def arrange(self, last: Sequence[Request]) -> None:
         """Move these waiting requests behind all others, in this order."""
-        self.waiting.move_to_end(last)
+        for request in last:
+            self.waiting.move_to_end(request)
 
     def schedule(self) -> Schedule | None:
         """Decide the next batch and reserve its pages; None when there is nothing to run.
@@ -135,20 +135,20 @@ class Scheduler:
             self._requeue_beyond_reach()
         schedule = self._running_rows()
         if self._reserved(schedule):
-            if self.prefixes is not None:
+            if self.prefixes is not None and self.prefixes.owing:
                 self.prefixes.register_read(schedule)
             if self.waiting:
-                schedule = self._with_admitted(self.guests.enter(schedule))
+                schedule = self._with_admitted(schedule if self.guests is None else self.guests.enter(schedule))
         else:
             while not self._reserved(schedule):
                 self._preempt(self.running[-1])
                 schedule = self._running_rows()
-        return self._decided_first(schedule) if len(schedule.rows) else None
+        if not len(schedule.rows):
+            return None
+        return schedule if schedule.num_drafts.all() else self._decided_first(schedule)
 
     def _decided_first(self, schedule: Schedule) -> Schedule:
         """Rows with drafts, then others whose token the round decides, then those that go on reading."""
-        if schedule.num_drafts.all():
-            return schedule
         reads = self._table.computed[schedule.rows] + schedule.num_new < self._table.length[schedule.rows]
         order = np.argsort(np.where(schedule.num_drafts > 0, 0, 1 + reads), kind="stable")
         return Schedule(schedule.rows[order], schedule.num_new[order], schedule.num_drafts[order], schedule.num_arrived)
@@ -182,7 +182,8 @@ class Scheduler:
 
         A row of a launched round may be closed: its pages go to later rounds, which the device runs after that one.
         """
-        self.guests.discard(request)
+        if self.guests is not None:
+            self.guests.discard(request)
         if request in self.waiting:
             self.waiting.remove(request)
         elif request in self.running:
@@ -384,7 +385,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         request.preemptions += 1
-        self.num_preemptions += 1
+        self._counters.preemptions += 1
         self._requeue(request)
 
     def _requeue(self, request: Request) -> None:

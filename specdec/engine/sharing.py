@@ -101,7 +101,7 @@ class SharedEngine:
                 self._holder = me
                 try:
                     if self._open_engine is not None:
-                        self._deliver()
+                        self._deliver(self._open_engine)
                         self._last_stats, self._delivered = self._open_engine.stats, []
                         self._calls.clear()
                         self._open_engine = None
@@ -301,29 +301,32 @@ class SharedEngine:
             with self._lock:
                 self._holder, self._leading, self._in_round = me, call, True
                 try:
-                    if self._open_engine is not None:
-                        self._round(call)
+                    if self._abandoned:
+                        self._forget_abandoned()
+                    engine = self._open_engine
+                    if engine is None:
+                        return
+                    self._deliver(engine)  # what an interrupted round has reported
+                    if call is not None and call.is_ready:
+                        return
+                    with self._at_home():
+                        engine.step()
+                        if self._refused:
+                            engine.forget_prefixes()  # its round may have called what has changed
+                            self._refused = False
+                    self._deliver(engine)
+                    if call is not None and call.places and call.inbox.empty() and not engine.has_work:
+                        raise SpecdecError(
+                            "these requests are no longer in the engine, and nothing reported their end: a bug"
+                        )
                 finally:
                     self._holder, self._leading, self._in_round = None, None, False
         finally:
             self._step_out(me)
 
-    def _round(self, call: Call | None) -> None:
-        self._forget_abandoned()
-        self._deliver()
-        if call is None or not call.is_ready:
-            with self._at_home():
-                self._engine.step()
-                if self._refused:
-                    self._engine.forget_prefixes()  # its round may have called what has changed
-                    self._refused = False
-            self._deliver()
-            if call is not None and call.places and call.inbox.empty() and not self._engine.has_work:
-                raise SpecdecError("these requests are no longer in the engine, and nothing reported their end: a bug")
-
-    def _deliver(self) -> None:
+    def _deliver(self, engine: Engine) -> None:
         """Put the last round's updates into the inboxes. After an interrupt again: `Call.take` drops repetitions."""
-        updates = self._engine.reported
+        updates = engine.reported
         if updates is self._delivered:
             return
         for update in updates:

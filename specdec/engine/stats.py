@@ -32,43 +32,27 @@ class EngineStats:
 
 
 class Counters:
-    """Mutable counters behind `EngineStats`. Any thread may read `stats`, a snapshot.
+    """Mutable counters behind `EngineStats`, with its names. Any thread may read `stats`, a snapshot.
+
+    transfers: host-to-device copies of the executor, over its life, when the last round was counted.
 
     Only the thread that runs a round counts. A snapshot taken meanwhile may have part of that round's counts; no count
     ever decreases.
     """
 
     def __init__(self, transfers: int = 0) -> None:
-        """transfers: see `start_transfers`."""
-        self._rounds = self._host_to_device = self._device_to_host = self._preemptions = 0
-        self._transfers = transfers
+        """transfers: copies that the executor has made before, which are not counted."""
+        self.rounds = self.host_to_device = self.device_to_host = self.preemptions = 0
+        self.transfers = transfers
         self._prefix = (0, 0, 0)
 
     @property
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
-        counts = self._rounds, self._host_to_device, self._device_to_host, self._preemptions
+        counts = self.rounds, self.host_to_device, self.device_to_host, self.preemptions
         return EngineStats(*counts, *self._prefix)
-
-    def add_read(self) -> None:
-        """A round's device-to-host read."""
-        self._device_to_host += 1
-
-    def add_preemptions(self, count: int) -> None:
-        """Requests that lost their row."""
-        self._preemptions += count
 
     def add_prefix(self, prompt: int, found: int, taken: int) -> None:
         """A request that searched the prefix cache: tokens of its prompt, found tokens, tokens not computed again."""
         prompts, hits, cached = self._prefix
         self._prefix = prompts + prompt, hits + found, cached + taken
-
-    def start_transfers(self, transfers: int) -> None:
-        """transfers: host-to-device copies of the executor so far, which are not counted."""
-        self._transfers = transfers
-
-    def add_round(self, transfers: int) -> None:
-        """A launched round. transfers: the executor's host-to-device copies so far, of all rounds."""
-        self._rounds += 1
-        self._host_to_device += transfers - self._transfers
-        self._transfers = transfers

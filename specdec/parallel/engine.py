@@ -71,7 +71,8 @@ class LeadingEngine(Engine):
     def step(self) -> list[Update]:
         """See `Engine.step`. Raises RanksLostError when a rank is lost."""
         with self.all_ranks():
-            self.guests.settle()
+            if self.guests is not None:
+                self.guests.settle()
             self._link.send(Step())
             updates = super().step()
             ended = [update.request_id for update in updates if update.last and _by_text(update)]

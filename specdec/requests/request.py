@@ -158,13 +158,17 @@ class Request:
 
         Tokens after a stop are dropped.
         """
-        first = not self.new_tokens
+        before = len(self.new_tokens)
         self.new_tokens += round_.token_ids
-        surplus = self._surplus(len(round_.token_ids))
-        if surplus:
-            del self.new_tokens[-surplus:]
-        emitted = len(round_.token_ids) - surplus
-        if first:  # from prefill, which verifies nothing and so is no recorded round
+        known, ids, at_id = len(self.new_tokens), self.params.stop_token_ids, None
+        if ids:
+            at_id = next((i + 1 for i in range(before, known) if self.new_tokens[i] in ids), None)
+        end = self.stream.push(self.new_tokens, at_id or known) or at_id
+        if end is not None:
+            del self.new_tokens[end:]
+            self.finish_reason = "stop"
+        emitted = len(self.new_tokens) - before
+        if not before:  # from prefill, which verifies nothing and so is no recorded round
             self.times.first_token = now
         else:
             self.rounds.append(RoundRecord(len(round_.drafts), round_.num_accepted, emitted))
@@ -177,18 +181,6 @@ class Request:
         self.times.finished = now
         text, rest = self.stream.finish(self.new_tokens)
         return Update(self.id, tokens, rest, self._completion(text))
-
-    def _surplus(self, num_new: int) -> int:
-        """Tokens after the first stop id or stop string among the last `num_new`; sets the finish reason."""
-        known = len(self.new_tokens)
-        ids, at_id = self.params.stop_token_ids, None
-        if ids:
-            at_id = next((i + 1 for i in range(known - num_new, known) if self.new_tokens[i] in ids), None)
-        end = self.stream.push(self.new_tokens, at_id or known) or at_id
-        if end is None:
-            return 0
-        self.finish_reason = "stop"
-        return known - end
 
     def _completion(self, text: str) -> Completion:
         t = self.times

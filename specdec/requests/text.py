@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from attention.cached import cached_property
 from specdec.errors import InvalidInputError
 
 UNFINISHED = "\ufffd"
@@ -57,7 +58,6 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, Spelling] = {}
-        self._cleans: bool | None = None
 
     def decode(self, token_ids: list[int], special: bool = False) -> str:
         """The text of these tokens, without special tokens or with them.
@@ -85,36 +85,31 @@ class Vocabulary:
     def spelling(self, token_id: int) -> Spelling:
         """How a token is written."""
         found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._spell(token_id)
-        return found
+        if found is not None:
+            return found
+        text, shown = self.decode([token_id]), self.decode([token_id], special=True)
+        special, byte = shown if text != shown else None, None
+        convert = getattr(self._tokenizer, "convert_ids_to_tokens", None)
+        if special is None and convert is not None:
+            name = convert(token_id)
+            if name is None:  # a place of the model's vocabulary that the tokenizer does not use
+                special = ""
+            elif name != text and (match := _BYTE.fullmatch(name)):
+                byte = int(match[1], 16)
+        self._known[token_id] = Spelling(special, byte)
+        return self._known[token_id]
 
-    @property
+    @cached_property
     def cleans(self) -> bool:
-        """Whether `decode` takes out spaces before punctuation (clean_up_tokenization_spaces)."""
-        if self._cleans is None:
-            wanted = getattr(self._tokenizer, "clean_up_tokenization_spaces", False)
-            self._cleans = bool(wanted) and self._changed_by_cleaning()
-        return self._cleans
+        """Whether `decode` takes out spaces before punctuation.
 
-    def _changed_by_cleaning(self) -> bool:
-        """transformers does not clean up after every kind of tokenizer for which the option is set."""
+        transformers does not for every kind of tokenizer for which `clean_up_tokenization_spaces` is set.
+        """
+        if not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
+            return False
         ids = list(self._tokenizer.encode(_CLEANED, add_special_tokens=False))
         plain = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return bool(plain != self.decode(ids))
-
-    def _spell(self, token_id: int) -> Spelling:
-        text, shown = self.decode([token_id]), self.decode([token_id], special=True)
-        if text != shown:
-            return Spelling(shown, None)
-        convert = getattr(self._tokenizer, "convert_ids_to_tokens", None)
-        if convert is None:
-            return Spelling(None, None)
-        name = convert(token_id)
-        if name is None:  # a place of the model's vocabulary that the tokenizer does not use
-            return Spelling("", None)
-        match = _BYTE.fullmatch(name)
-        return Spelling(None, int(match[1], 16) if match and text != name else None)
 
 
 class _ByteRun:
@@ -164,23 +159,22 @@ class Detokenizer:
         self.tail = ""
         self.stable = 0
 
-    def settle(self) -> str:
-        """Move the window on where it has become long; return the text that left `tail`."""
-        if self._run is not None or self._cut - self._mark < _WINDOW:
-            return ""
+    def _move_on(self) -> str:
+        """Move the window on; return the text that left `tail`."""
         context_text = self._vocabulary.decode(self._ids[self._mark : self._cut])
         if not context_text:  # a context without text: a decoder that drops the first space would drop the next one
             return ""
-        moved = self.tail[: self._cut_text]
+        passed = self.tail[: self._cut_text]
         self._context, self._mark, self._context_text = self._mark, self._cut, context_text
-        self.start += len(moved)
-        self.tail = self.tail[len(moved) :]
-        self.stable = max(self.stable - len(moved), 0)
+        self.start += len(passed)
+        self.tail = self.tail[len(passed) :]
+        self.stable = max(self.stable - len(passed), 0)
         self._cut_text = 0
-        return moved
+        return passed
 
-    def push(self, token_ids: Sequence[int]) -> None:
-        """Read the next tokens."""
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Read the next tokens; return the text that left `tail` before them, because the window had become long."""
+        passed = self._move_on() if self._run is None and self._cut - self._mark >= _WINDOW else ""
         for token_id in token_ids:
             spelling = self._vocabulary.spelling(token_id)
             if spelling.special is not None:
@@ -197,6 +191,7 @@ class Detokenizer:
             self._decode()
         else:
             self.tail = self._run.before + (self._run.text or "")
+        return passed
 
     def _decode(self) -> None:
         num = len(self._ids)
@@ -260,15 +255,14 @@ class TextStream:
         Returns:
             With how many tokens the request ends, where a stop string is complete; else None.
         """
-        if not self._stops:
-            self._read(token_ids, num)
-            return None
-        for n in range(self._known + 1, num + 1):
-            special = self._vocabulary.spelling(token_ids[n - 1]).special
+        for n in range(self._known + 1, num + 1) if self._stops else (num,):  # one by one, or all at once
+            special = self._vocabulary.spelling(token_ids[n - 1]).special if self._stops else None
             if special:
                 self._specials.append((self.num_shown + len(self._text().rstrip(UNFINISHED)), special))
-            self._read(token_ids, n)
-            self._cut = self._find()
+            passed = self._detokenizer.push(token_ids[self._known : n])
+            self._unsent += passed[max(self.num_shown - (self._detokenizer.start - len(passed)), 0) :]
+            self._known = n
+            self._cut = self._find() if self._stops else None
             if self._cut is not None:
                 return n
         return None
@@ -292,13 +286,6 @@ class TextStream:
         """The whole text of a request that ended with these new tokens, and the part that was not shown yet."""
         text = self._vocabulary.decode(list(token_ids))[: self._cut]
         return text, text[self.num_shown :]
-
-    def _read(self, token_ids: Sequence[int], num: int) -> None:
-        moved = self._detokenizer.settle()
-        if moved:
-            self._unsent += moved[max(self.num_shown - (self._detokenizer.start - len(moved)), 0) :]
-        self._detokenizer.push(token_ids[self._known : num])
-        self._known = num
 
     def _text(self) -> str:
         """The text that is not shown yet."""

@@ -17,7 +17,7 @@ from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, KVLayout, LayerKV
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from benchmarks.batches import Batch
+from tests.attention.batches import Batch
 
 MODEL_FORMAT = KVFormat()
 GARBAGE = 50.0

@@ -26,7 +26,7 @@ from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, LayerKV, write
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
-from benchmarks.batches import full_size, small_size
+from tests.attention.batches import full_size, small_size
 from tests.attention.oracle import Rig, Variant, expected_row
 
 CPU = torch.device("cpu")

@@ -146,7 +146,7 @@ def test_a_hybrid_without_graphs_is_measured_and_says_so(
     cpu = torch.device("cpu")
     monkeypatch.setattr(engines, "make_backend", lambda name, device: FixedPlaceBackend(device))
     pair, config = random_pair("tiny-qwen3.5", torch.float32, cpu), sizes_of(1, [3], 64, 48, None)
-    with pytest.warns(SpecdecWarning, match="no CUDA graph"), engines.engine(pair, config, "graphs", "host") as model:
+    with pytest.warns(SpecdecWarning, match="no CUDA graph"), engines.engine(pair, config, "graphs") as model:
         decide(model, DrawnAcceptance(1, 512, np.random.default_rng(0), cpu))
         read = Moments()
         model.executor.reads.after_read = read.note
@@ -161,5 +161,5 @@ def test_graphs_are_required_of_a_plain_target(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(engines, "make_backend", lambda name, device: FixedPlaceBackend(device))
     for shape in ("tiny-deepseek", "tiny-qwen3.5"):
         pair = random_pair(shape, torch.float32, torch.device("cpu"))
-        engines.engine(pair, sizes_of(1, [1], 8, 8, None), "graphs", "host")
+        engines.engine(pair, sizes_of(1, [1], 8, 8, None), "graphs")
     assert tried == [True, "auto"]

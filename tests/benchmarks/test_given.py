@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from click.testing import CliRunner
 import benchmarks.bench_round
 import benchmarks.bench_serving
 import benchmarks.given
-from benchmarks.compare import read_cases
 
 ROUND, SERVING = benchmarks.bench_round, benchmarks.bench_serving
 REFUSED = {
@@ -27,12 +24,10 @@ REFUSED = {
     "round, acceptance": (ROUND, "--acceptance 1.5", "1.5 is not in the range"),
     "round, folder": (ROUND, "--out nowhere/x", "there is no folder nowhere"),
     "serving, rows": (SERVING, "--rows 4 --own 9", "--rows, --own would do nothing: a workload is measured"),
-    "serving, trace": (SERVING, "--trace 3", "--trace would do nothing: a workload is measured"),
     "interference": (SERVING, "--interference --output 3 9", "--output would do nothing: --interference measures rows"),
     "no row left": (SERVING, "--interference --rows 32", "--rows 32 with --at-once 32: no row is left for prompts"),
     "prefix": (SERVING, "--shared-prefix 9 --sampled-share 1", "--sampled-share would do nothing: --shared-prefix"),
     "prefix beside": (SERVING, "--shared-prefix 9 --interference", "--shared-prefix is measured alone"),
-    "two ways": (SERVING, "--tree . --against .", "give one of them"),
     "serving, folder": (SERVING, "--out nowhere/x", "there is no folder nowhere"),
 }
 
@@ -57,7 +52,7 @@ class Built(Exception):
         (ROUND, "--sampled --greedy-share 1,0.5 --rows 1 --trace 1"),
         (ROUND, "--rows 2"),  # of the default batches to trace, none is measured
         (SERVING, "--repeats 2 --sampled-share 0.5"),
-        (SERVING, "--interference --rows 4 --trace 3"),
+        (SERVING, "--interference --rows 4"),
         (SERVING, "--shared-prefix 64 --own 8 --repeats 2"),
     ],
 )
@@ -83,27 +78,9 @@ def test_examples_are_lines_of_their_own_in_the_help() -> None:
         assert len(shown) == (module.__doc__ or "").count("python -m benchmarks.")
 
 
-AT_11C2809 = {"document": {"provenance"}, "shapes": {"SHAPES", "Pair", "random_pair"}, "trace": {"traced"}}
-"""What of its `benchmarks` the serving benchmark may use when it drives that commit, whose files come before ours."""
-
-
-def test_an_older_checkout_can_be_driven() -> None:
-    tree = ast.parse(Path(SERVING.__file__ or "").read_text("utf-8"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    used = {node.module: {name.name for name in node.names} for node in imports}
-    assert all(used.get(f"benchmarks.{module}", set()) <= names for module, names in AT_11C2809.items())
-
-
 def test_the_examples_in_the_docstrings() -> None:
     outcome = doctest.testmod(benchmarks.given)
     assert outcome.failed == 0 and outcome.attempted == 3
-
-
-def test_lines_of_other_weights_or_prompts_are_other_cases() -> None:
-    plain = {"benchmark": "round", "rows": 1, "step_ms_median": 5.0}
-    others = [{}, {"weights": "fp8"}, {"long": 9}, {"prefix": 9, "own": 3}, {"prefix": 9, "own": 4}]
-    lines = [json.dumps(plain | other) for other in others]
-    assert len(read_cases(lines, "step_ms")) == len(others)
 
 
 def test_numbers_convert_a_default_only_once() -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import click
 import numpy as np
 import pytest
 import torch
@@ -18,17 +15,10 @@ from fakes import VOCAB, engine_of, free_everywhere, table_head, tiny_llama, wra
 import benchmarks.prefix
 from benchmarks.bench_serving import (
     interfered,
-    line_of,
-    over,
     publish,
-    ratios,
     summary,
-    trace_of_mixed,
-    traced_summary,
-    without,
     workload,
 )
-from benchmarks.mixed import mixed_rounds
 from benchmarks.prefix import shared_prefix
 from benchmarks.serving import Rounds, as_they_arrive
 from benchmarks.synthetic import DrawnAcceptance, decide
@@ -43,6 +33,7 @@ from benchmarks.workload import (
     waits,
 )
 from specdec import SamplingParams
+from tests.specdec.execution.mixed import mixed_rounds
 
 LOAD = Load(requests=400, prompt=(64, 1024), output=(32, 384))
 
@@ -121,8 +112,6 @@ def test_a_workload_end_to_end(model: Any, rate: float, tmp_path: Path) -> None:
     assert 1 < found["tokens_an_update"] < 3 and found["update_ms_p99"] >= found["update_ms_median"]
     assert ("longest_silence_ms" in found) == (not rate)
     assert "output tokens/s" in summary({"benchmark": "serving"} | found)
-    twice = ratios(found, found | {"commit": "old1234", "output_tokens_per_s": found["output_tokens_per_s"] / 2})
-    assert "2.000 x the output tokens/s of old1234" in summary({"benchmark": "serving"} | found | twice)
     publish(found, tmp_path / "out.jsonl")
     assert json.loads((tmp_path / "out.jsonl").read_text("utf-8")) == found
     assert free_everywhere(model)
@@ -165,33 +154,6 @@ def test_prompts_beside_rows(model: Any, rate: float) -> None:
     assert free_everywhere(model)
 
 
-@pytest.mark.slow
-def test_every_round_of_a_mixed_trace_reads_a_prompt_beside_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced last, after as many that are not; `traced` itself needs a GPU."""
-    engine = engine_of(model)
-    model.engine.use(model.executor, queue_verification=True)
-    mixed: list[tuple[int, int]] = []
-
-    def traced(run: Any) -> dict[str, Any]:
-        step = engine.step
-
-        def noting() -> Any:
-            target = engine.inflight.target
-            mixed.append((int((target.num_new == 1).sum()), int((target.num_new > 1).sum())))
-            return step()
-
-        monkeypatch.setattr(engine, "step", noting)
-        made = run()
-        return {"rounds": made, "span_ms": 2.5, "exposed_host_share": 0.04} | {"synchronisations": {}, "copies": {}}
-
-    monkeypatch.setattr("benchmarks.bench_serving.traced", traced)
-    found = trace_of_mixed(model, Load(0, (4, 8), (1, 1)), 1, (40, 2), 6)
-    assert found["rounds"] == len(mixed) == 6
-    assert all(decoding >= 1 and prompts >= 1 for decoding, prompts in mixed)
-    assert "2.50 ms, idle 4.0%" in traced_summary(found)
-    assert free_everywhere(model)
-
-
 def test_rounds_without_prompts_are_no_mixed_trace(model: Any) -> None:
     """Planted: prompts of one token are read at once."""
     rows = Load(1, (4, 4), (60, 60)).arrivals(VOCAB)
@@ -209,30 +171,3 @@ def test_a_row_that_ends_too_early_is_no_measurement(model: Any) -> None:
     with pytest.raises(ValueError, match="no 9 updates"):
         for _ in rounds.until(lines, 9):
             pass
-
-
-def test_another_checkout_runs_with_the_same_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for those that it does not know; and its numbers are what this one's are compared with."""
-    with pytest.raises(click.ClickException, match="name its commit in OTHER_COMMIT"):
-        line_of(tmp_path, [])
-    monkeypatch.setenv("OTHER_COMMIT", "old1234")
-    ran: list[Any] = []
-
-    def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
-        ran.append((command[3:], env["SPECDEC_COMMIT"], env["PYTHONPATH"].split(":")[0]))
-        return SimpleNamespace(stdout='{"output_tokens_per_s": 50, "commit": "old1234"}\n50 output tokens/s\n')
-
-    monkeypatch.setattr(subprocess, "run", run)
-    given = ["--against", "X", "--sampled-share", "1", "--prefill-tokens", "256", "--out", "y"]
-    other = line_of(tmp_path, given)
-    assert ran == [(["--sampled-share", "1"], "old1234", str(tmp_path))]
-    found = ratios({"output_tokens_per_s": 75, "update_ms_p99": 3.0}, other | {"update_ms_p99": 2.0})
-    assert found["output_tokens_per_s_over_other"] == found["update_ms_p99_over_other"] == 1.5
-    assert found["other"]["commit"] == "old1234"
-    monkeypatch.setenv("SPECDEC_COMMIT", "own")
-    assert over(tmp_path, ["-x"], "SPECDEC_COMMIT").environment["SPECDEC_COMMIT"] == "own"
-
-
-def test_an_option_is_left_out_of_a_command_line() -> None:
-    assert without(["--tree", "a b", "--rows", "3"], "--tree") == ["--rows", "3"]
-    assert without(["--out", "x", "--tree=y"], "--tree") == ["--out", "x"]

@@ -13,8 +13,8 @@ from attention.backends.flex import FlexBackend
 from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import KVLayout
 from attention.spec import AttentionSpec
-from benchmarks.batches import full_size
 from specdec.requests.sampling import SamplingParams
+from tests.attention.batches import full_size
 from tests.attention.oracle import Rig, Variant
 
 CUDA = torch.device("cuda")

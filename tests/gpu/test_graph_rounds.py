@@ -16,7 +16,6 @@ from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.backends.flashinfer.short_queries import PackedKernel
-from benchmarks.mixed import mixed_rounds
 from benchmarks.trace import SYNCHRONISE, traced
 from benchmarks.workload import Load
 from drafters.eagle3.head import Eagle3Head
@@ -26,6 +25,7 @@ from specdec.execution.base import DraftedVerification, Verification
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from tests.agreement import agreement, drafted
+from tests.specdec.execution.mixed import mixed_rounds
 from tests.specdec.execution.test_transfers import full_rounds
 
 CUDA = torch.device("cuda")

@@ -10,9 +10,9 @@ from attention.batch.host import HostBatch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import FP8, KVFormat
 from attention.spec import AttentionSpec
-from benchmarks.batches import Batch
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
+from tests.attention.batches import Batch
 from tests.attention.oracle import Rig, Variant
 from tests.gpu.test_bad_input import LetterTokenizer, llama
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bench_prefix import five_shots
-from benchmarks.prefix import expected_hits
 from specdec import SamplingParams, SpeculativeModel
 from specdec.loading.builtin import builtin_names
 from specdec.requests.stats import pool_requests
+from tests.specdec.engine.shared_prompts import expected_hits, five_shots
 from tests.specdec.engine.test_prefix_caching import found_by, lived
 
 pytestmark = pytest.mark.skipif("gsm-deepseek" not in builtin_names(), reason="no built-in targets")

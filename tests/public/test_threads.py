@@ -6,12 +6,9 @@ import asyncio
 import gc
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +19,7 @@ from fakes import LetterTokenizer, free_everywhere, hf_greedy, random_prompts, t
 
 from specdec import SamplingParams, SpecdecError
 from specdec.engine import sharing
+from tests.public import soak_threads
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9, 12, 25))
 NEW = 24
@@ -104,21 +102,11 @@ def test_requests_of_threads_share_rounds() -> None:
     assert model.engine_stats.rounds - alone < 6 * alone
 
 
-def load_soak() -> Any:
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "soak_threads.py"
-    spec = spec_from_file_location("soak_threads", path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules["soak_threads"] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "requests"), [("tiny", 15), pytest.param("built_in", 10, marks=pytest.mark.long)])
 def test_a_short_soak(kind: str, requests: int) -> None:
-    """The driver of benchmarks/soak_threads.py: requests of all kinds, cancels and faults from 8 threads."""
-    soak = getattr(load_soak(), kind)()
+    """The driver of soak_threads.py: requests of all kinds, cancels and faults from 8 threads."""
+    soak = getattr(soak_threads, kind)()
     figures = soak.run(threads=8, requests=requests, timeout_s=PATIENCE)
     assert (figures["wrong"], figures["unexpected"], figures["hung"]) == (0, 0, 0), figures
     assert {"greedy", "sampled", "cancelled", "refused", "faulty"} <= figures.keys()

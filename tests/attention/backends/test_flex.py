@@ -18,8 +18,8 @@ from attention.backends.flex_kernel import FlexKernel, function_of, tile_width
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
-from benchmarks.batches import Batch, small_size
 from specdec.requests.sampling import SamplingParams
+from tests.attention.batches import Batch, small_size
 from tests.attention.oracle import Rig, Variant
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -7,7 +7,7 @@ import pytest
 
 from attention.backends.flex import Tiles, tile_size
 from attention.batch.host import HostBatch
-from benchmarks.batches import Batch, small_size
+from tests.attention.batches import Batch, small_size
 
 BATCHES = small_size() | {"a row without tokens": Batch((3, 0, 2), (4, 7, 0))}
 

@@ -35,6 +35,7 @@ class Engine:
         self.target = target_arrays(self.schedule, self.table, RoundTables(PAGES, PAGES + 50, 4))
         self.sent: list[Any] = []
         self.asked: list[int] = []
+        self.verified: list[Any] = []
         self.reserves = True
         scheduler: Any = SimpleNamespace(reserve_next=lambda schedule: self.reserves)
         self.lookahead = Lookahead(self, scheduler, self.table, K)  # type: ignore[arg-type]
@@ -49,14 +50,12 @@ class Engine:
         self.sent.append(target)
         return "sent"
 
-    def launched(self, schedule: Schedule, target: Any, device: Any, draft: Any) -> Any:
+    def launched(self, schedule: Schedule, target: Any, device: Any, draft: Any, verification: Any = None) -> Any:
+        self.verified.append(verification)
         return SimpleNamespace(schedule=schedule, target=target, device=device, draft=draft)
 
     def sampling(self, target: Any, rows: Any) -> None:
         return None
-
-    def count(self) -> None:
-        self.sent.append("counted")
 
     def current(self, kind: type[Verification], *rest: Any) -> Any:
         packed: Any = None
@@ -113,15 +112,11 @@ def test_no_round_is_launched_ahead_without_drafts_or_pages() -> None:
 
 
 def test_pages_reserved_for_one_round_are_not_those_of_another() -> None:
-    """After a drafted verification one of any shape: nothing is reserved for what follows it."""
+    """After a round with room for the next one, a round without: nothing is launched with the pages of the first."""
     engine = Engine()
     assert engine.before_commit([2, 1], TOKENS) is not None
-    plain = engine.current(Verification)
-    assert engine.lookahead.before_read(plain) is None
-    assert (
-        engine.lookahead.before_commit(plain, Outcome(np.array([2, 1]), np.array(TOKENS), np.array(TOKENS)), DRAFT)
-        is None
-    )
+    engine.reserves = False
+    assert engine.before_commit([2, 1], TOKENS) is None and len(engine.sent) == 1
 
 
 def test_a_chained_round_is_launched_before_the_read() -> None:
@@ -133,4 +128,4 @@ def test_a_chained_round_is_launched_before_the_read() -> None:
     current = engine.current(ChainedVerification, lambda target, sampling: (launched.append(target), (1, 2))[1])
     found = engine.lookahead.before_read(current)
     assert found is not None and found.target.start.tolist() == [8, 6] and launched == [found.target]
-    assert engine.sent == ["counted"] and not found.target.drafts.any()
+    assert engine.verified == [2] and not engine.sent and not found.target.drafts.any()

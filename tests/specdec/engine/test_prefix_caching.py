@@ -23,8 +23,6 @@ from fakes import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from attention.cache.prefix import PrefixCache
-from benchmarks.bench_prefix import five_shots
-from benchmarks.prefix import expected_hits
 from drafters.base import Head
 from specdec import SpeculativeModel
 from specdec.cli.tables import prompt_tokens
@@ -33,6 +31,7 @@ from specdec.loading.assembly import choose_prefix_caching
 from specdec.loading.builtin import builtin_names
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable
+from tests.specdec.engine.shared_prompts import expected_hits, five_shots
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 
 SIZE, NEW = 4, 12

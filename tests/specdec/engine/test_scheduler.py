@@ -155,7 +155,7 @@ def test_the_youngest_loses_its_pages_and_waits_in_front_with_all_its_tokens() -
     scheduler = Made(num_pages=7)  # 24 cache places for two requests of up to 28 tokens
     rounds = 0
     schedule = decoding(scheduler, request(0, prompt=8), request(1, prompt=8))
-    while not scheduler.num_preemptions:
+    while not scheduler.counted.preemptions:
         verified(scheduler, schedule, new_tokens=2)
         following = scheduler.schedule()
         assert following is not None
@@ -256,7 +256,7 @@ def test_a_preempted_request_comes_before_those_that_wait() -> None:
     schedule = decoding(scheduler, request(0, prompt=8), request(1, prompt=8))
     scheduler.waiting.append(request(2, prompt=2))
     assert not scheduler.idle
-    while not scheduler.num_preemptions:
+    while not scheduler.counted.preemptions:
         verified(scheduler, schedule, new_tokens=2)
         schedule = scheduled(scheduler)
     assert [r.id for r in scheduler.waiting] == [1, 2] and [r.id for r in scheduler.running] == [0]
@@ -288,7 +288,7 @@ def test_surplus_pages_go_back_before_anybody_is_preempted() -> None:
     scheduler.table.length[schedule.rows[1]] += 2
     with check_mode(False):  # pages were taken out of the pool above
         scheduled(scheduler)
-    assert not scheduler.num_preemptions
+    assert not scheduler.counted.preemptions
 
 
 def test_the_heads_pages_reach_to_the_drafts_after_this_round() -> None:

@@ -110,7 +110,8 @@ def test_it_is_a_deque(data: st.DataObject) -> None:
         elif step == "popleft" and model:
             assert queue.first is model[0] and queue.popleft() is model.popleft()
         elif step == "arrange":
-            queue.move_to_end(chosen)
+            for request in chosen:
+                queue.move_to_end(request)
             model = deque([*(r for r in model if r not in chosen), *chosen])
         elif chosen:
             queue.remove(chosen[0])

@@ -19,6 +19,7 @@ from attention.cache.windowed import WindowedTables, most_owned_pages
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.admission import Admission
 from specdec.engine.scheduler import Scheduler, windowed_tables
+from specdec.engine.stats import Counters
 from specdec.errors import CacheTooSmallError
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
@@ -37,7 +38,8 @@ class Windowed(Scheduler):
         self.table = RowTable(SEQS, LONGEST)
         pages, head = (BlockTables(n, SEQS, LONGEST, PAGE) for n in (num_pages, config.num_head_pages))
         windowed = windowed_tables(config, pool)
-        super().__init__(config, self.table, pages, head, windowed_pages=(windowed,))
+        self.counted = Counters()
+        super().__init__(config, self.table, pages, head, windowed_pages=(windowed,), counters=self.counted)
 
     @property
     def near(self) -> WindowedTables:
@@ -172,7 +174,7 @@ def test_freeing_a_page_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_rows_are_preempted_when_the_windowed_pool_is_full() -> None:
     scheduler = run([8, 8, 8], [90, 90, 90], 200, LEAST, 3).scheduler
-    assert scheduler.num_preemptions > 0 and scheduler.target_pages.allocator.num_free == 199
+    assert scheduler.counted.preemptions > 0 and scheduler.target_pages.allocator.num_free == 199
 
 
 def test_a_request_that_the_windowed_pool_could_never_hold_is_refused() -> None:

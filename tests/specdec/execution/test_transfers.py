@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from fakes import VOCAB, count_calls, engine_of, free_everywhere, table_head, tiny_llama
 
-from benchmarks.mixed import mixed_rounds
 from benchmarks.serving import Rounds
 from benchmarks.workload import Arrival, Load
 from specdec.execution.graphs import GraphExecutor
@@ -22,6 +21,7 @@ from specdec.requests.sampling import SamplingParams
 from specdec.rounds.static import FixedSampling, FixedTarget
 from specdec.rounds.transfer import AheadTransfer
 from tests.sampled_rounds import kernels_by_reference
+from tests.specdec.execution.mixed import mixed_rounds
 from tests.specdec.execution.test_graphs import Replayed, graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401
 
 pytest.importorskip("triton", reason="Triton is not installed")

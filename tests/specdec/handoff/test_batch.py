@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from specdec.config import EngineConfig
-from specdec.engine.guests import Guests
 from specdec.handoff.batch import Arrivals, take_out
 from specdec.handoff.held import take_pages
 from specdec.handoff.moved import Arrival
@@ -23,8 +22,8 @@ TENSORS: Any = SimpleNamespace(places=lambda taken, count: None, receive=lambda 
 """Of an executor whose drafts lie at no fixed places."""
 
 
-class Coming(Guests):
-    """Requests come, and none leaves."""
+class Coming:
+    """`Guests` of a scheduler alone: requests come, and none leaves."""
 
     def __init__(self, batch: Hosting) -> None:
         self.batch, self.arrivals = batch, Arrivals()
@@ -42,7 +41,8 @@ class Hosting(Made):
     def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
         self.scheduler = self
-        self.guests = self.coming = Coming(self)
+        self.coming: Any = Coming(self)
+        self.guests = self.coming
 
     @property
     def config(self) -> EngineConfig:

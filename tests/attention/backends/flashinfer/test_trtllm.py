@@ -21,8 +21,8 @@ from attention.backends.flashinfer.trtllm import TrtllmBuilder, serves, tables_o
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, LayerKV, write
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from benchmarks.batches import small_size
 from specdec.loading.backends import kv_layout
+from tests.attention.batches import small_size
 from tests.attention.oracle import Rig, Variant, expected_row
 
 CPU = torch.device("cpu")

@@ -1,7 +1,4 @@
-"""The batches that every attention backend is tested and measured on, by name.
-
-`tests/attention/test_backends.py` runs them against an oracle, `bench_backends.py` measures them.
-"""
+"""The batches that every attention backend is tested on, by name: `test_backends.py` runs them against an oracle."""
 
 from __future__ import annotations
 

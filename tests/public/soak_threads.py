@@ -1,6 +1,6 @@
 """Many threads, one model: mixed requests, cancels, refusals, faults; greedy ones are compared with their solo runs.
 
-    python -m benchmarks.soak_threads [--model tiny] [--threads 8] [--requests 200] [--out FILE]
+    python -m tests.public.soak_threads [--model tiny] [--threads 8] [--requests 200] [--out FILE]
 
 Ends in one JSON line: how many requests of each kind there were, and what went wrong (`wrong`, `unexpected` and `hung`
 must be 0, `clean` true). Exits with 1 otherwise.
@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 
 from specdec import SamplingParams, SpecdecError, SpeculativeModel
 from specdec.errors import InvalidInputError
+from tests import fakes
 
 MOST_NEW = 24
 PARAMS = SamplingParams(max_new_tokens=MOST_NEW)
@@ -176,23 +176,12 @@ class Soak:
         return "the fault was not reported"
 
 
-def fakes() -> Any:
-    """`tests/fakes.py`."""
-    path = Path(__file__).resolve().parent.parent / "tests" / "fakes.py"
-    spec = spec_from_file_location("fakes", path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def tiny() -> Soak:
     """A tiny random Llama with a head that is right about half of the time, in a cache that is too small for all."""
-    tests = fakes()
-    target, tokenizer = tests.tiny_llama(), FaultyTokenizer(tests.LetterTokenizer())
+    target, tokenizer = fakes.tiny_llama(), FaultyTokenizer(fakes.LetterTokenizer())
     sizes = {"kv_cache_tokens": 160, "max_num_seqs": 4, "max_num_batched_tokens": 32, "num_speculative_tokens": 3}
-    model = tests.wrap(target, tests.table_head(target), tokenizer=tokenizer, **sizes)
-    return Soak(model, tokenizer, tests.random_prompts((5, 33, 1, 17, 60, 9, 12, 25)))
+    model = fakes.wrap(target, fakes.table_head(target), tokenizer=tokenizer, **sizes)
+    return Soak(model, tokenizer, fakes.random_prompts((5, 33, 1, 17, 60, 9, 12, 25)))
 
 
 def built_in() -> Soak:
@@ -222,7 +211,7 @@ def main(kind: str, threads: int, requests: int, seed: int, out: Path | None) ->
     torch.set_num_threads(1)
     soak = tiny() if kind == "tiny" else built_in()
     figures = {"model": kind, **soak.run(threads, requests, seed)}
-    figures["clean"] = fakes().free_everywhere(soak.model)
+    figures["clean"] = fakes.free_everywhere(soak.model)
     publish(figures, out)
     bad = figures["wrong"] or figures["unexpected"] or figures["hung"] or not figures["clean"]
     raise SystemExit(1 if bad else 0)
