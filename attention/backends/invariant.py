@@ -41,52 +41,6 @@ class InvariantBuilder:
         """See `FixedMetadataBuilder`."""
 
 
-class InvariantBackend:
-    """GQA, sliding window, softcap, sinks, heads of any width up to 512, NHD and HND pages of any size; caches in the
-    dtype of the model."""
-
-    name = "batch_invariant"
-    batch_invariant = True
-
-    def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
-        """See `AttentionBackend.route`."""
-        return f"batch-invariant {own_kernel(group, key, dtype)}"
-
-    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> InvariantBuilder:
-        """A builder for `key`; see `check_supported` for what it raises."""
-        check_supported(group, key, dtype)
-        return InvariantBuilder()
-
-    def fixed_builder(
-        self,
-        group: CacheGroup,
-        key: AttentionSpec,
-        dtype: torch.dtype,
-        rows: int,
-        query_len: int,
-        beside: object | None = None,
-        tokens: int | None = None,
-    ) -> InvariantBuilder:
-        """See `attention.backends.base.GraphBackend`."""
-        check_supported(group, key, dtype)
-        return InvariantBuilder(query_len)
-
-    def run(
-        self,
-        plan: InvariantPlan,
-        key: AttentionSpec,
-        query: torch.Tensor,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_kv: LayerKV,
-        metadata: CommonAttentionMetadata,
-        sinks: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Write K and V, then attend; see `AttentionBackend.run`."""
-        return run_invariant(plan, key, query, key_states, value_states, layer_kv, metadata, sinks, out)
-
-
 def own_kernel(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
     """What the kernel is compiled for, in words.
 
@@ -139,3 +93,36 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
     check_heads(key, where)
     if group.format.dtype is not None:
         raise UnsupportedAttentionError(f"{where} has no cache in 8 bits; use kv_cache_dtype='auto'")
+
+
+class InvariantBackend:
+    """GQA, sliding window, softcap, sinks, heads of any width up to 512, NHD and HND pages of any size; caches in the
+    dtype of the model."""
+
+    name = "batch_invariant"
+    batch_invariant = True
+
+    def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
+        """See `AttentionBackend.route`."""
+        return f"batch-invariant {own_kernel(group, key, dtype)}"
+
+    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> InvariantBuilder:
+        """A builder for `key`; see `check_supported` for what it raises."""
+        check_supported(group, key, dtype)
+        return InvariantBuilder()
+
+    def fixed_builder(
+        self,
+        group: CacheGroup,
+        key: AttentionSpec,
+        dtype: torch.dtype,
+        rows: int,
+        query_len: int,
+        beside: object | None = None,
+        tokens: int | None = None,
+    ) -> InvariantBuilder:
+        """See `attention.backends.base.GraphBackend`."""
+        check_supported(group, key, dtype)
+        return InvariantBuilder(query_len)
+
+    run = staticmethod(run_invariant)

@@ -170,14 +170,9 @@ def sum_shapes(key: AttentionSpec, tokens: int, tiling: PrefixTiling) -> tuple[t
 
 
 def launch_prefix(
-    query: torch.Tensor,
-    layer: LayerKV,
-    key: AttentionSpec,
-    page_indptr: torch.Tensor,
-    page_indices: torch.Tensor,
-    shared: SharedKeys,
-    query_len: int,
-) -> None:
+    query: torch.Tensor, layer: LayerKV, key: AttentionSpec, page_indptr: torch.Tensor, page_indices: torch.Tensor,
+    shared: SharedKeys, query_len: int,
+) -> None:  # fmt: skip
     """Attend the shared pages; `packed_kernel.launch_packed` with the same arguments attends the others."""
     rows, tiling = len(shared.pages), shared.tiling
     tile = tiling.tile

@@ -122,14 +122,9 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 
 def launch_invariant_attention(
-    query: torch.Tensor,
-    layer: LayerKV,
-    key: AttentionSpec,
-    max_query_len: int,
-    batch: CommonAttentionMetadata,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
+    query: torch.Tensor, layer: LayerKV, key: AttentionSpec, max_query_len: int, batch: CommonAttentionMetadata,
+    sinks: torch.Tensor | None, out: torch.Tensor,
+) -> None:  # fmt: skip
     """Attend, causally, the rows of a batch.
 
     Args:

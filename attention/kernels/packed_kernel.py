@@ -246,17 +246,9 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_packed(
-    query: torch.Tensor,
-    layer: LayerKV,
-    key: AttentionSpec,
-    page_indptr: torch.Tensor,
-    page_indices: torch.Tensor,
-    last_page_len: torch.Tensor,
-    out: torch.Tensor,
-    scratch: Scratch,
-    query_len: int,
-    shared: SharedKeys | None = None,
-) -> None:
+    query: torch.Tensor, layer: LayerKV, key: AttentionSpec, page_indptr: torch.Tensor, page_indices: torch.Tensor,
+    last_page_len: torch.Tensor, out: torch.Tensor, scratch: Scratch, query_len: int, shared: SharedKeys | None = None,
+) -> None:  # fmt: skip
     """Attend, causally, B rows with `query_len` tokens each.
 
     Args:

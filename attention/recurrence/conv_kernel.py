@@ -15,7 +15,7 @@ import triton.language as tl
 
 from attention.errors import InvalidInputError
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.recurrence.kernel_rows import check_launch, inner_rows, row_of_block, row_tokens
+from attention.recurrence.kernel_rows import check_launch, inner_rows, row_of_block, row_tokens, zeros_from
 from attention.recurrence.state_rows import StateRows
 
 _WARPS = 4
@@ -44,12 +44,9 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
     channel = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]  # [1, C]
     inside = channel < CHANNELS
     if tl.program_id(0) == tl.num_programs(0) - 1:  # tokens of no row
-        zeros = tl.zeros((1, BLOCK_C), out_ptr.dtype.element_ty)
         end = tl.load(query_start_loc_ptr + rows)
         padding_at = out_ptr + end.to(tl.int64) * CHANNELS + channel
-        for _ in range(total_tokens - end):
-            tl.store(padding_at, zeros, mask=inside)
-            padding_at += CHANNELS
+        zeros_from(padding_at, total_tokens - end, CHANNELS, inside, out_ptr.dtype.element_ty)
         return
     if ONE_BLOCK:
         row, block = tl.program_id(0), 0

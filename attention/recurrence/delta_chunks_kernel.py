@@ -236,19 +236,9 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_delta_chunks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    l2_normalize: bool,
-    state: torch.Tensor,
-    ring: DeltaRing,
-    rows: StateRows,
-    out: torch.Tensor,
-    least_tokens: int,
-) -> None:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float,
+    l2_normalize: bool, state: torch.Tensor, ring: DeltaRing, rows: StateRows, out: torch.Tensor, least_tokens: int,
+) -> None:  # fmt: skip
     """Rows with at least `least_tokens` tokens, into out [T, H, Dv]; the others are left as they are. See
     `attention.recurrence.delta_kernel.gated_delta`."""
     tokens, heads, dim_v = v.shape

@@ -50,6 +50,7 @@ from attention.recurrence.kernel_rows import (
     precision_of,
     row_state,
     row_tokens,
+    zeros_from,
 )
 from attention.recurrence.state_cache import DeltaRing
 from attention.recurrence.state_rows import StateRows
@@ -73,15 +74,6 @@ def short_tiling(dim_v: int) -> ShortTiling:
     206.1. Registers (96 a thread) are for 10 programs a multiprocessor, which is what counts.
     """
     return ShortTiling(min(32, max(16, triton.next_power_of_2(dim_v))), 32, (3, 3), 2)
-
-
-@triton.jit
-def _zeros_after_rows(out_ptr, end, total_tokens, head, dv, HEADS: tl.constexpr, DIM_V: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Outputs of tokens of no row; dv [B, 1]."""
-    at = out_ptr + (end.to(tl.int64) * HEADS + head) * DIM_V + dv
-    for _ in range(total_tokens - end):
-        tl.store(at, tl.zeros(dv.shape, out_ptr.dtype.element_ty), mask=dv < DIM_V)
-        at += HEADS * DIM_V
 
 
 @triton.jit(do_not_specialize=["total_tokens"])
@@ -110,7 +102,9 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     dv = block * BLOCK_DV + tl.arange(0, BLOCK_DV)[:, None]  # [B, 1]
     if row == tl.num_programs(2) - 1:
         wait_for_predecessor(DEPENDENT)
-        _zeros_after_rows(out_ptr, tl.load(query_start_loc_ptr + row), total_tokens, head, dv, HEADS, DIM_V)
+        end = tl.load(query_start_loc_ptr + row)
+        padding_at = out_ptr + (end.to(tl.int64) * HEADS + head) * DIM_V + dv
+        zeros_from(padding_at, total_tokens - end, HEADS * DIM_V, dv < DIM_V, out_ptr.dtype.element_ty)
         return
     first, tokens = row_tokens(query_start_loc_ptr, row)
     slot, start, replay, num_new = row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row)
@@ -173,19 +167,10 @@ def _short_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_delta_short(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    l2_normalize: bool,
-    state: torch.Tensor,
-    ring: DeltaRing,
-    rows: StateRows,
-    out: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float,
+    l2_normalize: bool, state: torch.Tensor, ring: DeltaRing, rows: StateRows, out: torch.Tensor,
     tiling: ShortTiling | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Rows with up to MOST_INPUTS replayed and own tokens, into out [T, H, Dv], and zeros for tokens of no row;
     other rows are left as they are. g: [T, H]. See `gated_delta`."""
     _, heads, dim_v = v.shape
@@ -211,17 +196,9 @@ ONE_CHUNK = True
 
 
 def gated_delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    l2_normalize: bool,
-    state: torch.Tensor,
-    ring: DeltaRing,
-    rows: StateRows,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float,
+    l2_normalize: bool, state: torch.Tensor, ring: DeltaRing, rows: StateRows,
+) -> torch.Tensor:  # fmt: skip
     """The outputs of the gated delta rule, [T, H, Dv] in v's dtype; `state` and `ring` are written.
 
     Per token: S *= exp(g); u = beta (v - S k); S += u kᵀ; o = S (q scale); q and k divided by their lengths before,

@@ -185,15 +185,9 @@ def _solve_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_solve(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    l2_normalize: bool,
-    ring: DeltaRing,
-    rows: StateRows,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float, l2_normalize: bool,
+    ring: DeltaRing, rows: StateRows,
+) -> torch.Tensor:  # fmt: skip
     """-> [rows · H, FACTS] float32, for rows with up to 16 replayed and own tokens; of others it is undefined."""
     heads, count = beta.shape[1], len(rows.slots)
     key_heads, dim_k = k.shape[1:]

@@ -13,45 +13,23 @@ for a gate of every key dimension. The ring of inputs in place of a state for ev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.recurrence.kernel_rows import check_launch, inner_rows, row_state, row_tokens, times
+from attention.recurrence.kernel_rows import (
+    StateTiling,
+    check_launch,
+    inner_rows,
+    row_state,
+    row_tokens,
+    state_tiling,
+    times,
+    zeros_from,
+)
 from attention.recurrence.state_cache import DeltaRing
 from attention.recurrence.state_rows import StateRows
-
-
-@dataclass(frozen=True)
-class DeltaTiling:
-    """Rows of the state a program holds, columns in a piece of it (L), its warps, and registers a thread."""
-
-    block_dv: int
-    piece: int
-    warps: int
-    registers: int | None = None
-
-
-_FEW_UNITS = 256
-"""Value heads of all rows up to which a program holds half as much, so that there are enough of them."""
-
-
-def delta_tiling(units: int, dim_k: int, dim_v: int) -> DeltaTiling:
-    """The tiling for so many rows times value heads.
-
-    With 8 lanes to a row of the state, 8 warps hold 32 rows of it, and fetch keys and queries of up to 128 numbers
-    straight into the registers that use them: Triton exchanges through shared memory what has at least as many numbers
-    as the program has threads. With 80 registers a multiprocessor of 65,536 holds three programs; Triton 3.6 and its
-    ptxas spill 28 bytes of the larger, none of the smaller.
-    """
-    width_k, width_v = triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v)
-    block = 32 if units <= _FEW_UNITS else 64
-    return DeltaTiling(
-        min(block, width_v), min(32, width_k), 8 if width_k <= 128 else 16, 80 if width_k <= 128 else None
-    )
 
 
 @triton.jit
@@ -130,12 +108,9 @@ def _delta_kernel(  # type: ignore[no-untyped-def]
     dv = block * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :, None]  # [1, B, 1]
     in_v = dv < DIM_V
     if row == tl.num_programs(2) - 1:  # tokens of no row
-        zeros = tl.zeros((1, BLOCK_DV, 1), out_ptr.dtype.element_ty)
         end = tl.load(query_start_loc_ptr + row)
         padding_at = out_ptr + (end.to(tl.int64) * HEADS + head) * DIM_V + dv
-        for _ in range(total_tokens - end):
-            tl.store(padding_at, zeros, mask=in_v)
-            padding_at += HEADS * DIM_V
+        zeros_from(padding_at, total_tokens - end, HEADS * DIM_V, in_v, out_ptr.dtype.element_ty)
         return
     first, tokens = row_tokens(query_start_loc_ptr, row)
     slot, start, replay, num_new = row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row)
@@ -186,35 +161,24 @@ def _delta_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    l2_normalize: bool,
-    state: torch.Tensor,
-    ring: DeltaRing,
-    rows: StateRows,
-    out: torch.Tensor,
-    most_tokens: int,
-    tiling: DeltaTiling | None = None,
-    least_inputs: int = 0,
-) -> None:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float,
+    l2_normalize: bool, state: torch.Tensor, ring: DeltaRing, rows: StateRows, out: torch.Tensor, most_tokens: int,
+    tiling: StateTiling | None = None, least_inputs: int = 0,
+) -> None:  # fmt: skip
     """Rows with up to `most_tokens` tokens, and at least `least_inputs` with the replayed ones, into out [T, H, Dv],
     and zeros for tokens of no row; other rows are left as they are. See `gated_delta`."""
     _, heads, dim_v = v.shape
     key_heads, dim_k = k.shape[1:]
-    tiles = delta_tiling(heads * len(rows.slots), dim_k, dim_v) if tiling is None else tiling
+    tiles = state_tiling(heads * len(rows.slots), dim_v, dim_k) if tiling is None else tiling
     parts = {"state": state, "ring.k": ring.k, "ring.v": ring.v, "ring.g": ring.g, "ring.beta": ring.beta}
     check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
     q, k, v, g = (inner_rows(x) for x in (q, k, v, g))
-    _delta_kernel[(triton.cdiv(dim_v, tiles.block_dv), heads, len(rows.slots) + 1)](
+    _delta_kernel[(triton.cdiv(dim_v, tiles.block), heads, len(rows.slots) + 1)](
         q, k, v, g, beta, out, state, ring.k, ring.v, ring.g, ring.beta, rows.query_start_loc, rows.slots, rows.start,
         rows.replay, rows.num_new, scale, len(v), most_tokens, least_inputs, *q.stride()[:2], *k.stride()[:2],
         *v.stride()[:2], *g.stride()[:2], *beta.stride(), state.stride(0), ring.k.stride(0), ring.v.stride(0),
         ring.g.stride(0), ring.beta.stride(0), RING_SIZE=ring.k.shape[1], HEADS=heads, KEY_HEADS=key_heads,
         RING_HEADS=ring.k.shape[2], DIM_K=dim_k, DIM_V=dim_v, WIDTH_K=max(tiles.piece, triton.next_power_of_2(dim_k)),
-        PIECE=tiles.piece, BLOCK_DV=tiles.block_dv, VECTOR_GATE=g.dim() == 3, NORMALIZE=l2_normalize,
+        PIECE=tiles.piece, BLOCK_DV=tiles.block, VECTOR_GATE=g.dim() == 3, NORMALIZE=l2_normalize,
         num_warps=tiles.warps, maxnreg=tiles.registers, **dependent_launch(v.device),
     )  # fmt: skip

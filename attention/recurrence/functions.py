@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from attention.recurrence.state_cache import DeltaRing, ScanRing, SsdRing
+from attention.recurrence.state_cache import DeltaRing, ScanRing
 from attention.recurrence.state_rows import Padded, StateRows
 
 _CHUNK, _VECTOR_CHUNK = 64, 16
@@ -69,17 +69,9 @@ def short_conv(
 
 
 def gated_delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    l2_normalize: bool,
-    state: torch.Tensor,
-    ring: DeltaRing,
-    rows: StateRows,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float,
+    l2_normalize: bool, state: torch.Tensor, ring: DeltaRing, rows: StateRows,
+) -> torch.Tensor:  # fmt: skip
     """The gated delta rule, token by token: S *= exp(g); u = beta (v - S k); S += u kᵀ; o = S (scale q).
 
     Args:
@@ -110,16 +102,9 @@ def gated_delta(
 
 
 def ssd_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    state: torch.Tensor,
-    ring: SsdRing,
-    rows: StateRows,
-) -> torch.Tensor:
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
+    state: torch.Tensor, ring: ScanRing, rows: StateRows,
+) -> torch.Tensor:  # fmt: skip
     """Mamba2's scan, token by token: S = S exp(dt A) + dt x Bᵀ; y = S C + D x.
 
     Args:
@@ -145,16 +130,9 @@ def ssd_scan(
 
 
 def selective_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    state: torch.Tensor,
-    ring: ScanRing,
-    rows: StateRows,
-) -> torch.Tensor:
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
+    state: torch.Tensor, ring: ScanRing, rows: StateRows,
+) -> torch.Tensor:  # fmt: skip
     """Mamba1's scan, token by token: S = S exp(dt A) + dt x Bᵀ; y = S C + D x, each channel with states of its own.
 
     Args:

@@ -48,18 +48,10 @@ def _conv(
 
 
 def _delta(
-    mixing: Mixing,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    chunk_size: int = 64,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    mixing: Mixing, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    chunk_size: int = 64, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """query, key [1, T, Hk, Dk], value [1, T, Hv, Dv], g [1, T, Hv] or [1, T, Hv, Dk] -> [1, T, Hv, Dv], None."""
     _refuse_states(kwargs | {"initial_state": initial_state, "output_final_state": output_final_state or None})
     scale = query.shape[-1] ** -0.5
@@ -68,22 +60,12 @@ def _delta(
 
 
 def _ssd(
-    mixing: Mixing,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int,
-    D: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    z: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
+    mixing: Mixing, hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+    chunk_size: int, D: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
+    z: torch.Tensor | None = None, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
     """hidden_states [1, T, H, P], dt [1, T, H], A [H], B, C [1, T, G, N], D [H] -> [1, T, H, P]."""
     _refuse_states(kwargs | {"initial_states": initial_states, "return_final_states": return_final_states or None})
     _refuse_states({"z": z})
@@ -96,19 +78,10 @@ def _ssd(
 
 
 def _selective(
-    mixing: Mixing,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **kwargs: Any,
-) -> torch.Tensor:
+    mixing: Mixing, hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+    D: torch.Tensor | None = None, z: torch.Tensor | None = None, delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False, return_last_state: bool = False, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
     """hidden_states, dt, z [1, C, T], A [C, N], B, C [1, N, T], D [C] -> [1, C, T]."""
     _refuse_states(kwargs | {"return_last_state": return_last_state or None})
     if delta_bias is not None:

@@ -13,6 +13,7 @@ once, instead of five for each row.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -87,6 +88,41 @@ def row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row):  # type: igno
     """-> a row's slot (int64), start, replay and num_new."""
     slot = tl.load(slots_ptr + row).to(tl.int64)
     return slot, tl.load(start_ptr + row), tl.load(replay_ptr + row), tl.load(num_new_ptr + row)
+
+
+@dataclass(frozen=True)
+class StateTiling:
+    """Rows of the state a program holds, columns in a piece of it (L), its warps, and registers a thread."""
+
+    block: int
+    piece: int
+    warps: int
+    registers: int | None = None
+
+
+_FEW_UNITS = 256
+"""Heads of all rows up to which a program holds half as much, so that there are enough of them."""
+
+
+def state_tiling(units: int, rows: int, columns: int) -> StateTiling:
+    """The tiling for so many rows times heads, whose states have so many rows and columns, read token by token.
+
+    With 8 lanes to a row of the state, 8 warps hold 32 rows of it, and fetch keys and queries of up to 128 numbers
+    straight into the registers that use them: Triton exchanges through shared memory what has at least as many numbers
+    as the program has threads. With 80 registers a multiprocessor of 65,536 holds three programs; Triton 3.6 and its
+    ptxas spill 28 bytes of the larger, none of the smaller.
+    """
+    width, most = triton.next_power_of_2(columns), triton.next_power_of_2(rows)
+    block = min(32 if units <= _FEW_UNITS else 64, most)
+    return StateTiling(block, min(32, width), 8 if width <= 128 else 16, 80 if width <= 128 else None)
+
+
+@triton.jit
+def zeros_from(at, count, step, mask, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Zeros for `count` tokens, `step` numbers from one to the next: outputs of tokens of no row."""
+    for _ in range(count):
+        tl.store(at, tl.zeros(at.shape, DTYPE), mask=mask)
+        at += step
 
 
 @triton.jit

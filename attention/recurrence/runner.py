@@ -14,16 +14,7 @@ from attention.batch.metadata import CommonAttentionMetadata, ExtraSection
 from attention.recurrence.functions import recurrences_of
 from attention.recurrence.index import StateArrays, StateIndex, slots_of_rows
 from attention.recurrence.layer_spec import ConvSpec
-from attention.recurrence.state_cache import (
-    CallState,
-    ConvState,
-    DeltaState,
-    ScanState,
-    SsdState,
-    StateGroup,
-    allocate_states,
-    tensors_of,
-)
+from attention.recurrence.state_cache import CallState, ConvState, StateGroup, allocate_states, tensors_of
 from attention.recurrence.state_rows import StateRows
 
 
@@ -126,36 +117,28 @@ def _kept_places(spec: ConvSpec, state: ConvState, position: int) -> torch.Tenso
     return torch.arange(position - spec.width + 1, position, device=ring.device) % ring.shape[1]
 
 
+def _served(name: str) -> Callable[..., torch.Tensor]:
+    """The method of `StatesOver` that computes calls of this name."""
+
+    def served(over: StatesOver, call: int, *inputs: Any) -> torch.Tensor:
+        kept = over.runner.states[call]
+        own = (kept.ring,) if isinstance(kept, ConvState) else (kept.state, kept.ring)
+        out: torch.Tensor = getattr(over.runner.functions, name)(*inputs, *own, over.rows)
+        return out
+
+    return served
+
+
 @dataclass(frozen=True)
 class StatesOver:
     """The recurrent calls of one launch over its rows: see `Recur`."""
 
     runner: StateRunner
     rows: StateRows
-
-    def short_conv(self, call: int, *inputs: Any) -> torch.Tensor:
-        """See `Recur.short_conv`."""
-        return self.runner.functions.short_conv(*inputs, self._state(call, ConvState).ring, self.rows)
-
-    def gated_delta(self, call: int, *inputs: Any) -> torch.Tensor:
-        """See `Recur.gated_delta`."""
-        kept = self._state(call, DeltaState)
-        return self.runner.functions.gated_delta(*inputs, kept.state, kept.ring, self.rows)
-
-    def ssd_scan(self, call: int, *inputs: Any) -> torch.Tensor:
-        """See `Recur.ssd_scan`."""
-        kept = self._state(call, SsdState)
-        return self.runner.functions.ssd_scan(*inputs, kept.state, kept.ring, self.rows)
-
-    def selective_scan(self, call: int, *inputs: Any) -> torch.Tensor:
-        """See `Recur.selective_scan`."""
-        kept = self._state(call, ScanState)
-        return self.runner.functions.selective_scan(*inputs, kept.state, kept.ring, self.rows)
-
-    def _state(self, call: int, kind: type[Any]) -> Any:
-        kept = self.runner.states[call]
-        assert isinstance(kept, kind), f"call {call} has a {type(kept).__name__}"
-        return kept
+    short_conv = _served("short_conv")
+    gated_delta = _served("gated_delta")
+    ssd_scan = _served("ssd_scan")
+    selective_scan = _served("selective_scan")
 
 
 _OUTPUTS: dict[str, tuple[int, torch.dtype | None]] = {
@@ -174,24 +157,17 @@ def empty_output(name: str, inputs: tuple[Any, ...]) -> torch.Tensor:
     return like.new_empty(like.shape, dtype=dtype)
 
 
+def _zeros(name: str) -> Callable[..., torch.Tensor]:
+    return lambda blank, call, *inputs: empty_output(name, inputs).zero_()
+
+
 class Blank:
     """Zeros for every call: see `Recur`."""
 
-    def short_conv(self, call: int, *inputs: Any) -> torch.Tensor:
-        """See `Recur.short_conv`."""
-        return empty_output("short_conv", inputs).zero_()
-
-    def gated_delta(self, call: int, *inputs: Any) -> torch.Tensor:
-        """See `Recur.gated_delta`."""
-        return empty_output("gated_delta", inputs).zero_()
-
-    def ssd_scan(self, call: int, *inputs: Any) -> torch.Tensor:
-        """See `Recur.ssd_scan`."""
-        return empty_output("ssd_scan", inputs).zero_()
-
-    def selective_scan(self, call: int, *inputs: Any) -> torch.Tensor:
-        """See `Recur.selective_scan`."""
-        return empty_output("selective_scan", inputs).zero_()
+    short_conv = _zeros("short_conv")
+    gated_delta = _zeros("gated_delta")
+    ssd_scan = _zeros("ssd_scan")
+    selective_scan = _zeros("selective_scan")
 
 
 Note = Callable[[str, int, tuple[Any, ...], torch.Tensor], None]

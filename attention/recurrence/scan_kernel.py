@@ -16,15 +16,22 @@ Source: Dao, Gu, "Transformers are SSMs", arXiv 2405.21060, equation 1 with a sc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.recurrence.kernel_rows import check_launch, inner_rows, row_state, row_tokens, times
-from attention.recurrence.state_cache import ScanRing, SsdRing
+from attention.recurrence.kernel_rows import (
+    StateTiling,
+    check_launch,
+    inner_rows,
+    row_state,
+    row_tokens,
+    state_tiling,
+    times,
+    zeros_from,
+)
+from attention.recurrence.state_cache import ScanRing
 from attention.recurrence.state_rows import StateRows
 
 _BLOCK, _WARPS = 32, 4
@@ -61,12 +68,9 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     channel, n = block * BLOCK + tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH)[None, :]  # [C, 1], [1, N]
     in_c, in_n = channel < CHANNELS, n < STATES
     if row == tl.num_programs(1) - 1:  # tokens of no row
-        zeros = tl.zeros((BLOCK, 1), out_ptr.dtype.element_ty)
         end = tl.load(query_start_loc_ptr + row)
         padding_at = out_ptr + end.to(tl.int64) * CHANNELS + channel
-        for _ in range(total_tokens - end):
-            tl.store(padding_at, zeros, mask=in_c)
-            padding_at += CHANNELS
+        zeros_from(padding_at, total_tokens - end, CHANNELS, in_c, out_ptr.dtype.element_ty)
         return
     first, tokens = row_tokens(query_start_loc_ptr, row)
     if tokens == 0:
@@ -112,16 +116,9 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
 
 
 def selective_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    state: torch.Tensor,
-    ring: ScanRing,
-    rows: StateRows,
-) -> torch.Tensor:
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
+    state: torch.Tensor, ring: ScanRing, rows: StateRows,
+) -> torch.Tensor:  # fmt: skip
     """The outputs of Mamba1's scan, [T, C] in float32; `state` and `ring` are written.
 
     Per token and channel: S = S exp(dt A) + dt x B; y = S · C + D x.
@@ -144,23 +141,6 @@ def selective_scan(
         num_warps=_WARPS, **dependent_launch(x.device),
     )  # fmt: skip
     return out
-
-
-@dataclass(frozen=True)
-class SsdTiling:
-    """Rows of the state a program holds, columns in a piece of it (L), its warps, and registers a thread."""
-
-    block_p: int
-    piece: int
-    warps: int
-    registers: int | None = None
-
-
-def ssd_tiling(units: int, dim_p: int, states: int) -> SsdTiling:
-    """The tiling for so many rows times heads: see `delta_tiling`."""
-    width = triton.next_power_of_2(states)
-    block = min(32 if units <= 256 else 64, triton.next_power_of_2(dim_p))
-    return SsdTiling(block, min(32, width), 8 if width <= 128 else 16, 80 if width <= 128 else None)
 
 
 @triton.jit
@@ -196,12 +176,9 @@ def _ssd_kernel(  # type: ignore[no-untyped-def]
     p = block * BLOCK_P + tl.arange(0, BLOCK_P)[None, :, None]  # [1, B, 1]
     in_p = p < DIM_P
     if row == tl.num_programs(2) - 1:  # tokens of no row
-        zeros = tl.zeros((1, BLOCK_P, 1), out_ptr.dtype.element_ty)
         end = tl.load(query_start_loc_ptr + row)
         padding_at = out_ptr + (end.to(tl.int64) * HEADS + head) * DIM_P + p
-        for _ in range(total_tokens - end):
-            tl.store(padding_at, zeros, mask=in_p)
-            padding_at += HEADS * DIM_P
+        zeros_from(padding_at, total_tokens - end, HEADS * DIM_P, in_p, out_ptr.dtype.element_ty)
         return
     first, tokens = row_tokens(query_start_loc_ptr, row)
     if (tokens == 0) | (tokens > most_tokens):
@@ -245,32 +222,23 @@ def _ssd_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_ssd(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    state: torch.Tensor,
-    ring: SsdRing,
-    rows: StateRows,
-    out: torch.Tensor,
-    most_tokens: int,
-    tiling: SsdTiling | None = None,
-) -> None:
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
+    state: torch.Tensor, ring: ScanRing, rows: StateRows, out: torch.Tensor, most_tokens: int,
+    tiling: StateTiling | None = None,
+) -> None:  # fmt: skip
     """Rows with up to `most_tokens` tokens, into out [T, H, P], and zeros for tokens of no row; other rows are left as
     they are. See `ssd_scan`."""
     _, heads, dim_p = x.shape
     groups, states = B.shape[1:]
-    tiles = ssd_tiling(heads * len(rows.slots), dim_p, states) if tiling is None else tiling
+    tiles = state_tiling(heads * len(rows.slots), dim_p, states) if tiling is None else tiling
     parts = {"state": state, "ring.x": ring.x, "ring.B": ring.B, "ring.dt": ring.dt}
     check_launch(rows, len(state), parts, {"x": (x, ring.x), "B": (B, ring.B), "dt": (dt, ring.dt)})
     x, B, C = (inner_rows(each) for each in (x, B, C))
-    _ssd_kernel[(triton.cdiv(dim_p, tiles.block_p), heads, len(rows.slots) + 1)](
+    _ssd_kernel[(triton.cdiv(dim_p, tiles.block), heads, len(rows.slots) + 1)](
         x, dt, A, B, C, x if D is None else D, out, state, ring.x, ring.B, ring.dt, rows.query_start_loc, rows.slots,
         rows.start, rows.replay, rows.num_new, len(x), most_tokens, *x.stride()[:2], *dt.stride(), *B.stride()[:2],
         *C.stride()[:2], state.stride(0), ring.x.stride(0), ring.B.stride(0), ring.dt.stride(0),
         RING_SIZE=ring.x.shape[1], HEADS=heads, GROUPS=groups, DIM_P=dim_p, STATES=states,
-        WIDTH=max(tiles.piece, triton.next_power_of_2(states)), PIECE=tiles.piece, BLOCK_P=tiles.block_p,
+        WIDTH=max(tiles.piece, triton.next_power_of_2(states)), PIECE=tiles.piece, BLOCK_P=tiles.block,
         HAS_D=D is not None, num_warps=tiles.warps, maxnreg=tiles.registers, **dependent_launch(x.device),
     )  # fmt: skip

@@ -34,7 +34,7 @@ from attention.recurrence.kernel_rows import (
     stages,
 )
 from attention.recurrence.scan_kernel import launch_ssd, taken_in
-from attention.recurrence.state_cache import SsdRing
+from attention.recurrence.state_cache import ScanRing
 from attention.recurrence.state_rows import StateRows
 
 _MOST_P = 64
@@ -134,18 +134,9 @@ def _ssd_chunks_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_ssd_chunks(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    state: torch.Tensor,
-    ring: SsdRing,
-    rows: StateRows,
-    out: torch.Tensor,
-    least_tokens: int,
-) -> None:
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
+    state: torch.Tensor, ring: ScanRing, rows: StateRows, out: torch.Tensor, least_tokens: int,
+) -> None:  # fmt: skip
     """Rows with at least `least_tokens` tokens, into out [T, H, P]; the others are left as they are. See
     `ssd_scan`."""
     _, heads, dim_p = x.shape
@@ -166,16 +157,9 @@ def launch_ssd_chunks(
 
 
 def ssd_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    state: torch.Tensor,
-    ring: SsdRing,
-    rows: StateRows,
-) -> torch.Tensor:
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
+    state: torch.Tensor, ring: ScanRing, rows: StateRows,
+) -> torch.Tensor:  # fmt: skip
     """The outputs of Mamba2's scan, [T, H, P] in float32; `state` and `ring` are written.
 
     Per token: S = S exp(dt A) + dt x Bᵀ; y = S C + D x. Short rows are read token by token, in one launch, longer ones

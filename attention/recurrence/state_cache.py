@@ -11,15 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from attention.recurrence.index import FoldRule
-from attention.recurrence.layer_spec import (
-    ConvSpec,
-    DeltaSpec,
-    RecurrenceSpec,
-    ScanSpec,
-    SsdSpec,
-    bytes_per_row,
-    fold_rule,
-)
+from attention.recurrence.layer_spec import ConvSpec, DeltaSpec, RecurrenceSpec, bytes_per_row, fold_rule
 
 
 @dataclass(frozen=True)
@@ -65,33 +57,9 @@ class DeltaRing:
 
 
 @dataclass(frozen=True)
-class DeltaState:
-    """state [slots, Hv, Dv, Dk] float32 and its ring."""
-
-    state: torch.Tensor
-    ring: DeltaRing
-
-
-@dataclass(frozen=True)
-class SsdRing:
-    """x [slots, R, H, P], B [slots, R, G, N] in the model's dtype, dt [slots, R, H] float32."""
-
-    x: torch.Tensor
-    B: torch.Tensor
-    dt: torch.Tensor
-
-
-@dataclass(frozen=True)
-class SsdState:
-    """state [slots, H, P, N] float32 and its ring."""
-
-    state: torch.Tensor
-    ring: SsdRing
-
-
-@dataclass(frozen=True)
 class ScanRing:
-    """x [slots, R, C], B [slots, R, N] in the model's dtype, dt [slots, R, C] float32."""
+    """Of Mamba2's scan x [slots, R, H, P], B [slots, R, G, N], dt [slots, R, H]; of Mamba1's x [slots, R, C], B
+    [slots, R, N], dt [slots, R, C]. x and B in the model's dtype, dt float32."""
 
     x: torch.Tensor
     B: torch.Tensor
@@ -99,14 +67,14 @@ class ScanRing:
 
 
 @dataclass(frozen=True)
-class ScanState:
-    """state [slots, C, N] float32 and its ring."""
+class RecurrentState:
+    """state float32, [slots, Hv, Dv, Dk], [slots, H, P, N] or [slots, C, N], and its ring."""
 
     state: torch.Tensor
-    ring: ScanRing
+    ring: DeltaRing | ScanRing
 
 
-CallState = ConvState | DeltaState | SsdState | ScanState
+CallState = ConvState | RecurrentState
 
 
 def tensors_of(state: CallState) -> list[torch.Tensor]:
@@ -130,12 +98,7 @@ def _allocated(group: StateGroup, spec: RecurrenceSpec, dtype: torch.dtype, devi
         name: torch.zeros((group.num_slots, *dims), dtype=kind, device=device)
         for name, (dims, kind) in spec.shapes(group.rule, dtype).items()
     }
-    match spec:
-        case ConvSpec():
-            return ConvState(**made)
-        case DeltaSpec():
-            return DeltaState(made.pop("state"), DeltaRing(**made))
-        case SsdSpec():
-            return SsdState(made.pop("state"), SsdRing(**made))
-        case ScanSpec():
-            return ScanState(made.pop("state"), ScanRing(**made))
+    if isinstance(spec, ConvSpec):
+        return ConvState(**made)
+    ring = DeltaRing if isinstance(spec, DeltaSpec) else ScanRing
+    return RecurrentState(made.pop("state"), ring(**made))

@@ -97,7 +97,6 @@ class NixlTransport:
         """See `Transport.revoke`: NIXL cannot; the reader's deadline ends before the lease does."""
 
     def read(self, plan: ReadPlan) -> NixlRead:
-        """See `Transport.read`."""
         with self._lock:
             self._late = [read for read in self._late if not read.settled]
             handles: list[Any] = []
@@ -152,7 +151,6 @@ class NixlTransport:
                 continue  # it is gone already
 
     def finish(self, plan: ReadPlan) -> None:
-        """See `Transport.finish`."""
         with self._lock:
             for rank in plan.source.ranks:
                 peer = self._peers.get((plan.source.engine, rank.rank))
@@ -163,7 +161,6 @@ class NixlTransport:
                     continue  # the source is gone, and with it its pages
 
     def finished(self) -> list[str]:
-        """See `Transport.finished`."""
         with self._lock:
             if self._agent is None:
                 return []
@@ -185,7 +182,7 @@ class NixlTransport:
 
 
 class NixlRead:
-    """One READ of each rank of the source."""
+    """A `Read`: one READ of each rank of the source."""
 
     def __init__(
         self,
@@ -225,7 +222,6 @@ class NixlRead:
 
     @property
     def settled(self) -> bool:
-        """See `Read.settled`."""
         with self._lock:
             self._handles = [handle for handle in self._handles if not self._ended(handle)]
             return not self._handles

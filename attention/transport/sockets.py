@@ -88,7 +88,6 @@ class SocketTransport:
         return {"host": host, "port": port}
 
     def grant(self, lease: str, blocks: Blocks) -> None:
-        """See `Transport.grant`."""
         with self._lock:
             self._granted[lease] = {group: frozenset(own) for group, own in blocks.items()}
 
@@ -133,11 +132,9 @@ class SocketTransport:
         return piece.cpu().numpy().tobytes()
 
     def read(self, plan: ReadPlan) -> SocketRead:
-        """See `Transport.read`."""
         return SocketRead(plan, self._bounds)
 
     def finish(self, plan: ReadPlan) -> None:
-        """See `Transport.finish`."""
         for rank in plan.source.ranks:
             try:
                 with _connected(rank.address, time.monotonic() + 1.0) as peer:
@@ -146,11 +143,9 @@ class SocketTransport:
                 continue  # the source is gone, and with it its pages
 
     def finished(self) -> list[str]:
-        """See `Transport.finished`."""
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def close(self) -> None:
-        """See `Transport.close`."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()

@@ -109,13 +109,11 @@ class LocalTransport:
         self._lock = threading.Lock()
 
     def start(self, engine: str, bounds: Sequence[Bound], device: str) -> Mapping[str, Any]:
-        """See `Transport.start`."""
         self._engine, self._bounds = engine, tuple(bounds)
         _open[engine] = self
         return {}
 
     def grant(self, lease: str, blocks: Blocks) -> None:
-        """See `Transport.grant`."""
         with self._lock:
             self._granted[lease] = blocks
 
@@ -154,7 +152,6 @@ class LocalTransport:
             synchronize([b.bytes for b in (*bounds[:1], *self._bounds[:1])])
 
     def finish(self, plan: ReadPlan) -> None:
-        """See `Transport.finish`."""
         source = _open.get(plan.source.engine)
         if source is not None:
             source.note(plan.lease)
@@ -164,11 +161,9 @@ class LocalTransport:
         self._finished.append(lease)
 
     def finished(self) -> list[str]:
-        """See `Transport.finished`."""
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def close(self) -> None:
-        """See `Transport.close`."""
         _open.pop(self._engine, None)
         with self._lock:
             self._bounds, self._granted = (), {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from importlib.resources import files
 
 from drafters.checkpoints.config_fields import Config, lookup
 from drafters.errors import HeadLoadError
@@ -99,37 +101,9 @@ def speculators_type(config: Config) -> str | None:
     return named if isinstance(named, str) else None
 
 
-_NAMED: tuple[tuple[Layout, tuple[str, ...], str], ...] = (
-    (Layout.DSPARK, ("dspark_config",), "dspark"),
-    (Layout.DFLASH, ("dflash_config",), "dflash"),
-    (Layout.MEDUSA, ("medusa_num_heads", "medusa_num_layers"), "medusa"),
-    (Layout.HYDRA, ("hydra_num_heads", "hydra_num_layers"), "hydra"),
-    (Layout.MLP_SPECULATOR, ("n_predict",), "mlpspeculator"),
-    (Layout.PEAGLE, (), "peagle"),
-    (Layout.GEMMA_ASSISTANT, (), "gemma4_assistant"),
-    (Layout.EAGLE3_GEMMA, (), "gemma4eagle3"),
-)
-"""Kinds, keys of config.json that only they have, and what is in the name of their class or model_type.
-
-Source: z-lab DFlash and DSpark config.json; FasterDecoding/Medusa MedusaConfig; zankner/Hydra HydraConfig;
-foundation-model-stack MLPSpeculatorConfig; transformers gemma4_assistant.
-"""
-
-_MARKERS = (
-    (".mask_hidden", Layout.PEAGLE),
-    (".parallel_draft_heads.", Layout.PARALLEL),
-    (".medusa_head.", Layout.MEDUSA),
-    (".hydra_head.", Layout.HYDRA),
-    (".mtp.layers.0.mixer.", Layout.MTP_NEMOTRON),
-    (".mtp.layers.0.eh_proj.", Layout.MTP_OTHER),  # LongCat-Flash, MiMo-V2: a block that is no layer of the target
-    (".mtp.layers.0.transformer_block.", Layout.MTP_OTHER),  # Inkling
-    (".mtp.0.", Layout.MTP_OTHER),  # DeepSeek-V4
-    (".mtp_layers.0.enorm.", Layout.MTP_OTHER),  # Hunyuan V4
-    (".mtp.", Layout.MTP_QWEN),
-    (".eh_proj.", Layout.MTP_DEEPSEEK),
-    (".mtp_layers.", Layout.MTP_MIMO),
-    (".mtp_linear_proj.", Layout.MTP_ERNIE),
-)
+_TABLES = tomllib.loads(files("drafters").joinpath("checkpoints/layouts.toml").read_text("utf-8"))
+_NAMED = tuple((Layout[kind], tuple(keys), part) for kind, keys, part in _TABLES["named"])
+_MARKERS = tuple((marker, Layout[kind]) for marker, kind in _TABLES["markers"])
 
 
 def _detect_eagle(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layout:

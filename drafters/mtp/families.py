@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.resources import files
 
 import torch
 from transformers import PreTrainedConfig
@@ -62,62 +64,10 @@ class Family:
         return self.others + rest
 
 
-DEEPSEEK = Family(
-    "DeepSeek-style",
-    r"(?:.*\.)?layers\.(?P<k>\d+)\.(?P<rest>.+)",
-    {
-        "enorm.": "enorm.",
-        "hnorm.": "hnorm.",
-        "eh_proj.": "eh_proj.",
-        "shared_head.norm.": "norm.",
-        "final_layernorm.": "norm.",
-        "transformer.shared_head.norm.": "norm.",
-    },
-)
-"""The final norm as DeepSeek and GLM, as Ling and Hunyuan, and as Step name it.
-
-Source: sgl-project/sglang 0.5.23, models/deepseek_nextn.py, bailing_moe_nextn.py, hunyuan_v3_nextn.py, step3p5_mtp.py.
-"""
-MIMO = Family(
-    "MiMo-style",
-    r"(?:.*\.)?mtp_layers\.(?P<k>\d+)\.(?P<rest>.+)",
-    {
-        "token_layernorm.": "enorm.",
-        "hidden_layernorm.": "hnorm.",
-        "input_proj.": "eh_proj.",
-        "final_layernorm.": "norm.",
-    },
-    hidden_first=True,
-)
+_ENTRIES = tomllib.loads(files("drafters").joinpath("mtp/families.toml").read_text("utf-8"))
+DEEPSEEK, MIMO, ERNIE, QWEN, NEMOTRON = (Family(name, **entry) for name, entry in _ENTRIES.items())
 SPECULATORS = replace(MIMO, name="speculators", hidden_first=False)
 """Source: vllm-project/speculators: MiMo's names with the embedding first."""
-ERNIE = Family(
-    "Ernie-style",
-    r"(?:.*\.)?mtp_(?P<part>emb_norm|hidden_norm|linear_proj|block)\.(?P<k>\d+)\.(?P<rest>.+)",
-    {"emb_norm.": "enorm.", "hidden_norm.": "hnorm.", "linear_proj.": "eh_proj.", "block.": "blocks.0."},
-)
-QWEN = Family(
-    "Qwen-style",
-    r"(?:.*\.)?mtp\.(?P<rest>.+)",
-    {
-        "pre_fc_norm_embedding.": "enorm.",
-        "pre_fc_norm_hidden.": "hnorm.",
-        "fc.": "eh_proj.",
-        "norm.": "norm.",
-        "layers.0.": "blocks.0.",
-    },
-)
-NEMOTRON = Family(
-    "Nemotron-H-style",
-    r"(?:.*\.)?mtp\.layers\.(?P<k>\d+)\.(?P<rest>.+)",
-    {"0.enorm.": "enorm.", "0.hnorm.": "hnorm.", "0.eh_proj.": "eh_proj.", f"{_LAST}final_layernorm.": "norm."},
-    others="blocks.",
-    numbered=True,
-)
-"""Blocks of one mixer; the projection is in the first, the final norm in the last.
-
-Source: vllm-project/vllm, nemotron_h_mtp.py.
-"""
 
 FAMILIES: Mapping[Layout, Family] = {
     Layout.MTP_DEEPSEEK: DEEPSEEK,

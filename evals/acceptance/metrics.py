@@ -6,8 +6,11 @@ All metrics are ratios of sums over questions; that makes resampling questions (
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
 
 import numpy as np
 
@@ -55,143 +58,13 @@ class Metric:
         return np.asarray(self.offset + ratio)
 
 
-METRICS: tuple[Metric, ...] = (
-    Metric(
-        "tau",
-        "τ",
-        "Tokens kept per verification round: sum of tokens emitted / sum of rounds; the token of the prompt pass and "
-        "tokens after a stop are not counted; 1.0 without speculation, at most K+1.",
-        ("emitted",),
-        ("rounds",),
-        round_length=True,
-    ),
-    Metric(
-        "tau_eagle",
-        "τ EAGLE",
-        "sum(new_tokens) / sum(idxs + 1) of EAGLE's answer files: accepted drafts + 1 per round, tokens after a stop "
-        "in the last round included.",
-        ("untrimmed",),
-        ("rounds",),
-        round_length=True,
-    ),
-    Metric(
-        "tau_eagle_idxs",
-        "τ EAGLE / idxs",
-        "sum(new_tokens) / sum(idxs), as often quoted from EAGLE's answer files; idxs is rounds - 1 a turn, so this is "
-        "too high by rounds / (rounds - turns).",
-        ("untrimmed",),
-        ("rounds_less_one",),
-    ),
-    Metric(
-        "tau_spec_bench",
-        "MAT (Spec-Bench)",
-        "Spec-Bench's mean accepted tokens: mean of accept_lengths over all steps of all questions, tokens after a "
-        "stop in the last step included.",
-        ("untrimmed",),
-        ("rounds",),
-        round_length=True,
-    ),
-    Metric(
-        "tau_vllm",
-        "mean acceptance length (vLLM)",
-        "vLLM's: 1 + accepted drafts / rounds that had drafts, drafts after a stop included.",
-        ("raw_accepted",),
-        ("drafting_rounds",),
-        offset=1.0,
-        round_length=True,
-    ),
-    Metric(
-        "tau_sglang",
-        "accept length (SGLang)",
-        "SGLang's spec_accept_length, requests pooled: completion tokens / verification rounds, the token of the "
-        "prompt pass counted, tokens after a stop not.",
-        ("new_tokens",),
-        ("rounds",),
-    ),
-    Metric(
-        "acceptance_rate",
-        "acceptance rate",
-        "Accepted drafts / verified drafts; drafts that stand after a stop count in neither.",
-        ("accepted",),
-        ("drafted",),
-        share=True,
-    ),
-    Metric(
-        "acceptance_rate_vllm",
-        "draft acceptance rate (vLLM)",
-        "vLLM's: accepted drafts / verified drafts, drafts after a stop included.",
-        ("raw_accepted",),
-        ("raw_drafted",),
-        share=True,
-    ),
-    Metric(
-        "acceptance_rate_sglang",
-        "accept rate (SGLang)",
-        "SGLang's spec_accept_rate (EAGLE): accepted drafts / (rounds x K), drafts after a stop included, and K "
-        "counted also where a length limit leaves fewer drafts.",
-        ("raw_accepted",),
-        ("slots",),
-        share=True,
-    ),
-    Metric(
-        "speedup",
-        "speed-up",
-        "Ratio of totals against the target alone in the same run: (new tokens / wall seconds) of this "
-        "configuration / the same of the target alone; prompt passes included.",
-        ("new_tokens", "base_wall_s"),
-        ("wall_s", "base_new_tokens"),
-        timing=True,
-        baseline=True,
-    ),
-    Metric(
-        "speedup_mean_of_rates",
-        "speed-up, mean of rates",
-        "mean over questions of (new tokens / wall seconds) / the same mean of the target alone; one token counter for "
-        "both configurations.",
-        ("rate",),
-        ("base_rate",),
-        timing=True,
-        baseline=True,
-    ),
-    Metric(
-        "speedup_spec_bench",
-        "speed-up (Spec-Bench, EAGLE)",
-        "As speed.py of Spec-Bench and EAGLE: mean over questions of (accepted + 1 summed / wall seconds) / mean of "
-        "(answer text re-tokenised, less one a turn, / wall seconds) of the target alone; the two counters differ.",
-        ("rate_untrimmed",),
-        ("base_rate_text",),
-        timing=True,
-        baseline=True,
-    ),
-    Metric(
-        "speedup_decode",
-        "speed-up, decode only",
-        "As speed-up, without the prompt pass: (tokens after the first / seconds from the first token to the last) of "
-        "this configuration / the same of the target alone.",
-        ("later_tokens", "base_decode_s"),
-        ("decode_s", "base_later_tokens"),
-        timing=True,
-        baseline=True,
-    ),
-    Metric(
-        "tokens_per_s",
-        "tokens/s",
-        "New tokens / wall seconds of the generate calls.",
-        ("new_tokens",),
-        ("wall_s",),
-        timing=True,
-        digits=1,
-    ),
-    Metric(
-        "drafts_per_s",
-        "drafts/s",
-        "Verified drafts / wall seconds of the generate calls.",
-        ("raw_drafted",),
-        ("wall_s",),
-        timing=True,
-        digits=1,
-    ),
-)
+def _read(key: str, entry: dict[str, Any]) -> Metric:
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entry.items()}
+    return Metric(key, **values)
+
+
+_ENTRIES = tomllib.loads(files("evals").joinpath("acceptance/metrics.toml").read_text("utf-8"))
+METRICS: tuple[Metric, ...] = tuple(_read(key, entry) for key, entry in _ENTRIES.items())
 
 CONDITIONAL = "P(draft j accepted | drafts 1..j-1 accepted and draft j existed): accepted at j / rounds that reached j."
 UNCONDITIONAL = "P(drafts 1..j all accepted | draft j existed): accepted at j / rounds that had a draft j."

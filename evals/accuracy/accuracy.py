@@ -146,11 +146,8 @@ def prefix_cache(side: EngineLM) -> Json:
 def evaluate(model: Any, prepared: Prepared, store: RunStore, report: Report) -> list[Json]:
     """lm-eval's result of each of the plan's configurations."""
     plan = prepared.plan
-    return [_evaluate(EngineLM(model, arm, **_options(plan, store, report)), prepared) for arm in plan.arms]
-
-
-def _options(plan: AccuracyPlan, store: RunStore, report: Report) -> dict[str, Any]:
-    return {"max_gen_toks": plan.max_gen_toks, "seed": plan.seed, "store": store, "report": report}
+    how: dict[str, Any] = {"max_gen_toks": plan.max_gen_toks, "seed": plan.seed, "store": store, "report": report}
+    return [_evaluate(EngineLM(model, arm, **how), prepared) for arm in plan.arms]
 
 
 def _task_manager(plan: AccuracyPlan) -> TaskManager:

@@ -19,13 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from evals.acceptance.summary import Json
-    from evals.accuracy.accuracy import AccuracyPlan
-
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from evals.acceptance.summary import Json
     from evals.accuracy.accuracy import AccuracyPlan, Measured, Prepared
 
 

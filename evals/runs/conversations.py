@@ -10,13 +10,15 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from evals.data.datasets import Question, opening, render
 from evals.runs.answers import Answer, Turn, segments
 from specdec.errors import SpecdecError
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
+
+Result = TypeVar("Result")
 
 
 class Model(Protocol):
@@ -185,6 +187,10 @@ class Worker:
     def run(self, work: Work) -> list[Answer]:
         """Answer one chunk."""
         return run_chunk(self.models, work.arms, work.chunk, work.asking, rotation=work.index)
+
+    def apply(self, function: Callable[[Worker], Result]) -> Result:
+        """Call a function with this worker."""
+        return function(self)
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Per model: what it is, the hashes of its weights, and whether it has a chat template."""

@@ -10,16 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from evals.data.datasets import DataSet, Question
 from evals.errors import WorkerError, require
 from evals.runs.answers import Answer
-from evals.runs.conversations import Asking, Configuration, ModelSpec, Work, Worker
+from evals.runs.conversations import Asking, Configuration, ModelSpec, Result, Work, Worker
 from evals.runs.store import RunStore
-
-Result = TypeVar("Result")
 
 
 class Executor(Protocol):
@@ -39,22 +37,19 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """One worker in this process."""
+    """An `Executor` of one worker in this process."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """See Executor."""
         return self._worker.facts()
 
     def run(self, works: Sequence[Work]) -> Iterator[list[Answer]]:
-        """See Executor."""
         return (self._worker.run(work) for work in works)
 
     def on_one(self, function: Callable[[Worker], Result]) -> Result:
-        """See Executor."""
-        return function(self._worker)
+        return self._worker.apply(function)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -144,15 +139,8 @@ class _Task:
     attempts: int = 0
 
 
-@dataclass
-class _Pool:
-    """Running calls: reference -> (task, actor)."""
-
-    running: dict[Any, tuple[_Task, Any]] = field(default_factory=dict)
-
-
 class RayExecutor:
-    """Workers as Ray actors. Needs an initialised Ray (`connect`)."""
+    """An `Executor` whose workers are Ray actors. Needs an initialised Ray (`connect`)."""
 
     def __init__(
         self,
@@ -181,11 +169,9 @@ class RayExecutor:
         self._facts: dict[str, dict[str, Any]] = found[0]
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """See Executor."""
         return self._facts
 
     def on_one(self, function: Callable[[Worker], Result]) -> Result:
-        """See Executor."""
         (found,) = self._wait_for([self._actors[0].apply.remote(function)])
         result: Result = found
         return result
@@ -195,13 +181,15 @@ class RayExecutor:
         import ray
 
         waiting = [_Task(work) for work in reversed(works)]
-        idle, pool = list(self._actors), _Pool()
-        while waiting or pool.running:
+        idle, running = list(self._actors), dict[Any, tuple[_Task, Any]]()
+        while waiting or running:
             while waiting and idle:
-                self._send(waiting.pop(), idle.pop(), pool)
-            done, _ = ray.wait(list(pool.running), timeout=_CHUNK_S)
-            for reference in done or list(pool.running):
-                task, actor = pool.running.pop(reference)
+                task, actor = waiting.pop(), idle.pop()
+                task.attempts += 1
+                running[actor.run.remote(task.work)] = (task, actor)
+            done, _ = ray.wait(list(running), timeout=_CHUNK_S)
+            for reference in done or list(running):
+                task, actor = running.pop(reference)
                 answers = _result(reference) if done else None
                 if answers is None:
                     actor = self._replace(actor)
@@ -218,10 +206,6 @@ class RayExecutor:
             ray.kill(actor)
         self._actors = []
 
-    def _send(self, task: _Task, actor: Any, pool: _Pool) -> None:
-        task.attempts += 1
-        pool.running[actor.run.remote(task.work)] = (task, actor)
-
     def _failed(self, task: _Task, waiting: list[_Task]) -> list[Answer] | None:
         """Queue a chunk again, or give it up and return its answers as errors."""
         if task.attempts < self._attempts:
@@ -237,8 +221,7 @@ class RayExecutor:
     def _start(self) -> Any:
         import ray
 
-        remote = ray.remote(num_cpus=1, num_gpus=self._num_gpus)(_Actor)
-        return remote.remote(self._specs, self._load)
+        return ray.remote(num_cpus=1, num_gpus=self._num_gpus)(Worker).remote(self._specs, self._load)
 
     def _replace(self, dead: Any) -> Any:
         import ray
@@ -257,22 +240,6 @@ class RayExecutor:
             raise WorkerError(f"a worker failed: {error.cause}") from error
         except (RayActorError, GetTimeoutError) as error:
             raise WorkerError(f"a worker did not start: {error}") from error
-
-
-class _Actor:
-    """A Worker inside an actor."""
-
-    def __init__(self, specs: Mapping[str, ModelSpec], load: Callable[[ModelSpec], Any]) -> None:
-        self._worker = Worker(specs, load)
-
-    def facts(self) -> dict[str, dict[str, Any]]:
-        return self._worker.facts()
-
-    def run(self, work: Work) -> list[Answer]:
-        return self._worker.run(work)
-
-    def apply(self, function: Callable[[Worker], Any]) -> Any:
-        return function(self._worker)
 
 
 def _result(reference: Any) -> list[Answer] | None:

@@ -31,11 +31,9 @@ class LongFactors(RoundExtra):
 
     @property
     def rereads(self) -> bool:
-        """See `RoundExtra.rereads`."""
         return self.rule.rereads
 
     def columns(self, max_rows: int) -> FirstTokensLong:
-        """See `RoundExtra.columns`."""
         return FirstTokensLong(self.rule)
 
     def section(self, fixed: bool) -> MakeSection | None:
@@ -43,11 +41,9 @@ class LongFactors(RoundExtra):
         return None if fixed else _section
 
     def variant(self, prompt_len: int, num_committed: int) -> int:
-        """See `RoundExtra.variant`."""
         return LONG_FACTORS if self.rule.is_long(prompt_len, num_committed) else 0
 
     def reach(self, variant: int) -> int | None:
-        """See `RoundExtra.reach`."""
         return None if variant & LONG_FACTORS or not self.rule.rereads else self.rule.original
 
 

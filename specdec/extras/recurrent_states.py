@@ -29,11 +29,9 @@ class RecurrentStates(RoundExtra):
         return {"fold_rule": vars(self.rule)}
 
     def columns(self, max_rows: int) -> FoldedTokens:
-        """See `RoundExtra.columns`."""
         return FoldedTokens(self.rule, max_rows)
 
     def section(self, fixed: bool) -> MakeSection:
-        """See `RoundExtra.section`."""
         return partial(StateSection, most_replayed=self.rule.most_replayed)
 
 
@@ -49,11 +47,9 @@ class FoldedTokens(ExtraColumns):
         self.folded = np.zeros(max_rows, np.int64)
 
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
-        """See `ExtraColumns.open`."""
         self.folded[row] = table.computed[row]
 
     def scheduled(self, table: RowTable, schedule: Schedule) -> StateIndex:
-        """See `ExtraColumns.scheduled`."""
         rows, start = schedule.rows, table.computed[schedule.rows]
         replay = replay_of(start, self.folded[rows])
         num_new = self._rule.num_new(replay, schedule.num_new, start >= table.prefill[rows])
@@ -68,7 +64,6 @@ class FoldedTokens(ExtraColumns):
         num_accepted: np.ndarray,
         tokens: np.ndarray | None,
     ) -> StateIndex:
-        """See `ExtraColumns.after`."""
         assert isinstance(last, StateIndex)
         replay = replay_of(start, folded_after(last.start, last.num_new, last.start - last.replay))
         num_new = self._rule.num_new(replay, schedule.num_new, np.ones(len(start), np.bool_))
@@ -80,11 +75,9 @@ class FoldedTokens(ExtraColumns):
         return index
 
     def commit(self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None) -> None:
-        """See `ExtraColumns.commit`."""
         assert isinstance(committed, StateIndex)
         self.folded[rows] = folded_after(committed.start, committed.num_new, self.folded[rows])
 
     def check_leaving(self, table: RowTable, row: int) -> None:
-        """See `ExtraColumns.check_leaving`."""
         folded, computed = int(self.folded[row]), int(table.computed[row])
         require(folded == computed, f"a row leaves with {folded} of its {computed} tokens in its states")

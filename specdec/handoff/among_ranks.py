@@ -26,18 +26,7 @@ from specdec.handoff.link import TRANSPORTS, Link, RankEnd, fingerprint, options
 from specdec.handoff.moved import Handoff, Leaving, MovedRequest, Pages
 from specdec.handoff.moving import MovingRequests, moving_requests
 from specdec.parallel.engine import FollowingEngine, LeadingEngine
-from specdec.parallel.messages import (
-    CloseTransfer,
-    Drop,
-    Fetch,
-    Fetched,
-    Opened,
-    OpenTransfer,
-    Release,
-    Reserve,
-    Resume,
-    SubmitLeaving,
-)
+from specdec.parallel.messages import CallMoving, CloseTransfer, Fetch, Fetched, Opened, OpenTransfer, Resume
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.workers import Link as Channel
 from specdec.wrapped.fingerprint import fingerprint_of_target
@@ -76,7 +65,8 @@ class LeadingRequests(MovingRequests):
         """See `MovingRequests.submit_leaving`. Raises RanksLostError: a rank is lost."""
         self.check_leaving(request)
         with self._leading.all_ranks():
-            self._channel.send(SubmitLeaving(request))
+            told = replace(request, params=replace(request.params, stop=()))
+            self._channel.send(CallMoving("submit_leaving", (told,)))
             return super().submit_leaving(request)
 
     def reserve(self, moved: MovedRequest) -> int:
@@ -90,7 +80,7 @@ class LeadingRequests(MovingRequests):
         with self._leading.all_ranks():
             try:
                 number = super().reserve(moved)
-                self._channel.send(Reserve(moved))
+                self._channel.send(CallMoving("reserve", (moved,)))
             except OutOfPagesError as error:
                 missing = error
         if missing is not None:
@@ -116,7 +106,7 @@ class LeadingRequests(MovingRequests):
             super().drop(number, settled)
             return
         with self._leading.all_ranks():
-            self._channel.send(Drop(number, now))
+            self._channel.send(CallMoving("drop_told", (number, now)))
             super().drop(number, lambda: now)
             self.held.watch(number, settled)
 
@@ -126,7 +116,7 @@ class LeadingRequests(MovingRequests):
             self.held.settle(pools, due)
             return
         with self._leading.all_ranks():
-            self._channel.send(Release(due.leases, due.reads))
+            self._channel.send(CallMoving("settle_told", (due,)))
             self.held.settle(pools, due)
 
 
@@ -144,21 +134,22 @@ class FollowingRequests(MovingRequests):
 
     def follow(self, message: Any) -> bool:
         """Do what rank 0 does; False where it is something else."""
-        if isinstance(message, SubmitLeaving):
-            request = message.request
-            self.submit_leaving(replace(request, params=replace(request.params, stop=())))
-        elif isinstance(message, Reserve):
-            self.reserve(message.moved)
+        if isinstance(message, CallMoving):
+            getattr(self, message.method)(*message.arguments)
         elif isinstance(message, Resume):
             self._resume(message)
-        elif isinstance(message, Drop):
-            self.drop(message.number, lambda: message.settled)
-        elif isinstance(message, Release):
-            self.held.settle(self._following.scheduler.pools(), Due(message.leases, message.reads))
-            self.held.finished()  # peers tell all ranks; rank 0 alone listens
         else:
             return False
         return True
+
+    def drop_told(self, number: int, settled: bool) -> None:
+        """`drop`; settled: whether the pages are free at once; else rank 0 says later that they are."""
+        self.drop(number, lambda: settled)
+
+    def settle_told(self, due: Due) -> None:
+        """Settle leases and late reads."""
+        self.held.settle(self._following.scheduler.pools(), due)
+        self.held.finished()  # peers tell all ranks; rank 0 alone listens
 
     def _resume(self, message: Resume) -> None:
         handoff = Handoff.from_bytes(message.data)
@@ -224,7 +215,7 @@ def open_on_other_ranks(model: Any, transport: str, options: dict[str, Any], eng
 
 
 class RanksRead:
-    """A read of all ranks of this engine: done when all of them are."""
+    """A `Read` of all ranks of this engine: done when all of them are."""
 
     def __init__(self, model: Any, handoff: Handoff, number: int, deadline: float, start: Callable[[], Read]) -> None:
         """Let the other ranks begin. start: starts the read of this rank, which `wait` calls."""
@@ -263,7 +254,6 @@ class RanksRead:
 
     @property
     def settled(self) -> bool:
-        """See `Read.settled`."""
         if self._done or (self._own is not None and not self._own.settled):
             return self._done
         if self._channel.workers.is_lost:

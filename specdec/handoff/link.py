@@ -118,7 +118,7 @@ class RankEnd:
 
 
 class _InTime:
-    """A read that failed unless it was done before its deadline: after that the source may use its pages again."""
+    """A `Read` that failed unless it was done before its deadline: after that the source may use its pages again."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -131,7 +131,6 @@ class _InTime:
 
     @property
     def settled(self) -> bool:
-        """See `Read.settled`."""
         return self._read.settled
 
 

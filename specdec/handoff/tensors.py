@@ -72,13 +72,12 @@ class RowTensors(Protocol):
 
 
 class _Carried:
-    """States, and vectors of a draft loop: the same in every executor."""
+    """`RowTensors`: states, and vectors of a draft loop: the same in every executor."""
 
     def __init__(self, states: StateRunner | None, loop: object, device: torch.device) -> None:
         self._states, self._loop, self._device = states, loop, device
 
     def pack(self, row: int, computed: int, drafts: bool) -> dict[str, torch.Tensor]:
-        """See `RowTensors.pack`."""
         found: dict[str, torch.Tensor] = {}
         if drafts and isinstance(self._loop, CarriesVectors):
             found["carried"] = self._loop.carried_by(row).clone()
@@ -87,7 +86,6 @@ class _Carried:
         return found
 
     def refuses(self, tensors: Tensors) -> str:
-        """See `RowTensors.refuses`."""
         expected: dict[str, tuple[int, ...]] = {}
         if isinstance(self._loop, CarriesVectors) and "drafts" in tensors:
             expected["carried"] = self._loop.carried_shape
@@ -121,7 +119,6 @@ class EagerTensors(_Carried):
         self._vocab, self._draws = vocab, draws
 
     def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
-        """See `RowTensors.drafts_of`."""
         found = {"drafts": draft.token_ids[place, :count].clone()}
         if sampled and draft.probs is not None:
             found["draft_probs"] = draft.probs[place, :count].clone()
@@ -131,7 +128,6 @@ class EagerTensors(_Carried):
         """See `RowTensors.places`."""
 
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
-        """See `RowTensors.receive`."""
         for one in arrived:
             self.unpack(one.row, one.computed, one.arrival.tensors)
         drafting = [one for one in arrived if one.num_drafts]
@@ -149,7 +145,6 @@ class GraphTensors(_Carried):
         self._static, self._drawn = buffers.loop, buffers.drawn
 
     def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
-        """See `RowTensors.drafts_of`."""
         found = {"drafts": draft.token_ids[place, :count].clone()}
         return found | self._drawn.kept(place, count) if sampled and self._drawn is not None else found
 
@@ -158,7 +153,6 @@ class GraphTensors(_Carried):
         return np.setdiff1d(np.arange(len(self._static.drafts)), taken)[:count]
 
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
-        """See `RowTensors.receive`."""
         for one in arrived:
             self.unpack(one.row, one.computed, one.arrival.tensors)
         drafting = [one for one in arrived if one.num_drafts]
@@ -174,7 +168,6 @@ class GraphTensors(_Carried):
         return Draft(self._static.drafts, None)
 
     def refuses(self, tensors: Tensors) -> str:
-        """See `RowTensors.refuses`."""
         half = self._drawn is not None and self._drawn.in_half_precision
         if half and "draft_probs" in tensors:
             return (

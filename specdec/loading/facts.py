@@ -23,42 +23,6 @@ if TYPE_CHECKING:
     from specdec.execution.base import GraphReport
 
 
-class Loaded(Protocol):
-    """The part of a SpeculativeModel that facts are read from."""
-
-    hf_model: Any
-    head: Any
-    runners: Any
-    checkpoint: Any
-    target: Any
-    backend_name: str
-    self_test_error: float
-    twin: Any
-    config: Any
-    generation_config_use: Any
-    group: Any
-    graphs: str
-    cascade_attention: str
-
-    @property
-    def prefix_caching(self) -> str: ...
-
-    @property
-    def builds(self) -> Any: ...
-
-    @property
-    def start_seconds(self) -> Any: ...
-
-    @property
-    def executor(self) -> Any: ...
-
-    @property
-    def dtype(self) -> Any: ...
-
-    @property
-    def device(self) -> Any: ...
-
-
 @runtime_checkable
 class _Captured(Protocol):
     """An executor that captured graphs."""
@@ -66,8 +30,8 @@ class _Captured(Protocol):
     report: GraphReport
 
 
-def facts_of(model: Loaded) -> dict[str, Any]:
-    """Resolved facts of model, head, attention, caches, graphs and engine."""
+def facts_of(model: Any) -> dict[str, Any]:
+    """Resolved facts of a SpeculativeModel: model, head, attention, caches, graphs and engine."""
     head, runners, checkpoint, attends = model.head, model.runners, model.checkpoint, model.target.runner
     hybrid = model.target.states is not None
     layers = attends.layer_numbers if isinstance(attends, GroupedRunner) else {}
@@ -109,7 +73,7 @@ def facts_of(model: Loaded) -> dict[str, Any]:
     }
 
 
-def _adapter(model: Loaded) -> str | None:
+def _adapter(model: Any) -> str | None:
     """The adapter that was loaded, and whether it runs live; those that a given model came with; None for none."""
     live = in_words(adapter_states(adapter_layers(model.hf_model)))
     named = None if model.checkpoint is None else model.checkpoint.adapter
@@ -118,7 +82,7 @@ def _adapter(model: Loaded) -> str | None:
     return f"{named}, {'live' if live else 'merged'}"
 
 
-def _quantisation(model: Loaded) -> dict[str, Any] | None:
+def _quantisation(model: Any) -> dict[str, Any] | None:
     """How the target's weights are stored and run; None for a target that is not quantised."""
     stored = None if model.checkpoint is None else model.checkpoint.quantisation
     facts = facts_of_quantisation(model.hf_model, stored)
@@ -128,7 +92,7 @@ def _quantisation(model: Loaded) -> dict[str, Any] | None:
     return facts | {"method": "fp8", "scheme": model.target.fp8.scheme.in_words, "runs": runs}
 
 
-def _own_config(model: Loaded) -> str:
+def _own_config(model: Any) -> str:
     """What of the model's own generation_config applies, and what is switched off or will be refused."""
     odd = ", ".join(f"{name}={short(v)}" for name, v in sorted(unsupported(model.hf_model.generation_config).items()))
     if model.generation_config_use == "ignore":
@@ -147,7 +111,7 @@ def _cache(runner: GroupRunner, layers: Sequence[int] | None, hybrid: bool) -> s
     return f"{own}{tokens:,} tokens in {str(dtype).removeprefix('torch.')}, {group.layout} pages, {size:.3g} GiB"
 
 
-def _long_rope(model: Loaded) -> str | None:
+def _long_rope(model: Any) -> str | None:
     """From which length on a longrope model's requests have long factors; None for other models."""
     rule = model.target.long_rope
     if rule is None:
@@ -156,7 +120,7 @@ def _long_rope(model: Loaded) -> str | None:
     return f"short factors up to {rule.original:,} tokens, long ones beyond{again}"
 
 
-def _sparse(model: Loaded) -> str | None:
+def _sparse(model: Any) -> str | None:
     """How attention with an indexer is served; None for a model without."""
     dense = dense_up_to(model.hf_model)
     return (

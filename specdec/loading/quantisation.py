@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 import torch
@@ -74,34 +76,10 @@ class Package:
         return wanted if self.oldest and found < Version(self.oldest) else ""
 
 
-_ACCELERATE = Package("accelerate", "accelerate", "ACCELERATE_MIN_VERSION")
-_KERNELS = Package("kernels", "kernels", "KERNELS_MIN_VERSION")
-_GPTQMODEL = Package("gptqmodel", "gptqmodel", "1.4.3")
-PACKAGES: dict[str, tuple[Package, ...]] = {
-    "compressed-tensors": (Package("compressed_tensors", "compressed-tensors", "COMPRESSED_TENSORS_MIN_VERSION"),),
-    "torchao": (Package("torchao", "torchao", "TORCHAO_MIN_VERSION"),),
-    "quanto": (Package("optimum.quanto", "optimum-quanto"), _ACCELERATE),
-    "bitsandbytes_4bit": (Package("bitsandbytes", "bitsandbytes", "BITSANDBYTES_MIN_VERSION"), _ACCELERATE),
-    "bitsandbytes_8bit": (Package("bitsandbytes", "bitsandbytes", "BITSANDBYTES_MIN_VERSION"), _ACCELERATE),
-    "gptq": (_GPTQMODEL, Package("optimum.gptq", "optimum", "1.24.0"), _ACCELERATE),
-    "awq": (_GPTQMODEL, _ACCELERATE),
-    "auto-round": (Package("auto_round", "auto-round", "AUTOROUND_MIN_VERSION"), _ACCELERATE),
-    "aqlm": (Package("aqlm", "aqlm"), _ACCELERATE),
-    "hqq": (Package("hqq", "hqq", "HQQ_MIN_VERSION"), _ACCELERATE),
-    "quark": (Package("quark", "amd-quark"),),
-    "vptq": (Package("vptq", "vptq", "VPTQ_MIN_VERSION"), _ACCELERATE),
-    "spqr": (Package("spqr_quant", "spqr_quant"), _ACCELERATE),
-    "eetq": (_KERNELS, _ACCELERATE),
-    "higgs": (Package("flute", "flute-kernel"), Package("fast_hadamard_transform", "fast_hadamard_transform")),
-    "fp_quant": (Package("fp_quant", "fp_quant"),),
-    "fbgemm_fp8": (Package("fbgemm_gpu", "fbgemm-gpu"), _ACCELERATE),
-    "bitnet": (_ACCELERATE,),
-    "sinq": (Package("sinq", "sinq"),),
-    "fouroversix": (Package("fouroversix", "fouroversix"),),
-}
-"""What each method needs, by the name in transformers' registry. Source: `validate_environment` of its quantizers.
-
-Methods that are not here need nothing, or (mxfp4) are multiplied out without it."""
+_TABLE = tomllib.loads(files("specdec").joinpath("loading/quantisation.toml").read_text("utf-8"))
+PACKAGES = {method: tuple(Package(*package) for package in packages) for method, packages in _TABLE.items()}
+"""What each method needs, by the name in transformers' registry; a method that is not here needs nothing."""
+_KERNELS, _ACCELERATE = PACKAGES["eetq"]
 
 
 @dataclass(frozen=True)

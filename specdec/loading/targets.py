@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from drafters.mtp.checkpoint import module_names
-from specdec.errors import InvalidInputError
+from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.loading.adapters import applied, unwrapped, with_adapter
 from specdec.loading.auto_classes import AutoClass, auto_class, model_class
 from specdec.loading.builtin import resolve
@@ -26,7 +28,6 @@ from specdec.loading.checkpoint import (
     check_weight_files,
     find_checkpoint,
 )
-from specdec.loading.fp8 import fp8_checkpoint
 from specdec.loading.load_errors import check_complete, loading_named
 from specdec.loading.memory import check_weights_fit
 from specdec.loading.objects import check_loaded_target, check_target_type
@@ -45,6 +46,7 @@ from specdec.loading.quanto import is_quanto_folder, load_quanto
 from specdec.loading.sizes import resolve_device, resolve_dtype
 from specdec.values import short
 from specdec.wrapped.alterations import without_unpickled
+from specdec.wrapped.fp8 import Scheme
 from specdec.wrapped.group import ALONE, Group
 
 OnConfig = Callable[[PreTrainedConfig, "torch.dtype | str", torch.device], None]
@@ -179,6 +181,52 @@ def _without_progress_bar() -> Iterator[None]:
     finally:
         if was_shown:
             transformers_logging.enable_progress_bar()
+
+
+_FP8 = "fp8"
+
+
+class Fp8Quantizer(FineGrainedFP8HfQuantizer):
+    """transformers' quantizer for weights that stay in FP8, on any device (`specdec.wrapped.fp8` runs them). Its own
+    asks for accelerate, and without a GPU it multiplies the weights out in silence."""
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is needed."""
+
+
+@contextmanager
+def fp8_checkpoint(config: Any, name: str) -> Iterator[None]:
+    """Load a target of this configuration inside. Nothing is done for one that is not quantised in FP8.
+
+    Raises:
+        UnsupportedModelError: a scheme of FP8 that no operator serves, or `dequantize`, before weights are read.
+    """
+    stored = getattr(config, "quantization_config", None)
+    values: Mapping[str, Any] = stored if isinstance(stored, Mapping) else vars(stored) if stored else {}
+    if values.get("quant_method") != _FP8:
+        yield
+        return
+    if values.get("dequantize"):
+        raise UnsupportedModelError(
+            f"{name}: quantization_config of its config.json has dequantize=true, another model whose activations are "
+            "not rounded; leave it out, or load the model with transformers and give it as the target"
+        )
+    if (kind := values.get("fmt", "e4m3")) != "e4m3":
+        raise UnsupportedModelError(f"{name} is quantised in FP8 with fmt={kind!r}; supported is 'e4m3'")
+    _scheme(values).check(name)
+    before = AUTO_QUANTIZER_MAPPING[_FP8]
+    AUTO_QUANTIZER_MAPPING[_FP8] = Fp8Quantizer
+    try:
+        yield
+    finally:
+        AUTO_QUANTIZER_MAPPING[_FP8] = before
+
+
+def _scheme(values: Mapping[str, Any]) -> Scheme:
+    """As transformers reads it: 128 x 128 where nothing is said, one scale a weight where that is null."""
+    blocks = values.get("weight_block_size", (128, 128))
+    static = str(values.get("activation_scheme", "dynamic")).lower() == "static"
+    return Scheme(None if blocks is None else tuple(blocks), static, values.get("scale_fmt", "float") == "ue8m0")
 
 
 def open_target(

@@ -127,16 +127,9 @@ def inverse_map(target_ids: torch.Tensor, target_vocab_size: int) -> torch.Tenso
 
 
 def draw_drafts(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    sampling: Parameters,
-    uniform: torch.Tensor,
-    step: int,
-    out: Filtered,
-    *,
-    num_accepted: torch.Tensor | None = None,
-    places: DraftPlaces | None = None,
-) -> None:
+    logits: torch.Tensor, ids: torch.Tensor, sampling: Parameters, uniform: torch.Tensor, step: int, out: Filtered, *,
+    num_accepted: torch.Tensor | None = None, places: DraftPlaces | None = None,
+) -> None:  # fmt: skip
     """Replace the greedy draft ids of rows with temperature > 0 by draws from their q = `target_probs(logits)`.
 
     The draw is that of `draw` with uniform[row, num_accepted[row] + step] (at most the last column's).
@@ -158,16 +151,9 @@ def draw_drafts(
 
 
 def accept_drafts(
-    logits: torch.Tensor,
-    index: torch.Tensor,
-    filtered: Filtered,
-    sampling: Parameters,
-    num_drafts: torch.Tensor,
-    accept_uniform: torch.Tensor,
-    next_uniform: torch.Tensor,
-    packed: torch.Tensor,
-    proposal: Proposal | None = None,
-) -> None:
+    logits: torch.Tensor, index: torch.Tensor, filtered: Filtered, sampling: Parameters, num_drafts: torch.Tensor,
+    accept_uniform: torch.Tensor, next_uniform: torch.Tensor, packed: torch.Tensor, proposal: Proposal | None = None,
+) -> None:  # fmt: skip
     """Decide the rows with temperature > 0 as `accept_sampled` does and rewrite them as `PackedResult.pack` would.
 
     Probabilities are summed exactly, in units of 2**-52, so that a row's result does not depend on the batch.

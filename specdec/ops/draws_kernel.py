@@ -249,15 +249,10 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_drafts(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    parameters: tuple[torch.Tensor, ...],
-    uniform: torch.Tensor,
-    step: int,
-    stats: torch.Tensor,
-    num_accepted: torch.Tensor | None,
+    logits: torch.Tensor, ids: torch.Tensor, parameters: tuple[torch.Tensor, ...], uniform: torch.Tensor, step: int,
+    stats: torch.Tensor, num_accepted: torch.Tensor | None,
     places: tuple[torch.Tensor | None, ...] = (None, None, None, None),
-) -> None:
+) -> None:  # fmt: skip
     """See `draw_drafts`; parameters: temperature, top_k, top_p, min_p [R]; stats [R, 4].
 
     places: the fields of a `DraftPlaces`.

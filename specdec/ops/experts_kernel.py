@@ -2,9 +2,7 @@
 
 A program takes one expert and some of its rows, collects the (token, expert) pairs that chose it, and multiplies them
 sixteen at a time: the expert's weights come from memory once, nothing is sorted, and no shape depends on the routing.
-
-As `specdec.ops.experts_kernel`: a program takes one expert and some of its rows, collects the (token, expert) pairs
-that chose it, and multiplies them sixteen at a time; each block of 128 columns is multiplied by its scales.
+In FP8 each block of 128 columns is multiplied by its scales.
 """
 
 from __future__ import annotations

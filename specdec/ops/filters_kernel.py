@@ -209,14 +209,9 @@ def _list_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_filters(
-    logits: torch.Tensor,
-    peaks: torch.Tensor,
-    parameters: tuple[torch.Tensor, ...],
-    stats: torch.Tensor,
-    index: torch.Tensor | None,
-    copy: torch.Tensor | None = None,
-    zeros: torch.Tensor | None = None,
-) -> None:
+    logits: torch.Tensor, peaks: torch.Tensor, parameters: tuple[torch.Tensor, ...], stats: torch.Tensor,
+    index: torch.Tensor | None, copy: torch.Tensor | None = None, zeros: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """See `filter_rows`; parameters: temperature, top_k, top_p, min_p [J]; stats [R, 4].
 
     copy: [R, V] of any row stride, gets the logits of the rows with temperature > 0, a NaN as -infinity. zeros: [R]

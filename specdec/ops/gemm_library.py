@@ -124,7 +124,7 @@ class Matmul:
 
 
 class _Launcher:
-    """One algorithm on one shape.
+    """A `Launch`: one algorithm on one shape.
 
     Its workspace is the allocator's, as its output is: ordered on the stream of the call, and inside a CUDA graph part
     of the graph's memory.
@@ -141,7 +141,6 @@ class _Launcher:
         self._zero, self._workspace = self._one + self._factors.itemsize, algorithm.workspace
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See `Launch`."""
         handle, operation, weight_layout, x_layout, layout = self._fixed
         out, size = x.new_empty(self._size), self._workspace
         workspace = x.new_empty(size, dtype=torch.uint8) if size else None

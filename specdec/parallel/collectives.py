@@ -101,7 +101,7 @@ def _done(work: Any) -> None:
 
 
 class GroupCollectives:
-    """By torch.distributed's default group."""
+    """`Collectives` of torch.distributed's default group."""
 
     def __init__(self, device: torch.device) -> None:
         """device: where the tensors are."""
@@ -114,26 +114,22 @@ class GroupCollectives:
             self.name = "NCCL"
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Collectives.sum`."""
         out = x.clone(memory_format=torch.contiguous_format)
         with _named():
             _done(dist.all_reduce(out, async_op=not out.is_cuda))
         return out
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Collectives.gather`."""
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         with _named():
             _done(_gather(out, x.contiguous(), async_op=not out.is_cuda))
         return out.view(self._size, *x.shape)
 
     def from_first(self, x: torch.Tensor) -> None:
-        """See `Collectives.from_first`."""
         with _named():
             _done(dist.broadcast(x, src=0, async_op=not x.is_cuda))
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """See `Collectives.least`."""
         found = torch.tensor(values, dtype=torch.int64)
         with _named():
             _done(dist.all_reduce(found, dist.ReduceOp.MIN, async_op=True))
@@ -147,11 +143,9 @@ class GroupCollectives:
         backend.abort()
 
     def hold(self, graph: torch.cuda.CUDAGraph) -> None:
-        """See `Collectives.hold`."""
         self._graphs.add(graph)
 
     def leave(self) -> None:
-        """See `Collectives.leave`."""
         if self._device.type != "cuda":
             leave_group()
             return

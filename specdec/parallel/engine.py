@@ -20,7 +20,7 @@ import torch
 from specdec.engine.engine import Engine
 from specdec.errors import RanksLostError, SpecdecError
 from specdec.parallel.collectives import RankGoneError
-from specdec.parallel.messages import Abort, Arrange, Forget, Run, Step, Submit
+from specdec.parallel.messages import Call
 from specdec.parallel.ranks import HeldInterrupt, Ranks
 from specdec.requests.request import Update
 from specdec.requests.sampling import SamplingParams
@@ -45,27 +45,27 @@ class LeadingEngine(Engine):
         """See `Engine.submit`; a request that is refused is told to nobody. Raises RanksLostError: a rank is lost."""
         self.check(token_ids, params)
         with self.all_ranks():
-            self._link.send(Submit(list(token_ids), params, sample_index, eos_token_ids))
+            self._tell("submit", list(token_ids), replace(params, stop=()), sample_index, eos_token_ids)
             return super().submit(token_ids, params, sample_index, eos_token_ids)
 
     def arrange(self, request_ids: Sequence[int]) -> None:
         """See `Engine.arrange`. Raises RanksLostError when a rank is lost."""
         with self.all_ranks():
-            self._link.send(Arrange(list(request_ids)))
+            self._tell("arrange", list(request_ids))
             super().arrange(request_ids)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """See `Engine.abort`. With a lost rank the requests are forgotten here."""
         with self.all_ranks():
             try:
-                self._link.send(Abort(list(request_ids)))
+                self._tell("abort", list(request_ids))
             except RanksLostError:
                 self._forget_all()
             super().abort(request_ids)
 
     def forget_prefixes(self) -> None:
         with self.all_ranks():
-            self._link.send(Forget())
+            self._tell("forget_prefixes")
             super().forget_prefixes()
 
     def step(self) -> list[Update]:
@@ -73,11 +73,11 @@ class LeadingEngine(Engine):
         with self.all_ranks():
             if self.guests is not None:
                 self.guests.settle()
-            self._link.send(Step())
+            self._tell("step")
             updates = super().step()
             ended = [update.request_id for update in updates if update.last and _by_text(update)]
             if ended and not self._link.workers.is_lost:
-                self._link.send(Abort(ended))
+                self._tell("abort", ended)
         return updates
 
     def tell(self, message: Any) -> None:
@@ -91,8 +91,11 @@ class LeadingEngine(Engine):
         The first argument on each rank is its engine. Between two rounds only.
         """
         with self.all_ranks():
-            self._link.send(Run(function, arguments))
+            self._tell("run", function, *arguments)
             return named_function(function)(self, *arguments)
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        self._link.send(Call(method, arguments))
 
     @contextmanager
     def all_ranks(self) -> Iterator[None]:
@@ -186,25 +189,18 @@ class FollowingEngine(Engine):
         self.also_follows: Callable[[Any], bool] = lambda message: False
         super().__init__(*parts)
 
+    def run(self, function: str, *arguments: Any) -> None:
+        """Call a function, see `LeadingEngine.run`."""
+        named_function(function)(self, *arguments)
+
     def follow(self, message: Any) -> None:
         """Do what rank 0 does.
 
         Raises:
             RanksLostError: a message that does not belong here: the ranks stand at different places.
         """
-        if isinstance(message, Step):
-            self.step()
-        elif isinstance(message, Submit):
-            params = replace(message.params, stop=())
-            self.submit(message.token_ids, params, message.sample_index, message.eos_token_ids)
-        elif isinstance(message, Arrange):
-            self.arrange(message.request_ids)
-        elif isinstance(message, Abort):
-            self.abort(message.request_ids)
-        elif isinstance(message, Forget):
-            self.forget_prefixes()
-        elif isinstance(message, Run):
-            named_function(message.function)(self, *message.arguments)
+        if isinstance(message, Call):
+            getattr(self, message.method)(*message.arguments)
         elif not self.also_follows(message):
             raise RanksLostError(f"the ranks disagree: rank 0 launched a round that is not launched here ({message})")
 

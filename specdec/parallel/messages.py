@@ -36,32 +36,11 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Submit:
-    """`Engine.submit` with these arguments."""
+class Call:
+    """Call a method of the engine with these arguments, as rank 0 calls its own."""
 
-    token_ids: Sequence[int]
-    params: Any
-    sample_index: int
-    eos_token_ids: Sequence[int] | None
-
-
-@dataclass(frozen=True)
-class Arrange:
-    """`Engine.arrange` of these ids."""
-
-    request_ids: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Abort:
-    """`Engine.abort` with these ids."""
-
-    request_ids: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Step:
-    """`Engine.step`."""
+    method: str
+    arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,30 +51,11 @@ class Launching:
 
 
 @dataclass(frozen=True)
-class Forget:
-    """`Engine.forget_prefixes`."""
+class CallMoving:
+    """Call a method of `FollowingRequests` with these arguments."""
 
-
-@dataclass(frozen=True)
-class Run:
-    """Call a function ("module:name") with the model and these arguments, as rank 0 does."""
-
-    function: str
+    method: str
     arguments: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class SubmitLeaving:
-    """`MovingRequests.submit_leaving` of this `Leaving`."""
-
-    request: Any
-
-
-@dataclass(frozen=True)
-class Reserve:
-    """`MovingRequests.reserve` of this `MovedRequest`."""
-
-    moved: Any
 
 
 @dataclass(frozen=True)
@@ -104,22 +64,6 @@ class Resume:
 
     data: bytes
     number: int | None
-
-
-@dataclass(frozen=True)
-class Drop:
-    """`MovingRequests.drop`. settled: whether the pages are free at once; else rank 0 says later that they are."""
-
-    number: int
-    settled: bool
-
-
-@dataclass(frozen=True)
-class Release:
-    """`HeldPages.settle` of these leases and late reads."""
-
-    leases: tuple[str, ...]
-    reads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -180,11 +180,9 @@ class _ReadingShare(Reading):
         self.options = told(plan, ranks.size)
 
     def while_reading(self) -> AbstractContextManager[None]:
-        """See `Reading.while_reading`."""
         return as_rank(self._ranks.device, self._ranks.size)
 
     def finish(self, model: Any) -> None:
-        """See `Reading.finish`."""
         self._ranks.part = take_share(model, self._plan, self._ranks.rank, self._ranks.size)
 
 

@@ -122,7 +122,6 @@ class Orders:
             self._inbox.later.append((number, message))
 
     def told(self, message: Any) -> Any:
-        """See `Channel.told`."""
         return self.get()
 
     def check(self) -> None:

@@ -272,7 +272,7 @@ def _started(size: int, folder: str) -> list[Process]:
 
 
 class Link:
-    """What one model says to the other ranks. Closed with the model, or when nobody has the model any more."""
+    """A `Channel`: what one model says to the others. Closed with the model, or when nobody has the model any more."""
 
     def __init__(self, workers: Workers, number: int) -> None:
         """number: of the model, the same on every rank."""
@@ -286,17 +286,14 @@ class Link:
         self.workers.send((self.number, message))
 
     def told(self, message: Any) -> Any:
-        """See `Channel.told`."""
         self.send(message)
         return message
 
     def check(self) -> None:
-        """See `Channel.check`."""
         self.workers.check()
 
     @property
     def is_lost(self) -> bool:
-        """See `Channel.is_lost`."""
         return self.workers.is_lost
 
     def close(self) -> None:

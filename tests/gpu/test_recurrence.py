@@ -11,8 +11,8 @@ import torch
 from attention.recurrence import delta_kernel, delta_tokens_kernel, scan_kernel
 from attention.recurrence.conv_kernel import short_conv
 from attention.recurrence.delta_kernel import ShortTiling, gated_delta
-from attention.recurrence.delta_tokens_kernel import DeltaTiling
-from attention.recurrence.scan_kernel import SsdTiling, selective_scan
+from attention.recurrence.kernel_rows import StateTiling
+from attention.recurrence.scan_kernel import selective_scan
 from attention.recurrence.ssd_kernel import ssd_scan
 from tests.attention.recurrence import token_by_token as oracle
 from tests.attention.recurrence.recurrence_cases import (
@@ -67,13 +67,13 @@ def test_delta_of_a_round(shape: Any, vector: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "tiling",
     [
-        DeltaTiling(b, p, w, r)
+        StateTiling(b, p, w, r)
         for b, p, w, r in ((32, 32, 8, 80), (64, 32, 8, 80), (128, 32, 8, None), (16, 16, 4, None))
     ],
 )
-def test_delta_of_every_tiling(tiling: DeltaTiling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delta_of_every_tiling(tiling: StateTiling, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token."""
-    monkeypatch.setattr(delta_tokens_kernel, "delta_tiling", lambda *_: tiling)
+    monkeypatch.setattr(delta_tokens_kernel, "state_tiling", lambda *_: tiling)
     monkeypatch.setattr(delta_kernel, "ONE_CHUNK", False)
     case = delta(VERIFY, QWEN, False, torch.bfloat16)
     checked(gated_delta, oracle.gated_delta, case, StateRows.of(VERIFY, CUDA), LIMITS[torch.bfloat16], 2e-6)
@@ -210,9 +210,9 @@ def test_mamba2(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtyp
         checked(ssd_scan, oracle.ssd_scan, case, StateRows.of(lengths, CUDA), *limits)
 
 
-@pytest.mark.parametrize("tiling", [SsdTiling(32, 32, 8, 80), SsdTiling(64, 32, 8, 80), SsdTiling(16, 16, 4, None)])
-def test_mamba2_of_every_tiling(tiling: SsdTiling, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan_kernel, "ssd_tiling", lambda *_: tiling)
+@pytest.mark.parametrize("tiling", [StateTiling(32, 32, 8, 80), StateTiling(64, 32, 8, 80), StateTiling(16, 16, 4)])
+def test_mamba2_of_every_tiling(tiling: StateTiling, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan_kernel, "state_tiling", lambda *_: tiling)
     torch.manual_seed(0)
     case = on_gpu(ssd_case(sum(r[0] for r in VERIFY) + 3, (8, 128), (128, 64), torch.bfloat16, ring_size=RING))
     checked(ssd_scan, oracle.ssd_scan, case, StateRows.of(VERIFY, CUDA), LIMITS[torch.bfloat16], 2e-6)

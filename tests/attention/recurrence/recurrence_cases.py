@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attention.recurrence.state_cache import DeltaRing, ScanRing, SsdRing
+from attention.recurrence.state_cache import DeltaRing, ScanRing
 from tests.attention.recurrence.token_by_token import StateRows, copied
 
 ROUND = [
@@ -68,7 +68,7 @@ def ssd_case(
     (groups, num_heads), (states, dim) = heads, dims
     widths = [num_heads * dim, groups * states, groups * states, 3]
     x, b, c, _ = torch.randn(tokens, sum(widths)).to(dtype).split(widths, 1)
-    ring = SsdRing(
+    ring = ScanRing(
         torch.randn(slots, ring_size, num_heads, dim).to(dtype),
         torch.randn(slots, ring_size, groups, states).to(dtype),
         torch.rand(slots, ring_size, num_heads),

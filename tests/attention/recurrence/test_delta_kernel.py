@@ -21,7 +21,7 @@ from attention.errors import InvariantError
 from attention.recurrence import delta_kernel, delta_solve_kernel, delta_tokens_kernel
 from attention.recurrence.delta_kernel import ShortTiling, gated_delta
 from attention.recurrence.delta_solve_kernel import unit_upper_inverse
-from attention.recurrence.delta_tokens_kernel import DeltaTiling
+from attention.recurrence.kernel_rows import StateTiling
 from attention.recurrence.state_cache import DeltaRing
 from tests.attention.recurrence import token_by_token as oracle
 from tests.attention.recurrence.recurrence_cases import (
@@ -57,8 +57,8 @@ def ring_places(start: int, replay: int, num_new: int, drafts: int, size: int) -
 @pytest.mark.parametrize(
     ("heads", "dims", "vector", "tiling"),
     [
-        ((1, 2), (16, 16), False, DeltaTiling(8, 8, 1)),
-        ((2, 2), (16, 8), True, DeltaTiling(4, 16, 1)),
+        ((1, 2), (16, 16), False, StateTiling(8, 8, 1)),
+        ((2, 2), (16, 8), True, StateTiling(4, 16, 1)),
         ((2, 2), (24, 12), False, None),  # no powers of two, as OLMo hybrid's heads
     ],
 )
@@ -66,12 +66,12 @@ def test_a_round(
     heads: tuple[int, int],
     dims: tuple[int, int],
     vector: bool,
-    tiling: DeltaTiling | None,
+    tiling: StateTiling | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
     if tiling is not None:
-        monkeypatch.setattr(delta_tokens_kernel, "delta_tiling", lambda *_: tiling)
+        monkeypatch.setattr(delta_tokens_kernel, "state_tiling", lambda *_: tiling)
     case = delta_case(TOKENS, heads, dims, vector)
     checked(gated_delta, oracle.gated_delta, case | {"l2_normalize": not vector}, StateRows.of(ROUND), 1e-6, 1e-6)
 

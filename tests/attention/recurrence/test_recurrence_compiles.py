@@ -50,13 +50,13 @@ chunk = {"CHUNK": 64, "PRECISION": "tf32"}
 told = {what: {} for what in ("tokens", "scans", "delta chunks", "delta short")}
 found = told["tokens"]
 for units in (32, 1024):
-    tiles = delta_tokens.delta_tiling(units, 128, 128)
-    sizes = {"PIECE": tiles.piece, "BLOCK_DV": tiles.block_dv}
+    tiles = delta_tokens.state_tiling(units, 128, 128)
+    sizes = {"PIECE": tiles.piece, "BLOCK_DV": tiles.block}
     for vector in (False, True):
         own = delta | sizes | {"VECTOR_GATE": vector}
         found[f"delta {units} {vector}"] = compiled(delta_tokens._delta_kernel, own, tiles.warps)
-    tiles = scan.ssd_tiling(units, 64, 128)
-    own = ssd | {"PIECE": tiles.piece, "BLOCK_P": tiles.block_p}
+    tiles = scan.state_tiling(units, 64, 128)
+    own = ssd | {"PIECE": tiles.piece, "BLOCK_P": tiles.block}
     found[f"ssd {units}"] = compiled(scan._ssd_kernel, own, tiles.warps)
 found = told["scans"]
 sizes = {"CHANNELS": 8192, "STATES": 16, "WIDTH": 16, "BLOCK": scan._BLOCK, "HAS_D": True}
@@ -94,7 +94,7 @@ def compiled_kernels() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_for_hopper() -> None:
-    """Token by token, no tile of a state moves between threads: the tiling's reason (see `delta_tiling`).
+    """Token by token, no tile of a state moves between threads: the tiling's reason (see `state_tiling`).
 
     One test: workers that share the kinds would each compile them all.
     """
