@@ -92,7 +92,12 @@ def cut(graph: Graph) -> tuple[_Region, ...] | None:
 
 
 def _attentions() -> tuple[Any, ...]:
-    """The operators at which a graph is cut: attention, and those of recurrences where they are registered."""
+    """The operators at which a graph is cut: attention, and those of recurrences where they are registered.
+
+    They are looked up anew for each graph, and none is missed: a graph holds an operator only once it is registered,
+    which the file that calls it does (`attention.recurrence.hf_calls`); the probe imports that before a target with
+    recurrent layers is compiled.
+    """
     there = (name for name in ("attend", *MIXING_OPERATORS) if hasattr(torch.ops.specdec, name))
     return tuple(
         op for name in there for op in (getattr(torch.ops.specdec, name), getattr(torch.ops.specdec, name).default)

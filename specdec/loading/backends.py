@@ -360,3 +360,16 @@ def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
             f"{type(probed.model).__name__} has recurrent layers ({kinds}), which sum a prompt in chunks and a "
             "verification token by token: not with backend='batch_invariant'; use backend='flashinfer'"
         )
+
+
+def check_format_fits(probed: TargetProbe, format: KVFormat) -> None:
+    """Refuse a KV cache in 8 bits for a target that has none.
+
+    Raises:
+        InvalidInputError: no layer attends, and the cache was to be in 8 bits.
+    """
+    if format.dtype is not None and not probed.calls:
+        raise InvalidInputError(
+            f"kv_cache_dtype='fp8': no layer of {type(probed.model).__name__} attends, so it has no KV cache; give "
+            "'auto' (states of recurrent layers are float32)"
+        )

@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.backends.base import AttentionBackend
-from attention.cache.kv_cache import KVFormat
 from drafters.base import Head
 from drafters.mtp.convention import MtpConvention
 from specdec.config import EngineConfig
@@ -18,6 +17,7 @@ from specdec.loading.assembly import Parts, choose_cascade, choose_prefix_cachin
 from specdec.loading.backends import (
     begin_kernels,
     check_backend_fits,
+    check_format_fits,
     expected_keys,
     kv_format,
     kv_layout,
@@ -119,13 +119,12 @@ def _probe(model: PreTrainedModel, backend: AttentionBackend, options: LoadOptio
     return probed
 
 
-def _states(probed: TargetProbe, format: KVFormat, rows: Rows) -> tuple[int, tuple[RoundExtra, ...]]:
+def _states(probed: TargetProbe, rows: Rows) -> tuple[int, tuple[RoundExtra, ...]]:
     """Bytes of the states of a target's recurrent layers, and what rounds have of them; 0 and () where it has none."""
     if not probed.recurrent_calls:
         return 0, ()
-    from specdec.loading.states import check_format_fits, state_bytes, state_extras
+    from specdec.loading.states import state_bytes, state_extras
 
-    check_format_fits(probed, format)
     return state_bytes(probed, rows), state_extras(probed, rows.num_speculative_tokens)
 
 
@@ -145,9 +144,10 @@ def _sized(
     check_tables_fit(options.max_num_seqs, longest)
     scales = chosen_scales(checkpoint, probed, options.kv_cache_dtype, options.kv_cache_scales)
     format = kv_format(options.kv_cache_dtype, *scales)
+    check_format_fits(probed, format)
     rows = _rows(head, longest, options)
-    states, extras = _states(probed, format, rows)
     sizes = token_bytes(probed, head, format, longest, options.hybrid_kv_cache)
+    states, extras = _states(probed, rows)
     cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
     tokens, *others = group.least([cache.tokens, *cache.windowed])  # their schedules must be the same
     cache = Division(tokens, tuple(others))

@@ -3,50 +3,33 @@ with recurrent layers alone."""
 
 from __future__ import annotations
 
-from attention.cache.kv_cache import KVFormat
 from attention.recurrence.functions import recurrences_of
 from attention.recurrence.layer_spec import fold_rule
 from attention.recurrence.runner import StateRunner
 from attention.recurrence.state_cache import StateGroup
 from specdec.config import EngineConfig, state_slots
-from specdec.errors import InvalidInputError
 from specdec.extras.recurrent_states import RecurrentStates
 from specdec.loading.groups import Rows
 from specdec.rounds.extras import RoundExtra
 from specdec.wrapped.probing import TargetProbe
 
 
-def check_format_fits(probed: TargetProbe, format: KVFormat) -> None:
-    """Refuse a KV cache in 8 bits for a target that has none.
-
-    Raises:
-        InvalidInputError: no layer attends, and the cache was to be in 8 bits.
-    """
-    if format.dtype is not None and not probed.calls:
-        raise InvalidInputError(
-            f"kv_cache_dtype='fp8': no layer of {type(probed.model).__name__} attends, so it has no KV cache; give "
-            "'auto' (states of recurrent layers are float32)"
-        )
-
-
 def uncapturable(probed: TargetProbe) -> str:
     """Why rounds of a target cannot run from CUDA graphs, in words; "" where its recurrent layers do not prevent it."""
     functions = recurrences_of(probed.model.device)
-    if not probed.recurrent_calls or functions.capturable:
+    if functions.capturable:
         return ""
     return f"recurrent layers are computed by {functions.name} functions, which no CUDA graph can hold"
 
 
 def state_bytes(probed: TargetProbe, rows: Rows) -> int:
-    """Bytes of the states of all rows; 0 for a target without recurrent layers."""
+    """Bytes of the states of all rows."""
     group = _group(probed, state_slots(rows.max_num_seqs), rows.num_speculative_tokens)
     return group.num_slots * group.bytes_per_row(probed.model.dtype)
 
 
-def state_runner(probed: TargetProbe, config: EngineConfig) -> StateRunner | None:
-    """The states of a target's recurrent layers, allocated; None where it has none."""
-    if not probed.recurrent_calls:
-        return None
+def state_runner(probed: TargetProbe, config: EngineConfig) -> StateRunner:
+    """The states of a target's recurrent layers, allocated."""
     group = _group(probed, config.num_state_slots, config.num_speculative_tokens)
     return StateRunner(group, probed.model.dtype, probed.model.device)
 
