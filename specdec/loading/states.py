@@ -1,4 +1,4 @@
-"""The recurrent states of a target: how many slots, what they take, and what cannot be with them. Imported for targets
+"""The recurrent states of a target: slot count, memory, and whether CUDA graphs can hold them. Imported for targets
 with recurrent layers alone."""
 
 from __future__ import annotations
