@@ -33,9 +33,9 @@ SPINE = (
 )
 """Folders and files that every round passes, whatever features are there."""
 WINGS = {
-    "handoff": r"handoff|moved|moving|depart|crossing|aside|visit",
+    "handoff": r"handoff|moved_\w+|\w+_moved|moving|depart|crossing|aside|visit",
     "parallel": r"rank|ranks|ranked|announce|symmetric",
-    "recurrence": r"recurren\w*|states?_?(?:index|fields?|rows)|fold\w*|replay\w*|num_folded|most_replayed",
+    "recurrence": r"recurren\w*|states?_?(?:index|fields?|rows)|fold\w*|replay_\w+|(?:\w+_)?replayed|max_replay",
     "long rope": r"long_?rope\w*|rope_positions|rope_field",
 }
 """Features that can be absent: words in names by which a line of the spine names one."""

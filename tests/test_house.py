@@ -102,6 +102,14 @@ def cottage(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_ordinary_words_name_no_wing(cottage: Path) -> None:
+    """A graph is replayed and text is moved in rounds that have no wing."""
+    text = "moved = cut()\ngraph.replay()\nstates.max_replay = 1\nrow.moved_shapes = replay_of(row)\n"
+    (cottage / "specdec/rounds/words.py").write_text(text)
+    found = house.wing_lines(cottage, Path("specdec/rounds/words.py"))
+    assert [line for line, _ in found] == [3, 4] and found[0][1] == "recurrence"
+
+
 def test_planted_faults_are_found(cottage: Path) -> None:
     assert len(house.modules(cottage)) == 4
     assert house.wing_lines(cottage, Path("specdec/rounds/rows.py")) == [(4, "handoff"), (5, "handoff")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -15,9 +15,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from attention.errors import UnsupportedAttentionError
 from attention.hf.absorbed_mla import AbsorbedAttention, absorbed_attention
 from attention.hf.gate import guarded
+from attention.hf.mixing import RecurrentCall, modeling_files
 from attention.hf.model_specific import INDEX_ARGUMENT, chunk_size_of, dense_stand_ins, reads_indices, temperature_of
 from attention.hf.patches import attention_configs, attention_implementation
-from attention.recurrence.hf_port import RecurrentCall, recorded_recurrences
 from attention.spec import AttentionSpec
 
 _PROBE_NAME = "specdec_probe"
@@ -82,13 +82,13 @@ def probe(model: PreTrainedModel, num_tokens: int = 4) -> Probe:
 
     Raises:
         UnsupportedAttentionError: as `recorded_calls`; or another number of logits comes back than of all the tokens or
-            of those that were asked for.
+            of those that were asked for; or the model may have recurrent layers, and `attention.recurrence` is absent.
     """
     ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
     inputs: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(num_tokens, device=model.device)[None]}
     if takes_selection := _takes(model.forward, "logits_to_keep"):
         inputs["logits_to_keep"] = torch.arange(1, num_tokens - 1, device=model.device)
-    with torch.no_grad(), recorded_calls(model) as calls, recorded_recurrences(model) as recurrent:
+    with torch.no_grad(), recorded_calls(model) as calls, _recorded_recurrences(model) as recurrent:
         logits = model(**inputs, use_cache=False).logits
     rows = int(logits.shape[1])
     if rows != num_tokens and not (takes_selection and rows == num_tokens - 2):
@@ -97,6 +97,17 @@ def probe(model: PreTrainedModel, num_tokens: int = 4) -> Probe:
             f"{num_tokens - 2} were asked for by logits_to_keep"
         )
     return Probe(tuple(calls), int(logits.shape[-1]), rows != num_tokens, tuple(recurrent))
+
+
+def _recorded_recurrences(model: PreTrainedModel) -> AbstractContextManager[list[RecurrentCall]]:
+    """See `attention.recurrence.hf_port`, which is imported for models that may have recurrent layers alone."""
+    if not modeling_files(list(model.modules())):
+        return nullcontext([])
+    try:
+        from attention.recurrence.hf_port import recorded_recurrences
+    except ImportError as error:
+        raise UnsupportedAttentionError(f"recurrent layers need attention.recurrence: {error}") from error
+    return recorded_recurrences(model)
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

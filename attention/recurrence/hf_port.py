@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from threading import RLock, get_ident
 from types import ModuleType
@@ -23,19 +22,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from attention.errors import UnsupportedAttentionError
+from attention.hf.mixing import RecurrentCall, modeling_files
 from attention.recurrence.hf_calls import STAND_INS, Mixing, RecurrenceChannel
 from attention.recurrence.layer_spec import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
 from attention.recurrence.runner import Recur, empty_output
 
 _BOUND = "_specdec_recurrence"
-
-
-@dataclass(frozen=True)
-class RecurrentCall:
-    """What one call of a recurrence needs of a state. module: the layer that makes it."""
-
-    module: nn.Module
-    spec: RecurrenceSpec
 
 
 class _Entered:
@@ -110,13 +102,6 @@ class RecurrentPort:
     def _next(recur: Recur, thread: int) -> Mixing:
         call = _entered[thread].next()[1]
         return lambda name, *inputs: getattr(recur, name)(call, *inputs)
-
-
-def modeling_files(modules: Sequence[nn.Module]) -> tuple[ModuleType, ...]:
-    """The modeling files that these modules' code is in, of those with functions that have a stand-in."""
-    names = dict.fromkeys(kind.__module__ for module in modules for kind in type(module).__mro__)
-    files = (sys.modules[name] for name in names if name in sys.modules)
-    return tuple(file for file in files if any(name in vars(file) for name in STAND_INS))
 
 
 def _enter(module: nn.Module, args: Any) -> None:

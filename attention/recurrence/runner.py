@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -88,6 +89,16 @@ class StateRunner:
         """The calls of one launch; what it derives from the rows is its own, as buffers are written again."""
         return StatesOver(self, replace(rows))
 
+    def serving(self, metadata: CommonAttentionMetadata) -> StatesOver | None:
+        """The calls of the launch of a batch; None for a batch without states."""
+        rows = metadata.extra(StateRows)
+        return None if rows is None else self.over(rows)
+
+    @staticmethod
+    def noted(note: Note) -> NotedCalls:
+        """Calls that are noted, and computed later."""
+        return NotedCalls(note)
+
     @staticmethod
     def blank() -> Blank:
         """Calls that give zeros and leave the states alone: to run a model before its kernels are there."""
@@ -157,6 +168,26 @@ class Blank:
     gated_delta = _zeros("gated_delta")
     ssd_scan = _zeros("ssd_scan")
     selective_scan = _zeros("selective_scan")
+
+
+Note = Callable[[str, int, tuple[Any, ...], torch.Tensor], None]
+"""Told of a call: its name and number, its inputs, and the memory where its output is expected."""
+
+
+class NotedCalls:
+    """A `Recur` that computes nothing: every call is handed on, see `Note`."""
+
+    def __init__(self, note: Note) -> None:
+        self._note = note
+        self.short_conv: Any = partial(self._noted, "short_conv")
+        self.gated_delta: Any = partial(self._noted, "gated_delta")
+        self.ssd_scan: Any = partial(self._noted, "ssd_scan")
+        self.selective_scan: Any = partial(self._noted, "selective_scan")
+
+    def _noted(self, name: str, call: int, *inputs: Any) -> torch.Tensor:
+        out = empty_output(name, inputs)
+        self._note(name, call, inputs, out)
+        return out
 
 
 class StateSection(ExtraSection):

@@ -22,20 +22,14 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import _config as size_config
 
-import attention.recurrence.hf_calls  # noqa: F401 (registers operators)
 from attention.hf.custom_op import opaque_operator
+from attention.hf.mixing import MIXING_OPERATORS
 from specdec.compiler.passes import Rewriting
 from specdec.errors import SpecdecError
 from specdec.wrapped.alterations import Alterations
 
 _LEAST_ATTENTIONS = 3
 """The fewest attentions of which one region is between two others, and may come again."""
-_ATTENTIONS = tuple(
-    operator
-    for name in ("attend", "short_conv", "gated_delta", "ssd_scan", "selective_scan")
-    for operator in (getattr(torch.ops.specdec, name), getattr(torch.ops.specdec, name).default)
-)
-"""The operators at which a graph is cut: attention, and the recurrences of hybrid models."""
 _SIZES = (int, torch.SymInt)
 _GIVEN = ("placeholder", "get_attr")
 """Nodes that compute nothing: a graph's inputs and its constants."""
@@ -84,9 +78,9 @@ def compile_regions(module: GraphModule, example_inputs: Sequence[Any]) -> Calla
 
 def cut(graph: Graph) -> tuple[_Region, ...] | None:
     """The regions of a graph in order; None where it is to be compiled as it is."""
-    parts: list[list[Node]] = [[]]
+    attentions, parts = _attentions(), list[list[Node]]([[]])
     for node in graph.nodes:
-        if node.target in _ATTENTIONS:
+        if node.target in attentions:
             parts.append([])
         elif node.op not in (*_GIVEN, "output"):
             parts[-1].append(node)
@@ -95,6 +89,19 @@ def cut(graph: Graph) -> tuple[_Region, ...] | None:
     regions = tuple(_region(nodes) for nodes in parts if nodes)
     values = [value_of(node) for region in regions for node in (*region.inputs, *region.outputs)]
     return regions if all(isinstance(value, (torch.Tensor, *_SIZES)) for value in values) else None
+
+
+def _attentions() -> tuple[Any, ...]:
+    """The operators at which a graph is cut: attention, and those of recurrences where they are registered.
+
+    They are looked up anew for each graph, and none is missed: a graph holds an operator only once it is registered,
+    which the file that calls it does (`attention.recurrence.hf_calls`); the probe imports that before a target with
+    recurrent layers is compiled.
+    """
+    there = (name for name in ("attend", *MIXING_OPERATORS) if hasattr(torch.ops.specdec, name))
+    return tuple(
+        op for name in there for op in (getattr(torch.ops.specdec, name), getattr(torch.ops.specdec, name).default)
+    )
 
 
 def _region(nodes: list[Node]) -> _Region:

@@ -18,7 +18,6 @@ import torch
 
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.hf.custom_op import LayerAttend
-from attention.recurrence.runner import Recur
 from attention.runner import GroupRunner, PlannedBatch
 from drafters.loops.base import CarriedRows, Chosen, StaticLoop, StaticPrefill
 from specdec.acceptance.packed import PackedResult
@@ -123,7 +122,7 @@ class RaggedTarget:
         return graph.logits[:rows]
 
     def _between(self, metadata: CommonAttentionMetadata) -> Between:
-        """Plan a batch's attention and recurrences between the graphs."""
+        """Plan what a batch needs between the graphs."""
         planned = self._target.runner.plan(metadata)
         return Between(partial(self._target.runner.attend, planned), self._target.recur(planned))
 
@@ -160,7 +159,8 @@ class RaggedTarget:
             ids, positions, rows = (_integers(n, device) for n in (tokens, tokens, indices))
             launch = partial(self._target.launch, ids, positions, rows, model=self._model)
             graph, logits = record_segments(
-                lambda attend, recur: launch(attend=attend, recur=recur), self._pool, self._target.group
+                lambda attend, served: launch(attend=attend, recur=served),
+                *(self._pool, self._target.group, self._target.states),
             )
         return _TargetGraph(ids, positions, rows, graph, unowned(logits))
 
@@ -270,11 +270,11 @@ class RaggedPrefill:
             inputs = StaticPrefill(new(tokens), new(rows), carried)
             positions = tuple(_integers(tokens, self._device) for _ in range(self._num_passes))
 
-            def launch(attend: LayerAttend, recur: Recur) -> tuple[torch.Tensor, torch.Tensor]:
-                def served(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            def launch(attend: LayerAttend, served: Any) -> tuple[torch.Tensor, torch.Tensor]:
+                def attended(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
                     return attend(layer, query, key, value, None)
 
-                chosen = self._loop.prefill(inputs, positions, served)
+                chosen = self._loop.prefill(inputs, positions, attended)
                 return chosen.ids, chosen.logits
 
             graph, chosen = record_segments(launch, self._pool, self._group)

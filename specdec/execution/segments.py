@@ -1,5 +1,5 @@
-"""SegmentedGraph: a launch as CUDA graphs of the parts between its attentions, which run outside the graphs. The
-recurrences of hybrid models are cut out in the same way.
+"""SegmentedGraph: a launch as CUDA graphs of the parts between its attentions, which run outside the graphs. Other
+calls that depend on the rows (those of layers with states) are cut out in the same way.
 
 Attention of a round with prompts has no fixed shape: its plan, its kernels and their grids depend on the rows. All the
 rest depends on the number of tokens alone. So the launch is captured up to an attention, from there to the next one,
@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from attention.hf.custom_op import LayerAttend
-from attention.recurrence.runner import Blank, Recur, empty_output
 from specdec.wrapped.group import ALONE, Group
 
 T = TypeVar("T")
@@ -28,12 +26,22 @@ AttendInto = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 """A `LayerAttend` that is also given where to write; its tensors may have padding after the tokens of its batch."""
 
 
+class CutCalls(Protocol):
+    """The calls of a launch, beside attention, that no graph holds. `StateRunner` is one."""
+
+    def blank(self) -> Any:
+        """What serves them with zeros."""
+
+    def noted(self, note: Callable[[str, int, tuple[Any, ...], torch.Tensor], None]) -> Any:
+        """What computes nothing, and tells `note` of each call: its name, number, inputs, and memory for its output."""
+
+
 @dataclass(frozen=True)
 class Between:
-    """The launches between two graphs: a batch's attention, and its recurrences if the target has any."""
+    """The launches between two graphs: a batch's attention, and what serves its `CutCalls` if the target has any."""
 
     attend: AttendInto
-    recur: Recur | None = None
+    serving: Any = None
 
 
 @dataclass(frozen=True)
@@ -53,8 +61,8 @@ class AttentionCall:
 
 
 @dataclass(frozen=True)
-class RecurrenceCall:
-    """One recurrence between two graphs: `name` of `Recur`, its inputs. out [T, …]: input of the next graph."""
+class OtherCall:
+    """One of the `CutCalls` between two graphs: a method's name, its inputs. out [T, …]: input of the next graph."""
 
     name: str
     call: int
@@ -63,19 +71,19 @@ class RecurrenceCall:
 
     def run(self, between: Between) -> None:
         """Launch it."""
-        self.out.copy_(getattr(between.recur, self.name)(self.call, *self.inputs))
+        self.out.copy_(getattr(between.serving, self.name)(self.call, *self.inputs))
 
 
 class SegmentedGraph:
     """The graphs of one launch and the attentions between them."""
 
-    def __init__(self, graphs: list[torch.cuda.CUDAGraph], calls: Sequence[AttentionCall | RecurrenceCall]) -> None:
+    def __init__(self, graphs: list[torch.cuda.CUDAGraph], calls: Sequence[AttentionCall | OtherCall]) -> None:
         self._graphs = graphs
         self._calls = calls
 
     @property
     def num_graphs(self) -> int:
-        """One more than there are attentions and recurrences."""
+        """One more than there are calls between them."""
         return len(self._graphs)
 
     def replay(self, plan: Callable[[], Between]) -> None:
@@ -98,7 +106,7 @@ class _Cutter:
         self._group = group
         self._open = False
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.calls: list[AttentionCall | RecurrenceCall] = []
+        self.calls: list[AttentionCall | OtherCall] = []
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
@@ -122,46 +130,34 @@ class _Cutter:
         self.begin()
         return out
 
-
-class _CutRecurrences:
-    """A `Recur` that computes nothing: every call ends a graph, as the cutter's attention does."""
-
-    def __init__(self, cutter: _Cutter) -> None:
-        self._cutter = cutter
-        self.short_conv: Any = partial(self._cut, "short_conv")
-        self.gated_delta: Any = partial(self._cut, "gated_delta")
-        self.ssd_scan: Any = partial(self._cut, "ssd_scan")
-        self.selective_scan: Any = partial(self._cut, "selective_scan")
-
-    def _cut(self, name: str, call: int, *inputs: Any) -> torch.Tensor:
-        """The graph ends with the inputs, the next one begins with the output."""
-        out = empty_output(name, inputs)
-        self._cutter.end()
+    def note(self, name: str, call: int, inputs: tuple[Any, ...], out: torch.Tensor) -> None:
+        """Of a call of `CutCalls`: the graph ends with its inputs, the next one begins with its output."""
+        self.end()
         own = tuple(unowned(x) if isinstance(x, torch.Tensor) else x for x in inputs)
-        self._cutter.calls.append(RecurrenceCall(name, call, own, unowned(out)))
-        self._cutter.begin()
-        return out
+        self.calls.append(OtherCall(name, call, own, unowned(out)))
+        self.begin()
 
 
 def record_segments(
-    launch: Callable[[LayerAttend, Recur], T], pool: Any, group: Group = ALONE
+    launch: Callable[[LayerAttend, Any], T], pool: Any, group: Group = ALONE, others: CutCalls | None = None
 ) -> tuple[SegmentedGraph, T]:
     """Run `launch` once with an attention of zeros (load, allocate), then capture it into graphs that share `pool`.
 
     Nothing waits for the device, so it can be done between two rounds.
 
-    group: the processes whose exchanges the graphs may hold.
+    group: the processes whose exchanges the graphs may hold. others: what the launch calls beside its attention; it is
+        given what serves them, None where there are none.
 
     Returns:
         The graphs, and what the captured launch returned: where each replay writes its result.
     """
-    launch(_nothing, Blank())
+    launch(_nothing, None if others is None else others.blank())
     stream, cutter = _capture_stream(), _Cutter(pool, group)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         cutter.begin()
         try:
-            result = launch(cutter.attend, _CutRecurrences(cutter))
+            result = launch(cutter.attend, None if others is None else others.noted(cutter.note))
         finally:
             cutter.end()
     return SegmentedGraph(cutter.graphs, cutter.calls), result

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,10 @@ class LongFactors(RoundExtra):
     """A longrope target that serves requests beyond its short factors. rule: which requests use long factors when."""
 
     rule: LongRopeRule
+
+    def facts(self) -> dict[str, Any]:
+        """See `RoundExtra.facts`."""
+        return {"long_rope": self.rule}
 
     @property
     def rereads(self) -> bool:

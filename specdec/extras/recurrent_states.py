@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,10 @@ class RecurrentStates(RoundExtra):
     """A target's recurrent layers. rule: when their states are stored."""
 
     rule: FoldRule
+
+    def facts(self) -> dict[str, Any]:
+        """See `RoundExtra.facts`."""
+        return {"fold_rule": vars(self.rule)}
 
     def columns(self, max_rows: int) -> FoldedTokens:
         return FoldedTokens(self.rule, max_rows)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
-from attention.recurrence.runner import StateRunner
 from drafters.loops.base import CarriesVectors, Draft, DraftLoop
 from specdec.acceptance.judge import DraftVocab
 from specdec.engine.engine import Engine
@@ -25,6 +24,9 @@ from specdec.execution.round import Round
 from specdec.handoff.moved import Arrival
 from specdec.ops.draws import Filtered
 from specdec.requests.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from attention.recurrence.runner import StateRunner
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -23,7 +23,6 @@ from specdec.execution.eager import EagerExecutor
 from specdec.loading.backends import GraphChoice, Graphs, choose_graphs, made_in_inference_mode, uncaptured_state
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.progress import log
-from specdec.loading.states import state_runner, uncapturable
 from specdec.requests.generation_config import eos_ids
 from specdec.rounds.buckets import loop_limits
 from specdec.selftest.selftest import check_target
@@ -153,7 +152,7 @@ def assemble(parts: Parts, cuda_graphs: bool | Literal["auto"], group: Group = A
     """
     probed, head, config = parts.probed, parts.head, parts.config
     loop = None if head is None else head.draft_loop(loop_limits(config))
-    prevented = uncapturable(probed) or made_in_inference_mode(probed.model, head) or uncaptured_state(probed.model)
+    prevented = _uncapturable(probed) or made_in_inference_mode(probed.model, head) or uncaptured_state(probed.model)
     choice = choose_graphs(parts.backend, loop, cuda_graphs, prevented)
     if group.size > 1:  # one without graphs among others with them would wait for sums that never come
         choice = replace(choice, required=choice.wanted)
@@ -168,6 +167,15 @@ def assemble(parts: Parts, cuda_graphs: bool | Literal["auto"], group: Group = A
         return _checked(target, drafter, parts, choice)
 
 
+def _uncapturable(probed: TargetProbe) -> str:
+    """See `specdec.loading.states`."""
+    if not probed.recurrent_calls:
+        return ""
+    from specdec.loading.states import uncapturable
+
+    return uncapturable(probed)
+
+
 def _target(parts: Parts, group: Group) -> Target:
     """The wrapped model over its own caches and states."""
     probed, head, config = parts.probed, parts.head, parts.config
@@ -176,7 +184,11 @@ def _target(parts: Parts, group: Group) -> Target:
     runner = runner_of(parts.backend, pages, config.windowed, probed.model.dtype, probed.model.device)
     aux_layers = () if head is None else tuple(head.aux_layers)
     positions = config.max_model_len + config.num_speculative_tokens + 1
-    states = state_runner(probed, config)
+    states = None
+    if probed.recurrent_calls:
+        from specdec.loading.states import state_runner
+
+        states = state_runner(probed, config)
     return Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, positions, group)
 
 

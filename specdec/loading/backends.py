@@ -18,7 +18,7 @@ from attention.hf.weights import runs_plainly
 from attention.spec import AttentionSpec
 from drafters.loops.base import DraftLoop, GraphLoop
 from specdec.config import EngineConfig
-from specdec.errors import InvalidInputError, InvariantError, KernelBuildError
+from specdec.errors import InvalidInputError, InvariantError, KernelBuildError, UnsupportedModelError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.interrupts import interrupt_in
@@ -334,3 +334,42 @@ def _warn_of_flex() -> None:
     warn_user(
         f"{reason}: backend='auto' is 'flex', which has no CUDA graphs and is slower; backend='flex' says this no more"
     )
+
+
+def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
+    """Refuse recurrent and quantised layers where a token's result may not depend on the batch.
+
+    Raises:
+        UnsupportedModelError: the backend is batch-invariant and the target has such layers.
+    """
+    if probed.fp8 is not None and backend.batch_invariant:
+        raise UnsupportedModelError(
+            f"{type(probed.model).__name__} is quantised in FP8, whose matmuls run through other kernels for more "
+            "tokens: not with backend='batch_invariant'; use backend='flashinfer'"
+        )
+    quantised = next((layer for layer in probed.model.modules() if not runs_plainly(layer)), None)
+    if quantised is not None and backend.batch_invariant:
+        raise UnsupportedModelError(
+            f"{type(probed.model).__name__} has quantised layers ({type(quantised).__name__}), whose matmuls are their "
+            "library's and may sum otherwise in another batch: not with backend='batch_invariant'; use "
+            "backend='flashinfer'"
+        )
+    if probed.recurrent_calls and backend.batch_invariant:
+        kinds = ", ".join(dict.fromkeys(spec.kind for spec in probed.recurrence_specs))
+        raise UnsupportedModelError(
+            f"{type(probed.model).__name__} has recurrent layers ({kinds}), which sum a prompt in chunks and a "
+            "verification token by token: not with backend='batch_invariant'; use backend='flashinfer'"
+        )
+
+
+def check_format_fits(probed: TargetProbe, format: KVFormat) -> None:
+    """Refuse a KV cache in 8 bits for a target that has none.
+
+    Raises:
+        InvalidInputError: no layer attends, and the cache was to be in 8 bits.
+    """
+    if format.dtype is not None and not probed.calls:
+        raise InvalidInputError(
+            f"kv_cache_dtype='fp8': no layer of {type(probed.model).__name__} attends, so it has no KV cache; give "
+            "'auto' (states of recurrent layers are float32)"
+        )

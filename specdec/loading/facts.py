@@ -6,21 +6,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from attention.batch.host import extra_of
 from attention.cache.kv_cache import bytes_per_token
 from attention.groups import GroupedRunner
 from attention.hf.model_specific import dense_up_to
 from attention.hf.weights import model_bytes, num_elements
-from attention.recurrence.runner import StateRunner
 from attention.runner import GroupRunner
-from specdec.extras.long_factors import LongFactors
-from specdec.extras.recurrent_states import RecurrentStates
 from specdec.loading.kv_scales import scales_in_words
 from specdec.loading.quantisation import facts_of_quantisation
 from specdec.requests.generation_config import named, own_options, unsupported
 from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
 
 if TYPE_CHECKING:
+    from attention.recurrence.runner import StateRunner
     from specdec.config import EngineConfig
     from specdec.execution.base import GraphReport
 
@@ -134,10 +131,9 @@ def _sparse(model: Any) -> str | None:
 
 
 def _sizes(config: EngineConfig) -> dict[str, Any]:
-    states = extra_of(config.extras, RecurrentStates)
-    factors = extra_of(config.extras, LongFactors)
-    found = vars(config) | {"fold_rule": None if states is None else vars(states.rule)}
-    found |= {"long_rope": None if factors is None else factors.rule}
+    found = vars(config) | {"fold_rule": None, "long_rope": None}
+    for extra in config.extras:
+        found |= extra.facts()
     del found["extras"]
     return found
 

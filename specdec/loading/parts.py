@@ -16,6 +16,8 @@ from specdec.config import EngineConfig
 from specdec.loading.assembly import Parts, choose_cascade, choose_prefix_caching
 from specdec.loading.backends import (
     begin_kernels,
+    check_backend_fits,
+    check_format_fits,
     expected_keys,
     kv_format,
     kv_layout,
@@ -32,7 +34,6 @@ from specdec.loading.pairs import load_pair
 from specdec.loading.progress import log
 from specdec.loading.sizes import long_rope_extras, num_drafts
 from specdec.loading.sizes import max_model_len as max_model_len_of
-from specdec.loading.states import check_backend_fits, check_format_fits, state_bytes, state_extras
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
@@ -119,6 +120,15 @@ def _probe(model: PreTrainedModel, backend: AttentionBackend, options: LoadOptio
     return probed
 
 
+def _states(probed: TargetProbe, rows: Rows) -> tuple[int, tuple[RoundExtra, ...]]:
+    """Bytes of the states of a target's recurrent layers, and what rounds have of them; 0 and () where it has none."""
+    if not probed.recurrent_calls:
+        return 0, ()
+    from specdec.loading.states import state_bytes, state_extras
+
+    return state_bytes(probed, rows), state_extras(probed, rows.num_speculative_tokens)
+
+
 def _sized(
     probed: TargetProbe,
     head: Head | None,
@@ -138,12 +148,11 @@ def _sized(
     check_format_fits(probed, format)
     rows = _rows(head, longest, options)
     sizes = token_bytes(probed, head, format, longest, options.hybrid_kv_cache)
-    states = state_bytes(probed, rows)
+    states, extras = _states(probed, rows)
     cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
     tokens, *others = group.least([cache.tokens, *cache.windowed])  # their schedules must be the same
     cache = Division(tokens, tuple(others))
-    extras = state_extras(probed, rows.num_speculative_tokens) + long_rope_extras(probed.model, longest)
-    extras += (ChangedLogits(),)
+    extras += (*long_rope_extras(probed.model, longest), ChangedLogits())
     config = _config(rows, cache, sizes, extras, options)
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))

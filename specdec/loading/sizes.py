@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attention.hf.model_specific import dense_up_to
 from drafters.base import Head
 from specdec.errors import InvalidInputError
-from specdec.extras.long_factors import LongFactors
 from specdec.rounds.extras import RoundExtra
 from specdec.user_warnings import warn_user
 from specdec.values import short
@@ -121,7 +120,11 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
 def long_rope_extras(model: PreTrainedModel, longest: int) -> tuple[RoundExtra, ...]:
     """That of a longrope model whose requests may become longer than its short factors reach; else ()."""
     found = find_long_rope(model)
-    return (LongFactors(found.rule),) if found is not None and longest > found.rule.original else ()
+    if found is None or longest <= found.rule.original:
+        return ()
+    from specdec.extras.long_factors import LongFactors
+
+    return (LongFactors(found.rule),)
 
 
 def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:

@@ -1,79 +1,35 @@
-"""The recurrent states of a target: how many slots, what they take, and what cannot be with them."""
+"""The recurrent states of a target: slot count, memory, and whether CUDA graphs can hold them. Imported for targets
+with recurrent layers alone."""
 
 from __future__ import annotations
 
-from attention.backends.base import AttentionBackend
-from attention.cache.kv_cache import KVFormat
-from attention.hf.weights import runs_plainly
 from attention.recurrence.functions import recurrences_of
 from attention.recurrence.layer_spec import fold_rule
 from attention.recurrence.runner import StateRunner
 from attention.recurrence.state_cache import StateGroup
 from specdec.config import EngineConfig, state_slots
-from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.extras.recurrent_states import RecurrentStates
 from specdec.loading.groups import Rows
 from specdec.rounds.extras import RoundExtra
 from specdec.wrapped.probing import TargetProbe
 
 
-def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
-    """Refuse recurrent and quantised layers where a token's result may not depend on the batch.
-
-    Raises:
-        UnsupportedModelError: the backend is batch-invariant and the target has such layers.
-    """
-    if probed.fp8 is not None and backend.batch_invariant:
-        raise UnsupportedModelError(
-            f"{type(probed.model).__name__} is quantised in FP8, whose matmuls run through other kernels for more "
-            "tokens: not with backend='batch_invariant'; use backend='flashinfer'"
-        )
-    quantised = next((layer for layer in probed.model.modules() if not runs_plainly(layer)), None)
-    if quantised is not None and backend.batch_invariant:
-        raise UnsupportedModelError(
-            f"{type(probed.model).__name__} has quantised layers ({type(quantised).__name__}), whose matmuls are their "
-            "library's and may sum otherwise in another batch: not with backend='batch_invariant'; use "
-            "backend='flashinfer'"
-        )
-    if probed.recurrent_calls and backend.batch_invariant:
-        kinds = ", ".join(dict.fromkeys(spec.kind for spec in probed.recurrence_specs))
-        raise UnsupportedModelError(
-            f"{type(probed.model).__name__} has recurrent layers ({kinds}), which sum a prompt in chunks and a "
-            "verification token by token: not with backend='batch_invariant'; use backend='flashinfer'"
-        )
-
-
-def check_format_fits(probed: TargetProbe, format: KVFormat) -> None:
-    """Refuse a KV cache in 8 bits for a target that has none.
-
-    Raises:
-        InvalidInputError: no layer attends, and the cache was to be in 8 bits.
-    """
-    if format.dtype is not None and not probed.calls:
-        raise InvalidInputError(
-            f"kv_cache_dtype='fp8': no layer of {type(probed.model).__name__} attends, so it has no KV cache; give "
-            "'auto' (states of recurrent layers are float32)"
-        )
-
-
 def uncapturable(probed: TargetProbe) -> str:
     """Why rounds of a target cannot run from CUDA graphs, in words; "" where its recurrent layers do not prevent it."""
     functions = recurrences_of(probed.model.device)
-    if not probed.recurrent_calls or functions.capturable:
+    if functions.capturable:
         return ""
     return f"recurrent layers are computed by {functions.name} functions, which no CUDA graph can hold"
 
 
 def state_bytes(probed: TargetProbe, rows: Rows) -> int:
-    """Bytes of the states of all rows; 0 for a target without recurrent layers."""
+    """Bytes of the states of all rows."""
     group = _group(probed, state_slots(rows.max_num_seqs), rows.num_speculative_tokens)
     return group.num_slots * group.bytes_per_row(probed.model.dtype)
 
 
-def state_runner(probed: TargetProbe, config: EngineConfig) -> StateRunner | None:
-    """The states of a target's recurrent layers, allocated; None where it has none."""
-    if not probed.recurrent_calls:
-        return None
+def state_runner(probed: TargetProbe, config: EngineConfig) -> StateRunner:
+    """The states of a target's recurrent layers, allocated."""
     group = _group(probed, config.num_state_slots, config.num_speculative_tokens)
     return StateRunner(group, probed.model.dtype, probed.model.device)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -56,6 +56,10 @@ class RoundExtra:
     def rereads(self) -> bool:
         """Whether rows may have to be read again from their start, see `reach`."""
         return False
+
+    def facts(self) -> dict[str, Any]:
+        """What `describe` says of it under "engine"."""
+        return {}
 
     def columns(self, max_rows: int) -> ExtraColumns:
         """Its columns of an empty row table."""

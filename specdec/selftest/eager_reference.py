@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,14 +21,14 @@ from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import BatchSection, single_batch_arena, stage
 from attention.hf.model_specific import reads_indices
 from attention.hf.patches import attention_configs, attention_implementation
-from attention.recurrence.index import StateIndex, slots_of_rows
-from attention.recurrence.runner import StateSection
 from specdec.errors import UNNAMED_ERRORS, CacheTooSmallError, SpecdecError, UnsupportedModelError
 from specdec.wrapped.long_rope import RotaryPositions
 from specdec.wrapped.target import Target
 
+if TYPE_CHECKING:
+    from attention.recurrence.index import StateIndex
+
 _ASKED = 6
-_SECTION = BatchSection("batch", extras=(StateSection,))
 """Tokens by which a model is asked for its positions."""
 
 
@@ -111,11 +111,15 @@ def read_logits(
     """
     query_start_loc = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
     batch = rows_batch(query_start_loc, start, table, target.runner.page_size)
+    section = BatchSection("batch")
     if target.states is not None:
+        from attention.recurrence.runner import StateSection
+
+        section = BatchSection("batch", extras=(StateSection,))
         batch = replace(batch, extras=(states or all_committed(np.arange(len(ids)), start, stop),))
     sizes = (batch.num_reqs, batch.num_tokens, table.shape[1])
-    arena, bucket = single_batch_arena(*sizes, target.hf_model.device, _SECTION)
-    metadata = stage(batch, arena, bucket, _SECTION)
+    arena, bucket = single_batch_arena(*sizes, target.hf_model.device, section)
+    metadata = stage(batch, arena, bucket, section)
     further = len(target.runner.runners) - 1
     rotary = _rotary_positions(target, batch, ids)
     metadata = replace(metadata, other_groups=(metadata,) * further, extras=(*metadata.extras, *rotary))
@@ -135,6 +139,8 @@ def _rotary_positions(target: Target, batch: HostBatch, ids: list[torch.Tensor])
 
 def all_committed(rows: np.ndarray, start: np.ndarray, stop: np.ndarray) -> StateIndex:
     """The states of these rows when all tokens start … stop are committed, and all before were."""
+    from attention.recurrence.index import StateIndex, slots_of_rows
+
     return StateIndex.of(slots_of_rows(rows), start, np.zeros_like(start), stop - start)
 
 
@@ -260,4 +266,6 @@ def read_rollback(
 
 def verifying(rows: np.ndarray, start: np.ndarray, replay: np.ndarray, num_new: int = 1) -> StateIndex:
     """The states of verifications of these rows from their bonus tokens at `start` on; num_new: of each row."""
+    from attention.recurrence.index import StateIndex, slots_of_rows
+
     return StateIndex.of(slots_of_rows(rows), start, replay, np.full_like(start, num_new))

@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from attention.recurrence.index import StateIndex
 from specdec.errors import UnsupportedModelError
 from specdec.selftest.eager_reference import read_eager, read_paged
 from specdec.wrapped.target import Target
+
+if TYPE_CHECKING:
+    from attention.recurrence.index import StateIndex
 
 MOST_MOVED = 0.25
 """Largest share of a mixture's choices (tokens x k) that may differ. It grows as the error of the states that routers

@@ -34,7 +34,6 @@ from specdec.selftest.eager_reference import (
     scrambled_table,
 )
 from specdec.selftest.quantised import fp8_self_test, neighbour_test, rounds_activations
-from specdec.selftest.recurrences import recurrence_self_test
 from specdec.selftest.routers import RoutedReader, check_choices, has_mixtures
 from specdec.selftest.twin import TwinReport, in_words
 from specdec.user_warnings import warn_user
@@ -90,6 +89,8 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int, report
     if target.fp8 is not None:
         fp8_self_test(target.fp8)
     if target.states is not None:
+        from specdec.selftest.recurrences import recurrence_self_test
+
         recurrence_self_test(target.states)
     error = self_test(target)
     if report.unbuilt is None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,9 +22,6 @@ from transformers.utils import logging as transformers_logging
 from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import CacheGroup
 from attention.hf.probe import AttentionCall
-from attention.recurrence.index import StateIndex
-from attention.recurrence.runner import StateRunner
-from attention.recurrence.state_cache import StateGroup
 from attention.runner import GroupRunner
 from specdec.errors import UNNAMED_ERRORS, SpecdecError, UnsupportedModelError
 from specdec.interrupts import interrupt_in
@@ -41,6 +39,9 @@ from specdec.selftest.eager_reference import (
 from specdec.selftest.shrinking import Threshold, miniature, thresholds
 from specdec.wrapped.probing import TargetProbe, probe_target
 from specdec.wrapped.target import Target
+
+if TYPE_CHECKING:
+    from attention.recurrence.index import StateIndex
 
 _LENS = np.array([300, 9, 57])
 _VERIFY_LEN = 4
@@ -272,6 +273,9 @@ def _target_of(probed: TargetProbe, lens: np.ndarray) -> Target:
     cpu = torch.device("cpu")
     states = None
     if probed.recurrent_calls:
+        from attention.recurrence.runner import StateRunner
+        from attention.recurrence.state_cache import StateGroup
+
         slots = StateGroup(probed.recurrence_specs, len(lens) + 1, _VERIFY_LEN - 1)
         states = StateRunner(slots, torch.float32, cpu)
     return Target(probed, GroupRunner(TorchBackend(cpu), group, torch.float32, cpu), (), 0, states)

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attention.hf.mixing import MIXING_FUNCTIONS, RecurrentCall, modeling_files
 from attention.hf.probe import AttentionCall, probe
-from attention.recurrence.hf_calls import STAND_INS
-from attention.recurrence.hf_port import RecurrentCall, modeling_files
-from attention.recurrence.layer_spec import RecurrenceSpec
 from specdec.errors import UNNAMED_ERRORS, UnsupportedAttentionError, UnsupportedModelError
 from specdec.wrapped.fp8 import Fp8Layers, fp8_layers
 
@@ -64,8 +62,8 @@ class TargetProbe:
     fp8: Fp8Layers | None = None
 
     @property
-    def recurrence_specs(self) -> tuple[RecurrenceSpec, ...]:
-        """What the recurrent calls need of a state."""
+    def recurrence_specs(self) -> tuple[Any, ...]:
+        """What the recurrent calls need of a state, see `RecurrentCall`."""
         return tuple(call.spec for call in self.recurrent_calls)
 
 
@@ -181,7 +179,7 @@ def _check_attention_alone(model: PreTrainedModel, calls: tuple[AttentionCall, .
     if getattr(model, "_is_stateful", False) and not plain:
         raise UnsupportedModelError(
             f"{name} keeps state beside its KV cache, and not by functions that specdec can serve "
-            f"({', '.join(STAND_INS)})"
+            f"({', '.join(MIXING_FUNCTIONS)})"
         )
     if len(calls) != num_layers:
         raise UnsupportedModelError(

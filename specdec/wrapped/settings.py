@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from attention.recurrence.hf_port import STAND_INS
+from attention.hf.mixing import MIXING_FUNCTIONS
 
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (dict, list, tuple, set)
@@ -276,5 +276,5 @@ def _of_class(kind: type, attends: bool) -> Iterator[_Place]:
 def _of_file(name: str, own: dict[str, Any]) -> Iterator[_Place]:
     """The functions that the code of a module's class calls by name."""
     for function, value in list(own.items()):
-        if isinstance(value, FunctionType) and function not in STAND_INS:
+        if isinstance(value, FunctionType) and function not in MIXING_FUNCTIONS:
             yield _Place(name, own, function, "mask" in function or "attention" in function)

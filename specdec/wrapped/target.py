@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +17,16 @@ from attention.groups import Planned, Runner, is_blank
 from attention.hf.custom_op import LayerAttend
 from attention.hf.patches import Value
 from attention.hf.port import AttentionPort
-from attention.recurrence.hf_port import RecurrentPort
-from attention.recurrence.runner import Recur, StateRunner
-from attention.recurrence.state_rows import StateRows
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
 from specdec.wrapped.alterations import Alterations, Hook
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.long_rope import RotaryPositions, find_long_rope, looked_up
 from specdec.wrapped.probing import TargetProbe, decoder_of, last_states, placeholders
+
+if TYPE_CHECKING:
+    from attention.recurrence.hf_port import RecurrentPort
+    from attention.recurrence.runner import Recur, StateRunner
 
 
 class AuxStateRecorder:
@@ -204,8 +205,12 @@ class Target:
         latent = [call.latent.module for call in probed.calls if call.latent is not None]
         self.uncalled: tuple[torch.nn.Module, ...] = tuple(module.get_submodule("kv_b_proj") for module in latent)
         self.alterations.on_undo(self._port.release)
-        self._recurrent = RecurrentPort(probed.recurrent_calls)
-        self.alterations.on_undo(self._recurrent.release)
+        self._recurrent: RecurrentPort | None = None
+        if probed.recurrent_calls:
+            from attention.recurrence.hf_port import RecurrentPort
+
+            self._recurrent = RecurrentPort(probed.recurrent_calls)
+            self.alterations.on_undo(self._recurrent.release)
 
     @property
     def num_embeddings(self) -> int:
@@ -267,10 +272,10 @@ class Target:
             return None
         if is_blank(planned):
             return self.states.blank()
-        rows = planned.metadata.extra(StateRows)
-        if rows is None:
+        found = self.states.serving(planned.metadata)
+        if found is None:
             raise InvariantError("a batch of a recurrent target has no states")
-        return self.states.over(rows)
+        return found
 
     def launch(
         self,
@@ -290,7 +295,7 @@ class Target:
             kept: of how many tokens the aux hidden states are kept; default T.
         """
         kept = len(token_ids) if kept is None else kept
-        recurring = nullcontext() if recur is None or self.states is None else self._recurrent.using(recur)
+        recurring = nullcontext() if recur is None or self._recurrent is None else self._recurrent.using(recur)
         selection = {}
         if self._selects_rows:
             selection = {"logits_to_keep": 0 if logits_indices is None else logits_indices}

@@ -18,8 +18,8 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import ModelLoadError, SpecdecError, SpecdecWarning, UnsupportedModelError
+from specdec.loading.backends import check_backend_fits
 from specdec.loading.memory import check_weights_fit
-from specdec.loading.states import check_backend_fits
 from specdec.loading.targets import load_target
 from specdec.ops import experts as fp8_experts
 from specdec.ops import fp8 as operators

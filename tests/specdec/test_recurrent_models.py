@@ -26,9 +26,10 @@ from specdec.errors import (
     SpecdecWarning,
     UnsupportedModelError,
 )
+from specdec.loading.backends import check_backend_fits
 from specdec.loading.groups import Rows
 from specdec.loading.memory import check_cache_fits
-from specdec.loading.states import check_backend_fits, state_bytes
+from specdec.loading.states import state_bytes
 from specdec.wrapped.probing import probe_target
 from tests.hybrids import TYPES, RecallHead, greedy_text, tiny_config, tiny_hybrid
 

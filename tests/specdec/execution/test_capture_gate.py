@@ -93,9 +93,9 @@ def test_a_forward_of_the_users_never_sees_the_experts_in_the_form_of_a_capture(
     captured: list[str | None] = []
     record = specdec.execution.ragged.record_segments
 
-    def noted(launch: Callable[[Any], Any], pool: Any, group: Any) -> Any:
+    def noted(launch: Callable[[Any], Any], *args: Any) -> Any:
         captured.append(experts_form(target))
-        return record(launch, pool, group)
+        return record(launch, *args)
 
     if when == "at the start":
         with backend_of_ours(FixedPlaceBackend(torch.device("cpu"))):

@@ -40,7 +40,6 @@ from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.checking import check_mode
-from attention.recurrence.runner import Blank
 from attention.spec import AttentionSpec
 from drafters.loops.base import Chosen
 from drafters.mtp.head import MtpHead
@@ -131,9 +130,9 @@ class Replayed:
 class ReplayedSegments:
     """Runs a launch again with the attention that the round brings; that leaves the padding as it is."""
 
-    def __init__(self, launch: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, launch: Callable[[Any, Any], Any], others: Any) -> None:
         self.launch, self.num_graphs = launch, 1
-        self.result = launch(self.cut, Blank())
+        self.result = launch(self.cut, None if others is None else others.blank())
 
     def cut(self, layer: int, query: torch.Tensor, key: Any, value: torch.Tensor, sinks: Any) -> torch.Tensor:
         self.num_graphs += 1
@@ -148,11 +147,13 @@ class ReplayedSegments:
             return out
 
         with check_mode(False), torch.inference_mode(False), torch.no_grad():
-            leave(self.result, self.launch(served, between.recur))
+            leave(self.result, self.launch(served, between.serving))
 
 
-def record_segments(launch: Callable[[Any, Any], Any], pool: Any, group: Any) -> tuple[ReplayedSegments, Any]:
-    recorded = ReplayedSegments(launch)
+def record_segments(
+    launch: Callable[[Any, Any], Any], pool: Any, group: Any, others: Any = None
+) -> tuple[ReplayedSegments, Any]:
+    recorded = ReplayedSegments(launch, others)
     return recorded, recorded.result
 
 
@@ -439,9 +440,9 @@ def test_rows_that_decode_beside_a_long_prompt_find_their_graphs(
     graphed = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, **sizes)
     captured: list[Any] = []
 
-    def noted(launch: Callable[[Any], Any], pool: Any, group: Any) -> Any:
+    def noted(launch: Callable[[Any], Any], *args: Any) -> Any:
         captured.append(launch)
-        return record_segments(launch, pool, group)
+        return record_segments(launch, *args)
 
     monkeypatch.setattr(specdec.execution.ragged, "record_segments", noted)
     prompts = random_prompts((5, 9, 96 - 5 - 9 + 2 * 16))

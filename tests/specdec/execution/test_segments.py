@@ -31,7 +31,7 @@ from attention.cache.kv_cache import CacheGroup
 from attention.checking import check_mode
 from attention.runner import GroupRunner, PlannedBatch
 from attention.spec import AttentionSpec
-from specdec.execution.segments import AttentionCall, Between, RecurrenceCall, SegmentedGraph
+from specdec.execution.segments import AttentionCall, Between, OtherCall, SegmentedGraph
 
 CPU = torch.device("cpu")
 PAGE, LAYERS, PADDED = 16, 3, 64
@@ -272,6 +272,6 @@ def test_recurrences_run_between_the_graphs_as_attentions_do() -> None:
 
     recur: Any = SimpleNamespace(short_conv=short_conv)
     graphs: Any = [Graph(events), Graph(events)]
-    graph = SegmentedGraph(graphs, [RecurrenceCall("short_conv", 5, (x, None, True), out)])
+    graph = SegmentedGraph(graphs, [OtherCall("short_conv", 5, (x, None, True), out)])
     graph.replay(lambda: Between(lambda *_: pytest.fail("no attention"), recur))
     assert events == ["graph", "recurrence 5", "graph"] and (out == 2).all()

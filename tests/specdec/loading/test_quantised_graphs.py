@@ -18,8 +18,8 @@ from specdec import SamplingParams, SpecdecWarning, SpeculativeModel
 from specdec.compiler.gemm_selection import product_weights
 from specdec.compiler.siblings import SiblingLinear, fuse_siblings
 from specdec.errors import HeadLoadError, HeadMismatchError, UnsupportedModelError
+from specdec.loading.backends import check_backend_fits
 from specdec.loading.heads import target_facts
-from specdec.loading.states import check_backend_fits
 from specdec.wrapped.alterations import Alterations
 from specdec.wrapped.probing import probe_target
 from tests.quantised import Int8Pair, RoundedByRow, make, own_model, plain_llama

@@ -1,0 +1,79 @@
+"""Recurrence and long rotary embeddings can be absent: a fresh process without either answers as with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention.hf.mixing import MIXING_FUNCTIONS, MIXING_OPERATORS
+from attention.recurrence.hf_calls import STAND_INS
+from attention.recurrence.runner import Recur
+from specdec import SamplingParams, SpeculativeModel
+
+ROOT = Path(__file__).resolve().parents[3]
+WINGS = {
+    "recurrence": [
+        "attention.recurrence",
+        "specdec.extras.recurrent_states",
+        "specdec.loading.states",
+        "specdec.selftest.recurrences",
+    ],
+    "long rope": ["specdec.extras.long_factors"],
+}
+PROMPTS = ["Question: What is 12 + 30?\nAnswer:", "Question: Tom has 3 apples and buys 4. How many has he?\nAnswer:"]
+CODE = """
+import json, sys
+
+absent, pair, prompts = json.loads(sys.argv[1])
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if any(name == each or name.startswith(each + ".") for each in absent):
+            raise ImportError(f"planted: {name} is not there")
+
+sys.meta_path.insert(0, Absent())
+from specdec import SamplingParams, SpecdecError, SpeculativeModel
+
+with SpeculativeModel.from_pretrained(pair, "auto", device="cpu", num_speculative_tokens=3) as model:
+    found = [done.token_ids for done in model.generate(prompts, SamplingParams(max_new_tokens=24))]
+    engine = model.describe()["engine"]
+try:
+    from hybrids import tiny_hybrid
+    from specdec.wrapped.probing import probe_target
+    probe_target(tiny_hybrid("qwen3_next"))
+    said = ""
+except SpecdecError as error:
+    said = f"{type(error).__name__}: {error}"
+print(json.dumps([found, engine["fold_rule"], engine["long_rope"], said]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wing", "pair"), [("recurrence", "gsm-llama"), ("recurrence", "gsm-deepseek"), ("long rope", "gsm-llama")]
+)
+def test_a_process_without_a_wing_says_the_same(wing: str, pair: str) -> None:
+    with SpeculativeModel.from_pretrained(pair, "auto", device="cpu", num_speculative_tokens=3) as model:
+        right = [list(done.token_ids) for done in model.generate(PROMPTS, SamplingParams(max_new_tokens=24))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, "-c", CODE, json.dumps([WINGS[wing], pair, PROMPTS])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found, fold_rule, long_rope, said = json.loads(done.stdout.splitlines()[-1])
+    assert found == right and fold_rule is None and long_rope is None
+    if wing == "recurrence":
+        assert said.startswith("UnsupportedModelError: ") and "recurrent layers need attention.recurrence: " in said
+    else:
+        assert said == ""
+
+
+def test_what_is_known_of_recurrent_layers_without_their_code_is_what_the_code_serves() -> None:
+    assert tuple(STAND_INS) == MIXING_FUNCTIONS
+    assert tuple(name for name in vars(Recur) if not name.startswith("_")) == MIXING_OPERATORS
+    assert all(hasattr(torch.ops.specdec, name) for name in MIXING_OPERATORS)
