@@ -53,12 +53,14 @@ def recorded_logits(model: SpeculativeModel) -> Iterator[Logits]:
         logits = recorded["logits"] if logits is None else logits
         target = current.target
         first = (target.start + target.num_new)[target.decided]
-        for j, request in enumerate(engine.owners(current)):
+        by_row = {request.row: request for request in engine.scheduler.running}
+        for j, row in enumerate(current.schedule.rows[target.decided].tolist()):
+            request = by_row.get(row)
             if request is None:
                 continue
             count = int(outcome.num_accepted[j]) + 1
-            for i, row in enumerate(logits[j, :count].cpu()):
-                found[request.id, int(first[j]) + i] = row
+            for i, decided in enumerate(logits[j, :count].cpu()):
+                found[request.id, int(first[j]) + i] = decided
         return outcome
 
     with (

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from fakes import TINY, enlarge, random_prompts, table_head, wrap
 from transformers import (
     Llama4Config,
@@ -60,6 +61,10 @@ def llama4(wrapper: bool, chunk: int) -> PreTrainedModel:
     else:
         model = Llama4ForCausalLM(Llama4TextConfig(**text_sizes(chunk))).eval()
     model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
+    try:
+        model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
+    except AttributeError as error:  # of the wrapper in 5.24.0, which is refused for that by name
+        pytest.skip(f"in transformers {transformers.__version__} its own forward raises AttributeError: {error}")
     enlarge(model)
     with torch.no_grad():  # the last token decides often enough that some drafts of its bigrams are accepted
         for name, parameter in model.named_parameters():

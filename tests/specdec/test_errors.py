@@ -148,7 +148,7 @@ def test_a_failing_round_ends_every_call_that_shares_it(wrapped: Any, monkeypatc
     next(first)
     next(second)
     with monkeypatch.context() as planted:
-        planted.setattr(specdec.engine.launcher, "target_arrays", lambda *_: 1 / 0)
+        planted.setattr(specdec.engine.launcher, "target_arrays", lambda *_, **__: 1 / 0)
         with pytest.raises(RoundFailedError, match=r"ZeroDivisionError.*the 2 requests in it were ended"):
             list(first)
     with pytest.raises(RoundFailedError, match="ZeroDivisionError") as caught:
