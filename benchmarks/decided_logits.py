@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from specdec import SpeculativeModel
-from specdec.acceptance.judge import judge_from_loop
+from specdec.acceptance.judge import judge, judge_from_loop
 from specdec.acceptance.packed import Outcome, PackedResult
 from specdec.engine.launcher import LaunchedRound, Lookahead, VerifyingRound
 from specdec.execution.base import ChainedVerification
-from specdec.execution.eager import EagerExecutor
 from specdec.execution.graphs import GraphExecutor
 from specdec.execution.ragged import RaggedTarget
 
@@ -32,11 +31,11 @@ def recorded_logits(model: SpeculativeModel) -> Iterator[Logits]:
     engine, executor, reads = model.engine, model.executor, model.executor.reads
     found: Logits = {}
     recorded: dict[str, torch.Tensor] = {}
-    judge, ragged, plain = EagerExecutor.judge, RaggedTarget.logits, judge_from_loop
+    ragged, plain = RaggedTarget.logits, judge_from_loop
 
-    def judging(self: Any, logits: torch.Tensor, round_: Any, draft: Any) -> PackedResult:
+    def judging(logits: torch.Tensor, round_: Any, draft: Any, vocab: Any) -> PackedResult:
         recorded["logits"] = logits[round_.logit_index]  # [J, n+1, V]
-        return judge(self, logits, round_, draft)
+        return judge(logits, round_, draft, vocab)
 
     def of_any_shape(self: Any, *args: Any) -> torch.Tensor:
         recorded["rows"] = ragged(self, *args)  # [R', V]
@@ -64,7 +63,7 @@ def recorded_logits(model: SpeculativeModel) -> Iterator[Logits]:
         return outcome
 
     with (
-        patch.object(EagerExecutor, "judge", judging),
+        patch("specdec.execution.eager.judge", judging),
         patch.object(RaggedTarget, "logits", of_any_shape),
         patch("specdec.execution.graphs.judge_from_loop", judging_greedy),
         patch.object(Lookahead, "before_read", _not_chained),

@@ -17,8 +17,10 @@ from typing import Any, cast
 
 import torch
 
+import specdec.execution.eager
 import specdec.handoff.among_ranks
 import specdec.parallel.ranks
+from specdec.acceptance.judge import judge
 from specdec.errors import TransferTimeoutError
 from specdec.handoff.link import RankEnd
 
@@ -118,7 +120,6 @@ def wrong_results(engine: Any) -> None:
     """Rank 1 accepts nothing and decides another token from now on."""
     if engine.ranks.rank == 0:
         return
-    judge = engine.executor.judge
 
     def wrong(*args: Any) -> Any:
         result = judge(*args)
@@ -126,11 +127,11 @@ def wrong_results(engine: Any) -> None:
         result.tokens.fill_(7)
         return result
 
-    engine.executor.judge = wrong
+    specdec.execution.eager.judge = wrong
 
 
 def right_results(engine: Any) -> None:
-    vars(engine.executor).pop("judge", None)
+    specdec.execution.eager.judge = judge
 
 
 _patches = contextlib.ExitStack()
