@@ -91,12 +91,15 @@ class OptionColumns(ExtraColumns):
 
     def __init__(self, max_rows: int) -> None:
         self._subjects: list[Subject | None] = [None] * max_rows
+        self.idle = True
 
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
         """See `ExtraColumns.open`."""
         self._subjects[row] = subject = subject_of(params, table, row)
-        if subject is not None and subject.filters is not None:
-            table.leave_unfiltered(row)
+        if subject is not None:
+            self.idle = False
+            if subject.filters is not None:
+                table.leave_unfiltered(row)
 
     def scheduled(self, table: RowTable, schedule: Schedule) -> ChangedRows | None:
         """See `ExtraColumns.scheduled`."""

@@ -127,7 +127,8 @@ def make_sections(extras: Sequence[RoundExtra], fixed: bool) -> list[MakeSection
 def adjusted(extras: Sequence[RoundExtra], logits: torch.Tensor, round_: DecidedRows) -> torch.Tensor:
     """The logits [R', V] by which a verification is decided, see `RoundExtra.adjust`."""
     for extra in extras:
-        logits = extra.adjust(logits, round_)
+        if round_.metadata.host.extras or not extra.adjusts_on_host:
+            logits = extra.adjust(logits, round_)
     return logits
 
 

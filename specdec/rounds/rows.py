@@ -16,7 +16,12 @@ class ExtraColumns:
 
     They follow from the table's columns and a request's parameters, because rows are rebuilt from the requests after an
     interrupt, and a preempted request opens its row again. This class has no columns.
+
+    Attributes:
+        idle: no row has had anything for it yet: it is not asked for arrays.
     """
+
+    idle = False
 
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
         """A request with these parameters has got a row; the table's columns are set."""

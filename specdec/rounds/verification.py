@@ -178,8 +178,9 @@ class TargetArrays:
         if self.pages.windowed:
             groups = tuple(windowed_batch(batch, w.block_table, w.rows, w.window) for w in self.pages.windowed)
             batch = replace(batch, other_groups=groups)
-        if self.extras:
-            batch = replace(batch, extras=tuple(extra for extra in self.extras if extra is not None))
+        extras = tuple(extra for extra in self.extras if extra is not None)
+        if extras:
+            batch = replace(batch, extras=extras)
         return TargetInputs(
             batch=batch,
             token_ids=token_ids,
@@ -220,7 +221,7 @@ def target_arrays(
         pages=tables.rows(rows),
         sources=table.previous[rows[: schedule.num_drafting]] if in_order_of_last else None,
         begins=table.begin[rows],
-        extras=tuple([columns.scheduled(table, schedule) for columns in table.extras]),
+        extras=tuple([None if columns.idle else columns.scheduled(table, schedule) for columns in table.extras]),
         num_arrived=schedule.num_arrived,
     )
     lens, num_drafts = schedule.num_new + schedule.num_drafts, schedule.num_drafts
