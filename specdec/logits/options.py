@@ -82,6 +82,8 @@ class LogitsOptions:
             given = getattr(self, name)
             if given is not None:
                 object.__setattr__(self, name, read(name, given))  # frozen: checked values replace given ones
+        if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= set(self.suppress_tokens or ()):
+            raise InvalidInputError("allowed_token_ids are all among suppress_tokens: no token could be generated")
 
     @property
     def settings(self) -> dict[str, Any]:
