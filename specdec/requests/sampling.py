@@ -12,7 +12,7 @@ import torch
 from attention.staging import A, array
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
-from specdec.logits.options import LogitsOptions
+from specdec.logits.options import OFF, LogitsOptions
 from specdec.values import flag, real, refuse, short, whole
 
 MAX_TOP_K = 2**31 - 1
@@ -118,7 +118,7 @@ class SamplingParams(LogitsOptions):
         """
         if not isinstance(options, Mapping):
             raise InvalidInputError(f"sampling options are a dict, not {short(options)}")
-        known = [f.name for f in fields(cls)]
+        known = [*(f.name for f in fields(cls) if f.name not in OFF), *OFF]
         unknown = sorted(str(name) for name in set(options) - set(known))
         if unknown:
             raise InvalidInputError(f"unknown sampling option {', '.join(unknown)}; known are {', '.join(known)}")

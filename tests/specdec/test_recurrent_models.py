@@ -30,6 +30,7 @@ from specdec.loading.backends import check_backend_fits
 from specdec.loading.groups import Rows
 from specdec.loading.memory import check_cache_fits
 from specdec.loading.states import state_bytes
+from specdec.logits.extra import ChangedLogits
 from specdec.wrapped.probing import probe_target
 from tests.hybrids import TYPES, RecallHead, greedy_text, tiny_config, tiny_hybrid
 
@@ -83,7 +84,8 @@ def test_a_hybrid_class_with_attention_layers_only_is_a_plain_model(name: str) -
     wrapped = wrap(model, RecallHead(right, 0.6), **OPTIONS)
     assert [p + tokens for p, tokens in zip(PROMPTS, said(wrapped), strict=True)] == right
     facts = wrapped.describe()
-    assert facts["recurrent"] is None and facts["prefix_caching"] == "on" and not wrapped.config.extras
+    assert facts["recurrent"] is None and facts["prefix_caching"] == "on"
+    assert [type(extra) for extra in wrapped.config.extras] == [ChangedLogits]
 
 
 def test_batch_invariance_is_refused_by_name() -> None:

@@ -86,14 +86,14 @@ def test_a_wrong_scale_in_the_file_shows(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_cache_of_compressed_tensors_is_what_the_model_itself_computes_with(tmp_path: Path) -> None:
     need("compressed-tensors")
-    compressed_tensors("W4A16", tmp_path, kv_cache=FP8_SCHEME)
+    try:
+        compressed_tensors("W4A16", tmp_path, kv_cache=FP8_SCHEME)
+    except AttributeError as error:  # with compressed-tensors 0.17 in transformers 5.24
+        pytest.skip(f"compressed-tensors cannot save such a cache's scales with this transformers: {error}")
     model, said = own_model(tmp_path), []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
-        try:
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
-        except AttributeError as error:  # compressed-tensors' own cache, in transformers 5.24.0
-            pytest.skip(f"the model's own generate raises AttributeError: {error}")
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
         said.append(out[0, len(prompt) :].tolist())
     head = table_head(model, 0.1, aux_layers=(1, 2, 3))
     for k in (0, 3):
