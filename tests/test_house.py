@@ -19,7 +19,7 @@ MOST_MODULES, MOST_OF_SPECDEC, MOST_LINES = 300, 150, 57_350
 MOST_IN_A_ROOM = 24
 MOST_LINES_A_FILE, MOST_LINES_A_FUNCTION = 410, 45
 MOST_WITH_ONE_IMPORTER, MOST_NAMES_TWICE = 70, 18
-MOST_LINES_THAT_NAME_A_WING = 0.004
+MOST_LINES_THAT_NAME_A_WING = 0.002
 """Share of the spine's lines."""
 IGNORED_FOLDERS = (
     *("__pycache__", "build", "develop-eggs", "dist", "downloads", "eggs", ".eggs", "lib", "lib64", "parts", "sdist"),

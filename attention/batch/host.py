@@ -300,7 +300,7 @@ def page_layout(seq_lens: np.ndarray, page_size: int) -> PageLayout:
     >>> counts.tolist(), indptr.tolist(), last_lens.tolist()
     ([1, 1, 2], [0, 1, 2, 4], [1, 16, 1])
     """
-    counts = (seq_lens + (page_size - 1)) // page_size
+    counts = page_counts_of(seq_lens, page_size)
     indptr = np.zeros((*counts.shape[:-1], counts.shape[-1] + 1), np.int32)
     np.cumsum(counts, axis=-1, out=indptr[..., 1:], dtype=np.int32)
     return PageLayout(counts, indptr, (seq_lens - 1) % page_size + 1)

@@ -164,10 +164,12 @@ def said(names: list[str | None], drafts: int, graphs: bool, interrupts: Any = (
     return [c.token_ids for c in answers(engine, params_of(names), interrupts)]
 
 
-EVERY = [[name] * len(PROMPTS) for name in OPTIONS]
+SLOW = {name: () if name in ("several", "with OpenAI's") else (pytest.mark.slow,) for name in OPTIONS}
+EVERY = [pytest.param([name] * len(PROMPTS), id=name, marks=SLOW[name]) for name in OPTIONS]
 MIXED = [[None, "with OpenAI's", "repetition_penalty", None, "no_repeat_ngram_size", "min_new_tokens"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_changes_some_answer(name: str) -> None:
     """Otherwise equal answers say nothing."""
@@ -175,7 +177,7 @@ def test_every_option_changes_some_answer(name: str) -> None:
         assert right([name] * len(PROMPTS)) != right([None] * len(PROMPTS))
 
 
-@pytest.mark.parametrize("names", [*EVERY, *MIXED], ids=[*OPTIONS, "mixed"])
+@pytest.mark.parametrize("names", [*EVERY, *(pytest.param(names, id="mixed") for names in MIXED)])
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_tokens_are_transformers(names: list[str | None], drafts: int) -> None:
     assert said(names, drafts, False) == right(names)
