@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from transformers.generation import logits_process as hf
 
+from attention.cached import cached_property
 from specdec.logits.forms import add_sequence_bias, ban_repeated_ngrams, penalise_tokens, subtract_counts
 from specdec.logits.options import OFF
 from specdec.logits.prefixes import Prefixes
@@ -38,8 +40,8 @@ class Filters:
     epsilon_cutoff: float | None
     eta_cutoff: float | None
 
-    def warpers(self) -> list[hf.LogitsProcessor]:
-        """transformers' classes for them."""
+    def warpers(self, device: torch.device) -> list[hf.LogitsProcessor]:
+        """transformers' classes for them. device: of the scores."""
         found: list[hf.LogitsProcessor] = [hf.TemperatureLogitsWarper(self.temperature)]
         every: tuple[tuple[Any, Any, Any], ...] = (
             (hf.TopHLogitsWarper, self.top_h, None),
@@ -48,7 +50,7 @@ class Filters:
             (hf.MinPLogitsWarper, self.min_p, 0.0),
             (hf.TypicalLogitsWarper, self.typical_p, None),
             (hf.EpsilonLogitsWarper, self.epsilon_cutoff, None),
-            (hf.EtaLogitsWarper, self.eta_cutoff, None),
+            (partial(hf.EtaLogitsWarper, device=str(device)), self.eta_cutoff, None),
         )
         for kind, own, off in every:
             if own is not None and own != off:
@@ -76,7 +78,13 @@ class Subject:
         """An option; its value for off where it is not set."""
         return self.settings.get(name, OFF[name])
 
-    @property
+    @cached_property
+    def rules(self) -> tuple[tuple[int, Hashable], ...]:
+        """The rules that apply to it, by their place in RULES, each with what it is set to."""
+        settings = ((place, setting(self)) for place, (setting, _) in enumerate(RULES))
+        return tuple((place, own) for place, own in settings if own)
+
+    @cached_property
     def reads_prefix(self) -> bool:
         """Whether any option needs the tokens before a position, not just how many there are."""
         return any(name in self.settings for name in _OF_TOKENS) or any(
@@ -124,19 +132,19 @@ rows for which that is equal."""
 
 def process(scores: torch.Tensor, rows: Rows) -> None:
     """Change scores [N, V+1] float32 in place by the options of their rows; the last column is no token's."""
-    for setting, apply in RULES:
-        groups: dict[Hashable, list[int]] = {}
-        for n, subject in enumerate(rows.subjects):
-            if own := setting(subject):
-                groups.setdefault(own, []).append(n)
-        for own, index in groups.items():
-            if len(index) == len(rows.subjects):
-                apply(scores, rows, own)
-                continue
-            at = on_device(np.array(index, np.int64), scores.device)
-            part = scores[at]
-            apply(part, rows.some(index), own)
-            scores[at] = part
+    groups: dict[tuple[int, Hashable], list[int]] = {}
+    for n, subject in enumerate(rows.subjects):
+        for rule in subject.rules:
+            groups.setdefault(rule, []).append(n)
+    for (place, own), index in sorted(groups.items(), key=lambda group: group[0][0]):
+        _, apply = RULES[place]
+        if len(index) == len(rows.subjects):
+            apply(scores, rows, own)
+            continue
+        at = on_device(np.array(index, np.int64), scores.device)
+        part = scores[at]
+        apply(part, rows.some(index), own)
+        scores[at] = part
 
 
 def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -261,7 +269,7 @@ def _filtered(scores: torch.Tensor, rows: Rows, filters: Filters) -> None:
     """All filters of sampled requests, by transformers' classes. The scores are multiplied by the temperature
     afterwards, by which the round divides them."""
     found = scores[:, :-1]
-    for warper in filters.warpers():
+    for warper in filters.warpers(scores.device):
         found = warper(None, found)
     scores[:, :-1] = found * filters.temperature
 
