@@ -7,7 +7,7 @@ like a failure of the code that it struck, which may be anybody's. It is for the
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -56,6 +56,45 @@ def interrupt_in(error: BaseException) -> BaseException | None:
         seen.append(link)
         link = getattr(link, "inner_exception", None) or link.__cause__ or link.__context__
     return None
+
+
+def raised_twice(job: Callable[[], object], undo: Callable[[], object] | None = None) -> Exception | None:
+    """Run a job that may fail, and run it once more if it raises. Only an exception of both runs is the job's fault.
+
+    A request's tokenizer, stop strings or parameters may raise any exception. So may a signal handler or another
+    thread meanwhile: such an exception is for the caller on this thread.
+
+    Args:
+        undo: called before the second run.
+
+    Returns:
+        The fault; None when the job succeeded.
+
+    Raises:
+        Exception: one that was raised once. BaseException: an interrupt (KeyboardInterrupt, SystemExit).
+    """
+    try:
+        job()
+        return None
+    except Exception as error:
+        first = error
+    try:
+        if not is_from_signal(first):
+            _once_more(job, undo)
+    except Exception as error:
+        if is_from_signal(error):
+            raise
+        return error
+    try:
+        raise first
+    finally:
+        del first
+
+
+def _once_more(job: Callable[[], object], undo: Callable[[], object] | None) -> None:
+    if undo is not None:
+        undo()
+    job()
 
 
 @contextmanager

@@ -62,6 +62,11 @@ class Admission:
         self.check_ids("stop_token_ids: ", params.stop_token_ids)
         self.check_ids("options: ", sorted(params.token_ids))
         self._check_num_drafts(params)
+        if params.user_code and self._target.group.size > 1:
+            raise InvalidInputError(
+                f"{', '.join(params.user_code)}: code of the caller's does not run in the other processes of "
+                "tensor_parallel_size > 1; give it to a model in one process"
+            )
         limit = min(len(token_ids) + params.max_new_tokens, self.config.max_model_len)
         self.check_cache(len(token_ids), len(token_ids) if prompt_alone else limit)
         return limit
@@ -78,7 +83,8 @@ class Admission:
         """A waiting request. limit: as `check` returned it; all else: see `Engine.submit`."""
         config = self.config
         seed, index = (config.seed, request_id) if params.seed is None else (params.seed, sample_index)
-        asked = params.num_speculative_tokens
+        params = params.of_request(0, self._target.hf_model.device)
+        asked = 0 if params.not_drafted else params.num_speculative_tokens
         eos = self._eos if eos_token_ids is None else tuple(eos_token_ids)
         return Request(
             id=request_id,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from specdec.engine.faults import raised_twice
 from specdec.errors import ModelChangedError, SpecdecError
+from specdec.interrupts import raised_twice
 from specdec.requests.request import Update
 
 CLOSED = (

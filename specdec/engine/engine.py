@@ -18,6 +18,7 @@ from attention.cache.pages import BlockTables
 from specdec.config import EngineConfig
 from specdec.engine.admission import Admission, admission_order
 from specdec.engine.commit import Committed, commit
+from specdec.engine.deadlines import Deadlines
 from specdec.engine.faults import Change, request_failed, rewound, round_failed, taken
 from specdec.engine.guests import Guests
 from specdec.engine.launcher import LaunchedRound, Launcher, Lookahead, VerifyingRound
@@ -38,8 +39,6 @@ from specdec.wrapped.versions import WeightVersions
 
 class Engine:
     """Continuous batching over one target and, optionally, one draft head. Not thread-safe: see `SharedEngine`.
-
-    Decoding without speculation is the same path with no drafts.
 
     Errors: when a request's tokenizer, stop strings or parameters fail, that request ends. When a round fails, the
     requests in it end. When a round is *interrupted* (KeyboardInterrupt, at any point) no request ends: rows and pages
@@ -79,6 +78,7 @@ class Engine:
         self._queue_verification = target.hf_model.device.type == "cuda"
         self._counters = Counters(self.executor.transfers)
         self._requests: dict[int, Request] = {}
+        self._deadlines = Deadlines()
         self.next_id = 0
         if versions is None and config.enable_prefix_caching:
             captured = not isinstance(self.executor, EagerExecutor)
@@ -200,6 +200,7 @@ class Engine:
         with self.change:
             self._requests[request.id] = request
             request.turn = request.id
+            self._deadlines.add(request)
             self.scheduler.waiting.append(request)
         return request.id
 
@@ -219,7 +220,7 @@ class Engine:
             self._requests[request_id].times.submitted -= seconds
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
-        """Check that a request can be served, without queueing it. See `Admission.check`."""
+        """See `Admission.check`."""
         return self.admission.check(token_ids, params)
 
     @property
@@ -364,6 +365,7 @@ class Engine:
         updates = [taken(request, share, now) for request, share in shares]
         if self.guests is not None:
             updates = [self.guests.reported(r, update) for (r, _), update in zip(shares, updates, strict=True)]
+        updates += self._deadlines.updates(now, self._requests, updates)
         refused = self.scheduler.refused
         if refused:
             updates += [Update(r.id, [], "", error=request_failed(e, "its parameters")) for r, e in refused]

@@ -7,47 +7,8 @@ from functools import partial
 from types import TracebackType
 
 from specdec.errors import RequestFailedError, RoundFailedError
-from specdec.interrupts import is_from_signal
+from specdec.interrupts import raised_twice
 from specdec.requests.request import Request, RowRound, Update
-
-
-def raised_twice(job: Callable[[], object], undo: Callable[[], object] | None = None) -> Exception | None:
-    """Run a job that may fail, and run it once more if it raises. Only an exception of both runs is the job's fault.
-
-    A request's tokenizer, stop strings or parameters may raise any exception. So may a signal handler or another
-    thread meanwhile: such an exception is for the caller on this thread.
-
-    Args:
-        undo: called before the second run.
-
-    Returns:
-        The fault; None when the job succeeded.
-
-    Raises:
-        Exception: one that was raised once. BaseException: an interrupt (KeyboardInterrupt, SystemExit).
-    """
-    try:
-        job()
-        return None
-    except Exception as error:
-        first = error
-    try:
-        if not is_from_signal(first):
-            _once_more(job, undo)
-    except Exception as error:
-        if is_from_signal(error):
-            raise
-        return error
-    try:
-        raise first
-    finally:
-        del first
-
-
-def _once_more(job: Callable[[], object], undo: Callable[[], object] | None) -> None:
-    if undo is not None:
-        undo()
-    job()
 
 
 def round_failed(error: Exception, count: int) -> RoundFailedError:
@@ -105,9 +66,12 @@ def rewound(requests: Iterable[Request]) -> tuple[list[Request], int]:
 
 def taken(request: Request, share: RowRound, now: float) -> Update:
     """A request's update of one round; with an error when its text or stop strings cannot be computed."""
+    refused = request.refused_by(share)
+    if refused is not None:
+        return Update(request.id, [], "", error=request_failed(refused, "its logits processor"))
     found: list[Update] = []
     undo = partial(request.give_back, len(request.new_tokens), len(request.rounds), request.finish_reason)
     fault = raised_twice(lambda: found.append(request.take(share, now)), undo)
     if fault is not None:
-        return Update(request.id, [], "", error=request_failed(fault, "its text or stop strings"))
+        return Update(request.id, [], "", error=request_failed(fault, "its text, stop strings or stopping criteria"))
     return found[-1]

@@ -16,11 +16,11 @@ from attention.checking import CHECKS
 from attention.errors import OutOfPagesError
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig, WindowedPool
-from specdec.engine.faults import raised_twice
 from specdec.engine.guests import Guests
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.stats import Counters
 from specdec.engine.waiting import WaitingRequests
+from specdec.interrupts import raised_twice
 from specdec.requests.request import Request
 from specdec.rounds.buckets import prefill_budget
 from specdec.rounds.extras import reach_of, variant_of

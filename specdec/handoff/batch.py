@@ -14,13 +14,13 @@ from attention.cache.prefix import NOTHING
 from attention.checking import CHECKS
 from drafters.loops.base import Draft
 from specdec.config import EngineConfig
-from specdec.engine.faults import raised_twice
 from specdec.engine.guests import DraftsOf
 from specdec.engine.scheduler import Scheduler
 from specdec.execution.round import Round
 from specdec.handoff.held import HeldPages, release_pages
 from specdec.handoff.moved import Arrival, Departed, Departure, MovedRequest, Pages
 from specdec.handoff.tensors import Arrived, RowTensors
+from specdec.interrupts import raised_twice
 from specdec.requests.request import Request, Update
 from specdec.rounds.rows import RowTable, Schedule
 

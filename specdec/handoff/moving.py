@@ -102,6 +102,11 @@ class MovingRequests(Guests):
             HandoffMismatchError: the rounds have what cannot move, see `RoundExtra.refuses_handoff`.
         """
         _check_extras(self._engine.admission)
+        if request.params.user_code:
+            raise HandoffMismatchError(
+                f"{', '.join(request.params.user_code)}: code of the caller's does not move to another engine; "
+                "generate such requests where they are submitted"
+            )
         return self._engine.admission.check(request.token_ids, request.params, prompt_alone=True)
 
     def check_moved(self, moved: MovedRequest) -> None:

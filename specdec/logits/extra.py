@@ -14,6 +14,7 @@ from specdec.logits.options import SAMPLED_ONLY, WITHOUT_EFFECT
 from specdec.logits.prefixes import Prefixes
 from specdec.logits.processing import Filters, Rows, Subject, on_device, process
 from specdec.requests.sampling import SamplingParams
+from specdec.requests.user_code import RequestProcessors
 from specdec.rounds.extras import DecidedRows, RoundExtra, drafted_prefixes
 from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
 
@@ -151,7 +152,9 @@ def subject_of(params: SamplingParams, table: RowTable, row: int) -> Subject | N
     filters = None
     if not params.greedy and any(given is not None for given in later.values()):
         filters = Filters(params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, **later)
-    if filters is None and not settings:
+    if filters is None and not settings and params.logits_processor is None:
         return None
     ends = (*(int(i) for i in table.eos[row] if i >= 0), *params.stop_token_ids)
-    return Subject(settings, int(table.prompt[row]), int(table.limit[row]), ends, filters)
+    processors = params.logits_processor
+    assert processors is None or isinstance(processors, RequestProcessors), "not copied for its request"
+    return Subject(settings, int(table.prompt[row]), int(table.limit[row]), ends, filters, processors)

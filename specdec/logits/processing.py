@@ -23,6 +23,7 @@ from attention.cached import cached_property
 from specdec.logits.forms import add_sequence_bias, ban_repeated_ngrams, penalise_tokens, subtract_counts
 from specdec.logits.options import OFF
 from specdec.logits.prefixes import Prefixes
+from specdec.requests.user_code import RequestProcessors
 
 _NEVER = float("-inf")
 
@@ -66,6 +67,7 @@ class Subject:
         settings: its options that do something, by name (see `LogitsOptions`).
         prompt_len: tokens of its prompt. limit: most tokens, of prompt and new ones. ends: token ids that end it.
         filters: of a sampled request whose filters are applied here, all of them; None where the round applies them.
+        processors: the user's own, see `RequestProcessors`.
     """
 
     settings: Mapping[str, Any]
@@ -73,6 +75,7 @@ class Subject:
     limit: int
     ends: tuple[int, ...]
     filters: Filters | None = None
+    processors: RequestProcessors | None = None
 
     def get(self, name: str) -> Any:
         """An option; its value for off where it is not set."""
@@ -87,8 +90,10 @@ class Subject:
     @cached_property
     def reads_prefix(self) -> bool:
         """Whether any option needs the tokens before a position, not just how many there are."""
-        return any(name in self.settings for name in _OF_TOKENS) or any(
-            len(ids) > 1 for ids, _ in (*self.get("sequence_bias"), *_bad_words(self))
+        return (
+            self.processors is not None
+            or any(name in self.settings for name in _OF_TOKENS)
+            or any(len(ids) > 1 for ids, _ in (*self.get("sequence_bias"), *_bad_words(self)))
         )
 
 
@@ -265,6 +270,10 @@ def _begin(subject: Subject) -> int:
     return subject.prompt_len + forced
 
 
+def _by_the_user(scores: torch.Tensor, rows: Rows, own: RequestProcessors) -> None:
+    own.apply(rows.prefixes.ids, rows.lens.tolist(), scores[:, :-1])
+
+
 def _filtered(scores: torch.Tensor, rows: Rows, filters: Filters) -> None:
     """All filters of sampled requests, by transformers' classes. The scores are multiplied by the temperature
     afterwards, by which the round divides them."""
@@ -306,6 +315,7 @@ RULES: tuple[Rule, ...] = (
     (_value("suppress_tokens"), _suppress),
     (_value("allowed_token_ids"), _allow),
     (_value("begin_suppress_tokens"), _suppress_first),
+    (lambda subject: subject.processors, _by_the_user),
     (lambda subject: subject.filters, _filtered),
 )
 """In the order in which they apply."""

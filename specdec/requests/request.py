@@ -11,8 +11,9 @@ from specdec.errors import SpecdecError
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import AcceptanceStats, RequestStats, RoundRecord, pool
 from specdec.requests.text import TextStream
+from specdec.requests.user_code import RequestCriteria, RequestProcessors
 
-FinishReason = Literal["eos", "stop", "length"]
+FinishReason = Literal["eos", "stop", "length", "timeout"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Completion:
         text: `tokenizer.decode(token_ids, skip_special_tokens=True)`, cut before a stop string.
         token_ids: new tokens, the eos id or the token that completed a stop string included.
         prompt_token_ids: the prompt as the model read it.
-        finish_reason: "eos" (an eos id), "stop" (a stop string or one of stop_token_ids), "length" (a limit).
+        finish_reason: "eos" (an eos id), "stop" (a stop string, one of stop_token_ids or a stopping criterion),
+            "length" (a limit), "timeout" (max_time).
         stats: the request's rounds and times.
         drafts: draft ids of every recorded round, when SamplingParams.return_drafts was set.
         sample_index: which of the prompt's `SamplingParams.n` completions this is, from 0.
@@ -164,6 +166,7 @@ class Request:
         if ids:
             at_id = next((i + 1 for i in range(before, known) if self.new_tokens[i] in ids), None)
         end = self.stream.push(self.new_tokens, at_id or known) or at_id
+        end = self._at_criterion(before, end or known) or end
         if end is not None:
             del self.new_tokens[end:]
             self.finish_reason = "stop"
@@ -182,6 +185,32 @@ class Request:
         text, rest = self.stream.finish(self.new_tokens)
         return Update(self.id, tokens, rest, self._completion(text))
 
+    def timed_out(self, now: float) -> Update:
+        """End it with the tokens that were reported."""
+        self.finish_reason, self.times.finished = "timeout", now
+        if not self.new_tokens:
+            self.times.first_token = now
+        text, rest = self.stream.finish(self.new_tokens)
+        return Update(self.id, self.new_tokens[self.progress.num_tokens :], rest, self._completion(text))
+
+    def refused_by(self, round_: RowRound) -> Exception | None:
+        """What a logits processor of the user's raised for one of a round's tokens."""
+        own = self.params.logits_processor
+        if not isinstance(own, RequestProcessors):
+            return None
+        first = self.prompt_len + len(self.new_tokens)
+        found = (own.error_at(first + i) for i in range(len(round_.token_ids)))
+        return next((error for error in found if error is not None), None)
+
+    def _at_criterion(self, before: int, end: int) -> int | None:
+        """New tokens up to the first with which a stopping criterion is met, of those after `before` up to `end`."""
+        own = self.params.stopping_criteria
+        if not isinstance(own, RequestCriteria):
+            return None
+        tokens = [*self.committed[: self.prompt_len].tolist(), *self.new_tokens[:end]]
+        length = own.first_end(tokens, self.prompt_len + before)
+        return None if length is None else length - self.prompt_len
+
     def _completion(self, text: str) -> Completion:
         t = self.times
         stats = RequestStats(
@@ -194,6 +223,7 @@ class Request:
             preemptions=self.preemptions,
             prefix_hit_tokens=self.prefix_hit_tokens,
             cached_tokens=self.cached_tokens,
+            not_drafted=self.params.not_drafted,
         )
         assert self.finish_reason is not None
         return Completion(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Generic
 
 import numpy as np
@@ -13,6 +13,17 @@ from attention.staging import A, array
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
 from specdec.logits.options import OFF, LogitsOptions
+from specdec.requests.user_code import (
+    Criterion,
+    Processor,
+    RequestCriteria,
+    RequestProcessors,
+    constrained,
+    criteria,
+    overlapping,
+    prefix_function,
+    processors,
+)
 from specdec.values import flag, real, refuse, short, whole
 
 MAX_TOP_K = 2**31 - 1
@@ -53,6 +64,18 @@ class SamplingParams(LogitsOptions):
             whatever n is. Greedy decoding has one completion only: more are refused, as transformers refuses them.
         cache_prefix: begin with pages that earlier requests left in the prefix cache, and leave this one's there.
             False: neither. Without effect where the model was loaded with enable_prefix_caching=False.
+        logits_processor: a transformers LogitsProcessor, any function of its kind, or a list of them. Each is called
+            for every position of a verification, drafts included, with the tokens before it [1, L] and its scores
+            [1, V] on the model's device, after the options and before temperature. It runs on the thread that leads the
+            round; if it waits for the device, all requests wait. One with a state is copied (deepcopy) for each request
+            and before each position; if that fails, it is called as it is and the request has no drafts
+            (`RequestStats.not_drafted`). Functions are taken to have no state. What one raises ends its request alone.
+        prefix_allowed_tokens_fn: (batch_id, tokens [L]) -> the ids that may follow, as in transformers; batch_id is
+            the completion's place in its call.
+        stopping_criteria: a transformers StoppingCriteria, or a list of them: called once for each new token, in order,
+            with all tokens [1, L] and None for scores; the request ends where one is true.
+        max_time: seconds from its submission after which the request ends ("timeout"), waiting or running, with the
+            tokens that it has.
     """
 
     max_new_tokens: int = 256
@@ -68,6 +91,10 @@ class SamplingParams(LogitsOptions):
     return_drafts: bool = False
     n: int = 1
     cache_prefix: bool = True
+    logits_processor: Sequence[Processor] | RequestProcessors | None = None
+    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], Sequence[int]] | None = None
+    stopping_criteria: Sequence[Criterion] | RequestCriteria | None = None
+    max_time: float | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for a value that is not of its kind or outside its range."""
@@ -97,12 +124,62 @@ class SamplingParams(LogitsOptions):
             kept[name] = real(name, given, allowed)
             if not fits(kept[name]):
                 raise refuse(name, given, allowed)
+        kept |= self._checked_code()
         for name, value in kept.items():
             object.__setattr__(self, name, value)  # frozen, but the checked values replace the given ones
         if self.n > 1 and self.greedy:
             raise InvalidInputError(
                 f"n={self.n} with temperature=0: greedy decoding has one completion; give a temperature, or n=1"
             )
+
+    def _checked_code(self) -> dict[str, Any]:
+        """The user's own code and the time limit. Raises InvalidInputError."""
+        found: dict[str, Any] = {}
+        for name, read in (
+            ("logits_processor", processors),
+            ("prefix_allowed_tokens_fn", prefix_function),
+            ("stopping_criteria", criteria),
+        ):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, (RequestProcessors, RequestCriteria)):
+                found[name] = read(name, given)
+        for kind, option in overlapping(found.get("logits_processor", ()), self.settings):
+            raise InvalidInputError(
+                f"logits_processor has a {kind.__name__} and {option}={short(getattr(self, option))} is set: give "
+                "one of the two (an option of the model's own generation_config is switched off by its neutral value)"
+            )
+        if self.max_time is not None:
+            found["max_time"] = real("max_time", self.max_time, "None or seconds, 0 or more")
+            if not found["max_time"] >= 0:
+                raise refuse("max_time", self.max_time, "None or seconds, 0 or more")
+        return found
+
+    @property
+    def user_code(self) -> tuple[str, ...]:
+        """Names of the fields with code of the user's, which does not leave this process."""
+        names = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+    @property
+    def not_drafted(self) -> str:
+        """Why a request with these has no drafts, in words; "" where nothing stands against them."""
+        own = self.logits_processor
+        return own.not_copied if isinstance(own, RequestProcessors) else ""
+
+    def of_request(self, batch_id: int, device: torch.device) -> SamplingParams:
+        """The same with the user's code copied for one request, at this place of its call; itself where it has none.
+
+        device: the model's.
+        """
+        own, found = self.logits_processor, dict[str, Any]()
+        if self.prefix_allowed_tokens_fn is not None or (own is not None and not isinstance(own, RequestProcessors)):
+            each: tuple[Processor, ...] = () if own is None or isinstance(own, RequestProcessors) else tuple(own)
+            if self.prefix_allowed_tokens_fn is not None:
+                each = (constrained(self.prefix_allowed_tokens_fn, batch_id), *each)
+            found = {"logits_processor": RequestProcessors(each), "prefix_allowed_tokens_fn": None}
+        if self.stopping_criteria is not None and not isinstance(self.stopping_criteria, RequestCriteria):
+            found["stopping_criteria"] = RequestCriteria(self.stopping_criteria, device)
+        return replace(self, **found) if found else self
 
     @property
     def greedy(self) -> bool:

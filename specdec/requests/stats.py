@@ -39,6 +39,8 @@ class RequestStats:
         preemptions: how often the request lost its pages and was recomputed.
         prefix_hit_tokens: prompt tokens in pages that the prefix cache had when the request was admitted.
         cached_tokens: those of them that were not read again; with drafts, the last page found is.
+        not_drafted: why the request had no drafts although the model has a head, in words; "" where nothing stood
+            against them.
     """
 
     rounds: tuple[RoundRecord, ...] = ()
@@ -50,6 +52,7 @@ class RequestStats:
     preemptions: int = 0
     prefix_hit_tokens: int = 0
     cached_tokens: int = 0
+    not_drafted: str = ""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def submissions(prompts: Prompts, params: Params, model: PreTrainedModel, tokeni
     for prompt, given in zip(ids, _one_each(params, len(ids)), strict=True):
         own = _resolved(given, model, len(prompt), use)
         eos = eos_ids(model.generation_config)
-        found += [Submission(prompt, own, i, eos) for i in range(own.n)]
+        found += [Submission(prompt, own.of_request(len(found) + i, model.device), i, eos) for i in range(own.n)]
     return found
 
 

@@ -1,0 +1,350 @@
+"""Processors, prefix functions and stopping criteria of the user: tokens are those of transformers' generate with the
+same objects, drafted or not, in every pipeline, with preemptions and interrupts; each request's errors are its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes import VOCAB, tiny_llama
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers.generation import logits_process as hf
+
+from specdec.engine.engine import Engine
+from specdec.errors import HandoffMismatchError, InvalidInputError, RequestFailedError
+from specdec.handoff.moved import Leaving
+from specdec.handoff.moving import moving_requests
+from specdec.requests import user_code
+from specdec.requests.sampling import SamplingParams
+from specdec.requests.user_code import RequestProcessors
+from specdec.rounds.extras import RoundExtra
+from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu  # noqa: F401
+from tests.specdec.rounds.test_extras import NEW, PROMPTS, answers, engine_with
+
+
+class Paced(LogitsProcessor):
+    """Bans tokens by how often it was called: a call too many or too few changes answers."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        banned = torch.arange(VOCAB) % 3 == self.calls % 3
+        return scores.masked_fill(banned[None], float("-inf"))
+
+
+class Fading(LogitsProcessor):
+    """Takes from the scores a mean of all that it has seen: tokens depend on every earlier position's scores."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(1, VOCAB)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.6 * self.mean + scores / 2
+        return scores - self.mean
+
+
+class Locked(Paced):
+    """It cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class AtSum(StoppingCriteria):
+    """Stops where the last three tokens add up to a multiple of a number; counts its calls."""
+
+    def __init__(self, number: int = 5) -> None:
+        self.number, self.calls = number, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls += 1
+        return (input_ids[:, -3:].sum(1) % self.number == 0) & (self.calls > 2)
+
+
+def by_last_token(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores.index_fill(1, (input_ids[0, -1:] + torch.arange(0, VOCAB, 2)) % VOCAB, float("-inf"))
+
+
+def of_place(batch_id: int, tokens: torch.Tensor) -> Sequence[int]:
+    return [i for i in range(VOCAB) if (i + batch_id + int(tokens[-1])) % 3]
+
+
+CODE: dict[str, Callable[[], dict[str, Any]]] = {
+    "paced": lambda: {"logits_processor": Paced()},
+    "fading": lambda: {"logits_processor": [Fading()]},
+    "function": lambda: {"logits_processor": by_last_token},
+    "several": lambda: {
+        "logits_processor": LogitsProcessorList([Fading(), hf.NoRepeatNGramLogitsProcessor(2), Paced()])
+    },
+    "criterion": lambda: {"stopping_criteria": AtSum()},
+    "all": lambda: {
+        "logits_processor": [Paced(), by_last_token],
+        "prefix_allowed_tokens_fn": of_place,
+        "stopping_criteria": [AtSum(7), AtSum(11)],
+    },
+}
+
+
+def right(names: Sequence[str | None], **more: Any) -> list[list[int]]:
+    """What transformers alone says to each prompt."""
+    found, model = [], tiny_llama()
+    for prompt, name in zip(PROMPTS, names, strict=True):
+        own = {} if name is None else CODE[name]()
+        for kind in ("logits_processor", "stopping_criteria"):
+            own |= {kind: own[kind] if isinstance(own[kind], list) else [own[kind]]} if kind in own else {}
+        ids = torch.tensor([prompt])
+        config = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, **more)
+        said = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **own)
+        found.append(said[0, len(prompt) :].tolist())
+    return found
+
+
+def said(names: Sequence[str | None], drafts: int, graphs: bool, interrupts: Any = (), **options: Any) -> list[Any]:
+    engine = engine_with(drafts, graphs, RoundExtra(), **options)
+    params = [SamplingParams(NEW, **({} if name is None else CODE[name]())) for name in names]
+    return answers(engine, params, interrupts)
+
+
+def tokens(completions: Sequence[Any]) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]
+
+
+MIXED = ["paced", None, "fading", "all", "criterion", "function"]
+
+
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("names", [MIXED, ["several"] * 6], ids=["mixed", "several"])
+def test_tokens_are_transformers(names: list[str | None], drafts: int, graphs: bool, request: Any) -> None:
+    if graphs:
+        request.getfixturevalue("graphs_on_cpu")
+    completions, expected = said(names, drafts, graphs), right(names)
+    assert tokens(completions) == expected
+    assert expected != right([None] * 6)  # else equal answers say nothing
+    reasons = ["stop" if len(own) < NEW else "length" for own in expected]
+    assert [completion.finish_reason for completion in completions] == reasons
+    if drafts:
+        assert any(r.accepted for c, name in zip(completions, names, strict=True) if name for r in c.stats.rounds)
+
+
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_rows_that_are_opened_again_go_on_with_their_state(drafts: int, graphs: bool, request: Any) -> None:
+    """After preemptions, and after interrupts."""
+    if graphs:
+        request.getfixturevalue("graphs_on_cpu")
+    completions = said(MIXED, drafts, graphs, (4, 5, 9), kv_cache_tokens=88, max_num_seqs=6)
+    assert tokens(completions) == right(MIXED)
+    assert sum(completion.stats.preemptions for completion in completions) > 3
+
+
+def test_the_place_in_a_call_is_the_batch_id() -> None:
+    """As in a batch of transformers, where a prompt's completions follow each other."""
+    from fakes import table_head, wrap
+
+    places: list[int] = []
+
+    def noted(batch_id: int, ids: torch.Tensor) -> list[int]:
+        places.append(batch_id)
+        return [batch_id]
+
+    model = wrap(tiny_llama(), table_head(tiny_llama()), num_speculative_tokens=3)
+    params = SamplingParams(4, temperature=1.0, n=2, prefix_allowed_tokens_fn=noted)
+    found = model.generate(PROMPTS[:3], params)
+    assert tokens(found) == [[i] * 4 for i in range(6)] and set(places) == set(range(6))
+
+
+def test_options_come_before_a_users_processor_and_temperature_after() -> None:
+    seen: list[torch.Tensor] = []
+
+    def noted(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(scores)
+        return scores
+
+    engine = engine_with(0, False, RoundExtra())
+    answers(engine, [SamplingParams(2, 2.0, top_k=3, suppress_tokens=(5,), logits_processor=noted)] * 6)
+    ids = torch.tensor([PROMPTS[0]])
+    expected = tiny_llama()(ids).logits[0, -1].index_fill(0, torch.tensor([5]), float("-inf"))
+    torch.testing.assert_close(seen[0][0], expected)
+
+
+def test_a_processor_that_cannot_be_copied_has_no_drafts() -> None:
+    own = Locked()
+    engine = engine_with(3, False, RoundExtra())
+    params = [SamplingParams(NEW, logits_processor=own), *(SamplingParams(NEW) for _ in PROMPTS[1:])]
+    first, *others = answers(engine, params)
+    assert "cannot be copied (TypeError" in first.stats.not_drafted and not any(c.stats.not_drafted for c in others)
+    assert not any(r.drafted for r in first.stats.rounds) and any(r.drafted for c in others for r in c.stats.rounds)
+    assert tokens([first]) == right(["paced", *[None] * 5])[:1] and own.calls == NEW
+
+
+class Raising(LogitsProcessor):
+    def __init__(self, at: Callable[[torch.Tensor], bool]) -> None:
+        self.at = at
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.at(input_ids[0]):
+            raise ValueError("planted")
+        return scores
+
+
+def failing(engine: Engine, params: Sequence[SamplingParams]) -> tuple[list[Any], list[Any]]:
+    ids = [engine.submit(prompt, own) for prompt, own in zip(PROMPTS, params, strict=True)]
+    ended: dict[int, Any] = {}
+    while engine.has_work:
+        ended |= {u.request_id: u for u in engine.step() if u.last}
+    return [ended[i].completion for i in ids], [ended[i].error for i in ids]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_what_a_processor_raises_ends_its_request_alone(drafts: int) -> None:
+    own = Raising(lambda ids: len(ids) == len(PROMPTS[1]) + 7)
+    params = [SamplingParams(NEW), SamplingParams(NEW, logits_processor=own), *[SamplingParams(NEW)] * 4]
+    completions, errors = failing(engine_with(drafts, False, RoundExtra()), params)
+    assert isinstance(errors[1], RequestFailedError) and "its logits processor raised ValueError: planted" in str(
+        errors[1]
+    )
+    assert [e for i, e in enumerate(errors) if i != 1] == [None] * 5
+    expected = right([None] * 6)
+    assert tokens([c for c in completions if c is not None]) == [*expected[:1], *expected[2:]]
+
+
+def test_what_is_raised_after_rejected_drafts_ends_nothing() -> None:
+    """A processor may reject what transformers would never have given it."""
+    expected = right([None] * 6)
+    whole = [[*prompt, *own] for prompt, own in zip(PROMPTS, expected, strict=True)]
+    strange: list[int] = []
+
+    def never_said(ids: torch.Tensor) -> bool:
+        odd = not any(ids.tolist() == own[: len(ids)] for own in whole)
+        strange.append(odd)
+        return odd
+
+    params = [SamplingParams(NEW, logits_processor=Raising(never_said)) for _ in PROMPTS]
+    completions, errors = failing(engine_with(3, False, RoundExtra()), params)
+    assert errors == [None] * 6 and tokens(completions) == expected and any(strange)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda ids, scores: None, lambda ids, scores: scores[:, :-1], lambda ids: ids],
+    ids=["none", "shape", "args"],
+)
+def test_a_wrong_result_is_named(wrong: Any) -> None:
+    params = [SamplingParams(NEW, logits_processor=wrong), *[SamplingParams(NEW)] * 5]
+    _, errors = failing(engine_with(3, False, RoundExtra()), params)
+    assert "its logits processor raised TypeError" in str(errors[0]) and errors[1:] == [None] * 5
+
+
+def test_a_criterion_that_raises_ends_its_request_alone() -> None:
+    def bad(ids: torch.Tensor, scores: Any) -> bool:
+        raise KeyError("planted")
+
+    params = [SamplingParams(NEW, stopping_criteria=bad), *[SamplingParams(NEW)] * 5]
+    _, errors = failing(engine_with(3, False, RoundExtra()), params)
+    assert "stopping criteria raised KeyError" in str(errors[0]) and errors[1:] == [None] * 5
+
+
+def _bonus_token_alone(own: RequestProcessors, ids: torch.Tensor, lens: Sequence[int], scores: torch.Tensor) -> None:
+    """Drafts are not among the tokens that a processor sees."""
+    ids = ids.clone()
+    ids[:, lens[0] :] = ids[:, lens[0] - 1 : lens[0]]
+    APPLY(own, ids, lens, scores)
+
+
+APPLY = RequestProcessors.apply
+NO_COPIES = SimpleNamespace(deepcopy=lambda one: one)
+"""Rejected drafts advance a state, too."""
+DEFECTS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
+    "not copied": ("paced", (user_code, "copy", NO_COPIES)),
+    "drafted prefix not seen": ("function", (RequestProcessors, "apply", _bonus_token_alone)),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_planted_defects_are_seen(defect: str, graphs: bool, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+    if graphs:
+        request.getfixturevalue("graphs_on_cpu")
+    name, planted = DEFECTS[defect]
+    monkeypatch.setattr(*planted)
+    assert tokens(said([name] * 6, 3, graphs)) != right([name] * 6)
+
+
+def test_a_users_own_object_is_not_changed() -> None:
+    own, criterion = Paced(), AtSum()
+    params = [SamplingParams(NEW, logits_processor=own, stopping_criteria=criterion)] * 6
+    answers(engine_with(3, False, RoundExtra()), params)
+    assert own.calls == criterion.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"logits_processor": 3}, "logits_processor=3: allowed is a callable"),
+        ({"logits_processor": []}, "logits_processor"),
+        ({"logits_processor": [Paced]}, "allowed is a callable"),
+        ({"stopping_criteria": "stop"}, "stopping_criteria='stop'"),
+        ({"prefix_allowed_tokens_fn": [1]}, "allowed is a function"),
+        ({"max_time": -1}, "max_time=-1"),
+        ({"max_time": float("nan")}, "max_time=nan"),
+        (
+            {"logits_processor": hf.RepetitionPenaltyLogitsProcessor(1.2), "repetition_penalty": 1.5},
+            "RepetitionPenaltyLogitsProcessor and repetition_penalty=1.5",
+        ),
+    ],
+)
+def test_bad_values_are_refused_by_name(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said):
+        SamplingParams(**given)
+
+
+def test_pure_processors_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, engine = list[Any](), engine_with(3, False, RoundExtra())
+    monkeypatch.setattr(user_code, "copy", SimpleNamespace(deepcopy=lambda one: copies.append(one) or one))
+    params = SamplingParams(NEW, logits_processor=[by_last_token, hf.NoRepeatNGramLogitsProcessor(2)])
+    answers(engine, [params] * 6)
+    assert not copies
+
+
+def test_code_does_not_move_to_another_engine() -> None:
+    engine = engine_with(3, False, RoundExtra())
+    request = Leaving(PROMPTS[0], SamplingParams(stopping_criteria=AtSum()), 0, (), 1.0)
+    with pytest.raises(HandoffMismatchError, match="stopping_criteria: code of the caller's"):
+        moving_requests(engine).check_leaving(request)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_request_ends_when_its_time_is_over(drafts: int) -> None:
+    """Running or waiting, with what was reported; others go on."""
+    engine = engine_with(drafts, False, RoundExtra(), max_num_seqs=2)
+    late = SamplingParams(200, max_time=0.0)
+    ids = [engine.submit(PROMPTS[0], SamplingParams(NEW)), *(engine.submit(p, late) for p in PROMPTS[1:4])]
+    ended: dict[int, Any] = {}
+    rounds = 0
+    while engine.has_work:
+        rounds += 1
+        ended |= {u.request_id: u.completion for u in engine.step() if u.last}
+        assert rounds > 3 or ended.keys() >= set(ids[1:])
+    assert [ended[i].finish_reason for i in ids] == ["length", *["timeout"] * 3]
+    assert ended[ids[0]].token_ids == right([None] * 6)[0]
+    assert engine.usage().requests == 0
+
+
+def test_time_is_counted_from_the_submission() -> None:
+    engine = engine_with(0, False, RoundExtra())
+    own = engine.submit(PROMPTS[0], SamplingParams(100, max_time=0.4))
+    begin, last = time.perf_counter(), None
+    while engine.has_work:
+        time.sleep(0.05)
+        last = [u for u in engine.step() if u.request_id == own][-1]
+    assert last is not None and last.completion.finish_reason == "timeout"
+    assert 0.4 <= time.perf_counter() - begin < 5 and 0 < len(last.completion.token_ids) < 100
