@@ -17,6 +17,10 @@ Several shares are measured one after the other in one process, a line each; 1 i
 
     python -m benchmarks.bench_round --drafts 3 --rows 1,8,32 --sampled --greedy-share 1,0.5,0 --out round.jsonl
 
+With --asks all rows have options or want log-probabilities, measured one after the other in one process:
+
+    python -m benchmarks.bench_round --drafts 3 --rows 32 --asks nothing,penalties,logprobs --out round.jsonl
+
 With --weights fp8 the target's linear layers have weights in fine-grained FP8 (blocks of 128 x 128):
 
     python -m benchmarks.bench_round --drafts 0,5 --rows 1,8,32 --weights fp8 --out round-fp8.jsonl
@@ -296,6 +300,7 @@ class Run:
 @click.option("--acceptance", type=click.FloatRange(0, 1), default=0.8, show_default=True)
 @click.option("--sampled", is_flag=True, help="Temperature 0.8, top-p 0.95.")
 @click.option("--greedy-share", default="0", show_default=True, help="With --sampled; one or more.")
+@click.option("--asks", default="nothing", show_default=True, help="One or more: what requests ask for beside tokens.")
 @click.option(
     "--entropy", type=float, help="Scale lm_head to so many nats; default: the flat logits of random weights."
 )
@@ -319,7 +324,7 @@ class Run:
 def main(context: click.Context, **options: Any) -> None:
     """Measure every K and batch size and append one JSON line each."""
     o = SimpleNamespace(**options)
-    started, kinds = time.perf_counter(), kinds_of(o.sampled, o.greedy_share)
+    started, kinds = time.perf_counter(), kinds_of(o.sampled, o.greedy_share, o.asks)
     o.backend = o.backend or _BACKENDS[o.device][0]
     listed = _TRACED[o.device] if o.trace is None else o.trace
     if o.backend not in _BACKENDS[o.device]:

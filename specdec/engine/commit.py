@@ -22,7 +22,7 @@ class Committed:
         rows: [J] RowTable rows. tokens: [J, n+1]; the first count[j] are committed.
         num_drafts, num_accepted, count: [J].
         at_eos, at_limit: [J] bool, why a row ends.
-        drafts: [J, n].
+        drafts: [J, n]. notes: [J, n+1, W] of the tokens, see `RoundExtra.notes`; None where no row has any.
     """
 
     verified: Verified
@@ -34,16 +34,20 @@ class Committed:
     at_eos: np.ndarray
     at_limit: np.ndarray
     drafts: np.ndarray
+    notes: np.ndarray | None = None
 
     @property
     def rounds(self) -> list[RowRound]:
         """Results of the decided rows, one by one."""
         every = (self.tokens, self.count, self.num_accepted, self.drafts, self.num_drafts)
         each = zip(*(array.tolist() for array in every), strict=True)  # one call for all rows: numpy's own take longer
-        return [
+        rounds = [
             RowRound(tokens[:count], accepted, tuple(drafts[:num_drafts]))
             for tokens, count, accepted, drafts, num_drafts in each
         ]
+        if self.notes is not None:
+            return [round_._replace(notes=own) for round_, own in zip(rounds, self.notes, strict=True)]
+        return rounds
 
 
 def ending_tokens(tokens: np.ndarray, count: np.ndarray, eos_ids: np.ndarray) -> np.ndarray:
@@ -95,4 +99,5 @@ def commit(
         at_eos=at_eos,
         at_limit=length + count >= limit,
         drafts=outcome.drafts,
+        notes=outcome.notes,
     )

@@ -357,10 +357,7 @@ class Engine:
         return owners
 
     def _report(self, shares: Sequence[tuple[Request, RowRound]]) -> None:
-        """Text, stop strings and statistics of these requests, and the requests that were refused a row.
-
-        Updates count once `reported` is assigned.
-        """
+        """Text, stops and statistics of these requests, and those refused a row; counts once `reported` is assigned."""
         now = time.perf_counter()
         updates = [taken(request, share, now) for request, share in shares]
         if self.guests is not None:

@@ -10,6 +10,7 @@ from typing import NoReturn
 from specdec.engine.calls import Call
 from specdec.engine.sharing import SharedEngine
 from specdec.errors import SpecdecError
+from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.submission import Submission
 
@@ -22,13 +23,14 @@ class StreamUpdate:
         index: its place in what `generate` returns: the prompt's, or with SamplingParams.n, where every prompt has n
             completions in a row, n·prompt + sample.
         token_ids: new token ids. text: new text; joined, the texts are the completion's.
-        completion: set when it is finished.
+        completion: set when it is finished. logprobs: of the new tokens, where they were asked for.
     """
 
     index: int
     token_ids: list[int]
     text: str
     completion: Completion | None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class Stream(Iterator[StreamUpdate]):
@@ -62,7 +64,7 @@ class Stream(Iterator[StreamUpdate]):
             while call is not None and (found := self._shared.next(call)) is not None:
                 place, update = found
                 if update.error is None:
-                    return StreamUpdate(place, update.token_ids, update.text, update.completion)
+                    return StreamUpdate(place, update.token_ids, update.text, update.completion, update.logprobs)
                 self._errors.append(update.error)
             if self._errors:
                 self._raise_errors()

@@ -85,16 +85,14 @@ class DraftGraphs:
 class Bucket:
     """The graphs of one number of rows.
 
-    token_ids [rows·(K+1)]: input of the verification; logits [rows·(K+1), V], result [rows]: its outputs;
-    logit_index: [rows, K+1]; num_drafts: [rows]. decide: decides the sampled rows of that result again.
+    device: the round at the addresses that they read; logits [rows·(K+1), V], result [rows]: outputs of the
+    verification. decide: decides the sampled rows of that result again.
     """
 
     planner: Planner
     verify: torch.cuda.CUDAGraph
     decide: torch.cuda.CUDAGraph
-    token_ids: torch.Tensor
-    logit_index: torch.Tensor
-    num_drafts: torch.Tensor
+    device: DeviceRound
     logits: torch.Tensor
     result: PackedResult
     draft: DraftGraphs | None
@@ -282,7 +280,7 @@ def capture_bucket(
         lambda: decide_sampled(logits, greedy, index, device.num_drafts, own, result, proposal),
         pool,
     )
-    return Bucket(planner, graph, decide, device.token_ids, index, device.num_drafts, logits, result, draft)
+    return Bucket(planner, graph, decide, device, logits, result, draft)
 
 
 def record(launch: Callable[[], T], pool: Any, group: Group = ALONE) -> tuple[torch.cuda.CUDAGraph, T]:

@@ -11,7 +11,7 @@ from specdec.config import EngineConfig
 from specdec.execution.base import Drafter, Verification
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
-from specdec.rounds.extras import adjusted
+from specdec.rounds.extras import Decision, adjusted, noted, rewritten
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import RoundTransfer
 from specdec.rounds.verification import TargetArrays
@@ -70,8 +70,14 @@ class EagerExecutor:
         if draft is not None and self.target.group.size > 1:
             self.target.group.share(draft.token_ids)
         output = self.target.forward(fill_drafts(device, draft), planned, device.logits_indices)
-        logits = adjusted(self._extras, output.logits, device) if self._extras else output.logits
-        read = self.reads.start(judge(logits, device, draft, self._vocab), device.num_drafts)
+        logits = output.logits
+        if self._extras:
+            logits = adjusted(self._extras, logits, device)
+            logits = rewritten(self._extras, round_.target.extras, logits, device)
+        result = judge(logits, device, draft, self._vocab)
+        decision = Decision(output.logits, logits, device.logit_index, result.tokens)
+        notes = noted(self._extras, round_.target.extras, decision)
+        read = self.reads.start(result, device.num_drafts, notes)
         return Verification(read, output.aux_hidden_states)
 
 

@@ -65,7 +65,7 @@ from specdec.ops.experts import mixtures, using_capturable_experts
 from specdec.ops.greedy_rows import greedy_drafts, greedy_ids
 from specdec.rounds.buckets import graph_rows, loop_limits, static_shape
 from specdec.rounds.drafting import accepted_by_row, ahead_inputs, rows_after
-from specdec.rounds.extras import adjusted
+from specdec.rounds.extras import Decision, adjusted, noted, rewritten
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.static import FixedSampling, fixed_target
 from specdec.rounds.transfer import AheadTransfer, DeviceRound
@@ -83,8 +83,7 @@ class GraphExecutor:
     The constructor compiles; then call `capture`. With a head, for greedy and for sampled rows, the draft prefill is
     launched after the verification, before its result is read, and the draft steps run from the graphs of a bucket.
 
-    before_capture: called before anything is compiled or captured; raises if the model has changed. (Replays read its
-        weights alone.)
+    before_capture: called before anything is compiled or captured; raises if the model has changed.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
@@ -190,7 +189,7 @@ class GraphExecutor:
         return capture_bucket(*parts, self._extras, self._pool, recorder)
 
     def _rehearse(self) -> None:
-        """Launch all kernels of rounds once, in buckets and, of sampled rows, in any shape."""
+        """Launch all kernels of rounds once, also of sampled rows of rounds of any shape."""
         most, *others = self._fixed
         logits = self._captured(most, rehearse).logits
         rehearse_decisions(logits, most, self._query_len - 1, self._sampling.device, self._drawn)
@@ -240,7 +239,7 @@ class GraphExecutor:
         return Round(target, None, rows, sampling)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> None:
-        """See `Executor.draft`: nothing is left to be launched."""
+        """See `Executor.draft`."""
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:
         """See `Executor.verify`. The draft prefill, if any, is launched after it."""
@@ -248,10 +247,17 @@ class GraphExecutor:
             return self._verify_ragged(round_, draft)
         bucket = self._buckets[round_.bucket]
         bucket.verify.replay()
-        if round_.sampling is not None:
+        device, extras = bucket.device, round_.target.extras
+        logits = rewritten(self._extras, extras, bucket.logits, device)
+        if logits is not bucket.logits:
+            draft = None if self._loop is None else Draft(self._loop.drafts, None)
+            bucket.result.packed.copy_(self._decide(logits, device, draft, round_.sampling).packed)
+        elif round_.sampling is not None:
             self._send_sampling(round_.sampling)
             bucket.decide.replay()
-        read = self.reads.start(bucket.result.rows(round_.num_rows), bucket.num_drafts[: round_.num_rows])
+        rows, result = round_.num_rows, bucket.result.rows(round_.num_rows)
+        decision = Decision(bucket.logits, logits, device.logit_index[:rows], result.tokens)
+        read = self.reads.start(result, device.num_drafts[:rows], noted(self._extras, extras, decision))
         aux_hidden_states = self._target.aux_hidden_states(round_.bucket * self._query_len)
         if bucket.draft is None:
             return ChainedVerification(read, aux_hidden_states, partial(self.launch_next, round_))
@@ -265,21 +271,22 @@ class GraphExecutor:
         if draft is not None and self._loop is not None:
             self._target.group.share(self._loop.drafts)
         logits = self._ragged.logits(fill_from_loop(device, draft), device.metadata, device.logits_indices)
-        logits = adjusted(self._extras, logits, device)
-        result = self._decide_ragged(logits, device, draft, round_.sampling)
-        read = self.reads.start(result, device.num_drafts)
+        extras = round_.target.extras
+        changed = rewritten(self._extras, extras, adjusted(self._extras, logits, device), device)
+        result = self._decide(changed, device, draft, round_.sampling)
+        decision = Decision(logits, changed, device.logit_index, result.tokens)
+        read = self.reads.start(result, device.num_drafts, noted(self._extras, extras, decision))
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))
         if self._prefill is None:
             return Verification(read, aux_hidden_states)
-        num_carried = self._prefill.num_rows
-        ahead = ahead_inputs(round_.target, self._num_modules, num_carried)  # made while the device verifies
+        ahead = ahead_inputs(round_.target, self._num_modules, self._prefill.num_rows)
         sent = self._transfer.send_ahead(ahead, device)
         accepted, chosen = self._prefill.run(result, sent, device.logits_indices)
         if round_.sampled and self._drawn is not None:
             self._drawn.choose(0, chosen, accepted)
         return DraftedVerification(read, aux_hidden_states, partial(self._draft_on, round_))
 
-    def _decide_ragged(
+    def _decide(
         self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None, sent: SamplingRound | None
     ) -> PackedResult:
         greedy = greedy_ids(logits)
@@ -309,18 +316,15 @@ class GraphExecutor:
         assert round_.bucket is not None
         bucket = self._buckets[round_.bucket]
         after = self.send(None, target, sampling)
-        bucket.token_ids.copy_(bucket.result.first_token)
+        bucket.device.token_ids.copy_(bucket.result.first_token)
         return after, self.verify(after, None)
 
     def logits_of(self, round_: Round) -> torch.Tensor | None:
-        """[J, K+1, V] logits that the graph of a launched round wrote, valid until the next one is launched.
-
-        None of a round of another shape.
-        """
+        """[J, K+1, V] logits that a launched round's graph wrote, until the next is launched; None of any other."""
         if round_.bucket is None:
             return None
         bucket = self._buckets[round_.bucket]
-        return bucket.logits[bucket.logit_index[: round_.num_rows]]
+        return bucket.logits[bucket.device.logit_index[: round_.num_rows]]
 
     def _draft_on(self, round_: Round, num_accepted: np.ndarray) -> Draft:
         """Launch the steps after a draft prefill; each is planned while the one before runs."""
@@ -350,12 +354,10 @@ class GraphExecutor:
                 planner.replan(own)
 
     def _bucket_of(self, target: TargetArrays) -> int | None:
-        """The smallest bucket that holds a round of verifications only; None for others, see also `adjusts_on_host`.
+        """The smallest bucket that holds a round of verifications only; None for others.
 
         Before position M-1 a request has no rows yet for the later ones of M modules; a fixed shape has them all.
         """
-        if any(own is not None and self._extras[i].adjusts_on_host for i, own in enumerate(target.extras)):
-            return None
         if not target.only_bonus_tokens or (self._num_modules > 1 and target.start.min() < self._num_modules - 1):
             return None
         return self._fitting(len(target.start))

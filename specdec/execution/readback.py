@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,14 +17,15 @@ _RING = 2
 
 @dataclass(frozen=True)
 class Readback:
-    """A tensor on its way to the host. `copied` is None where nothing travels (CPU).
+    """A result on its way to the host. `copied` is None where nothing travels (CPU).
 
-    group: the processes that compute it together.
+    group: the processes that compute it together. notes: what travels with it, see `RoundExtra.notes`.
     """
 
     host: torch.Tensor
     copied: torch.cuda.Event | None
     group: Group = ALONE
+    notes: torch.Tensor | None = None
 
     def wait(self) -> np.ndarray:
         """Wait, and return a copy of the tensor. Launches after the verification continue meanwhile.
@@ -61,21 +62,29 @@ class HostReads:
         self.before_read: Callable[[PackedResult, torch.Tensor], None] | None = None
         self.after_read: Callable[[Outcome, np.ndarray], Outcome] | None = None
 
-    def start(self, result: PackedResult, num_drafts: torch.Tensor) -> Readback:
-        """Queue the copy after all launches so far. num_drafts: [J] int64 on the device, of the decided rows."""
+    def start(self, result: PackedResult, num_drafts: torch.Tensor, notes: torch.Tensor | None = None) -> Readback:
+        """Queue the copy after all launches so far.
+
+        Args:
+            num_drafts: [J] int64 on the device, of the decided rows. notes: see `RoundExtra.notes`.
+        """
         if self.before_read is not None:
             self.before_read(result, num_drafts)
         packed = result.packed
         if self._group.size > 1:
             self._group.share(packed)
         if not self._on_cuda:
-            return Readback(packed.clone(), None)  # the next launch may write to the same place
+            return Readback(packed.clone(), None, notes=notes)  # the next launch may write to the same place
         slot = self._started % _RING
         self._started += 1
         host = self._pinned[slot][: packed.numel()].view(packed.shape)
         host.copy_(packed, non_blocking=True)
+        own = None
+        if notes is not None:
+            own = torch.empty(notes.shape, dtype=notes.dtype, pin_memory=True)  # of a cache of torch's
+            own.copy_(notes, non_blocking=True)
         self._events[slot].record()
-        return Readback(host, self._events[slot], self._group)
+        return Readback(host, self._events[slot], self._group, own)
 
     def finish(self, read: Readback, num_drafts: np.ndarray) -> Outcome:
         """Wait for a read of rows with num_drafts [J] drafts.
@@ -85,6 +94,8 @@ class HostReads:
             RanksLostError: another process of the group is lost.
         """
         outcome = unpack_outcome(read.wait())
+        if read.notes is not None:
+            outcome = replace(outcome, notes=read.notes.numpy())
         if self.after_read is None:
             return outcome
         counts = self.after_read(outcome, num_drafts)

@@ -24,16 +24,16 @@ class ChangedRows:
     """The decided rows of a round whose requests have options, on the host.
 
     Attributes:
-        subjects: [m] their requests.
+        subjects: [m] their requests. places: [m] int64 where they are among the J decided rows.
         lens: [m] int64 committed tokens, bonus token included. committed: [m, L] int32 these, the bonus token not
             always; L is 1 where no option reads them.
-        first: [m] int64 each one's first row of logits; counts: [m] int64 how many there are, drafts and one.
+        counts: [m] int64 rows of logits of each, its drafts and one.
     """
 
     subjects: tuple[Subject, ...]
     lens: np.ndarray
     committed: np.ndarray
-    first: np.ndarray
+    places: np.ndarray
     counts: np.ndarray
     what: ClassVar[str] = "options of requests"
 
@@ -42,32 +42,41 @@ class ChangedRows:
         require(len(self.subjects) == len(self.lens) == len(self.committed), "options of other rows")
         require(bool((self.counts >= 1).all() and (self.lens >= 1).all()), "options of rows that are not decided")
 
-    @property
-    def logits_rows(self) -> np.ndarray:
-        """[N] int64, rows of logits."""
-        return np.repeat(self.first, self.counts) + offsets_within(self.counts)
-
 
 @dataclass(frozen=True)
 class ChangedLogits(RoundExtra):
     """The extra. Rounds without such requests send nothing more and run no other operators."""
 
-    adjusts_on_host: ClassVar[bool] = True
+    rewrites: ClassVar[bool] = True
 
     def columns(self, max_rows: int) -> OptionColumns:
         """See `RoundExtra.columns`."""
         return OptionColumns(max_rows)
 
-    def adjust(self, logits: torch.Tensor, round_: DecidedRows) -> torch.Tensor:
-        """See `RoundExtra.adjust`."""
-        own = round_.metadata.host.extra(ChangedRows)
-        if own is None:
-            return logits
-        at = on_device(own.logits_rows, logits.device)
-        scores = torch.zeros(len(at), logits.shape[1] + 1, device=logits.device)
-        scores[:, :-1] = logits[at]
-        process(scores, rows_of(own, round_, at))
-        return logits.float().index_copy(0, at, scores[:, :-1])
+    def rewrite(self, logits: torch.Tensor, round_: DecidedRows, own: BatchExtra) -> torch.Tensor:
+        """See `RoundExtra.rewrite`. One copy of all logits in float32, in which rows with options are changed."""
+        assert isinstance(own, ChangedRows)
+        rows, vocab = logits.shape
+        wide = torch.empty(rows, (vocab // _ALIGNED + 1) * _ALIGNED, device=logits.device)
+        scores = wide[:, : vocab + 1]
+        scores[:, :-1] = logits
+        scores[:, -1] = 0
+        owner = np.repeat(np.arange(len(own.subjects)), own.counts)
+        places = np.stack([own.places[owner], offsets_within(own.counts)])
+        place, offset = on_device(places, logits.device)
+        at = round_.logit_index[place, offset]
+        changed = rows_of(own, round_, at)
+        if len(owner) == rows:  # rows of logits are in the order of the batch
+            process(scores, changed)
+        else:
+            part = scores[at]
+            process(part, changed)
+            scores[at] = part
+        return scores[:, :-1]
+
+
+_ALIGNED = 8
+"""Floats: rows of scores begin at multiples, one column at least beyond the vocabulary."""
 
 
 def rows_of(own: ChangedRows, round_: DecidedRows, at: torch.Tensor) -> Rows:
@@ -136,11 +145,10 @@ class OptionColumns(ExtraColumns):
         if not places:
             return None
         subjects = tuple(s for row in places if (s := self._subjects[schedule.rows[row]]) is not None)
-        counts, lens = schedule.num_drafts[decided] + 1, length[places]
+        counts, lens, own = schedule.num_drafts[decided] + 1, length[places], np.searchsorted(decided, places)
         width = int(lens.max()) if any(subject.reads_prefix for subject in subjects) else 1
-        first = np.cumsum(counts) - counts
         committed = table.tokens[schedule.rows[places], :width]
-        return ChangedRows(subjects, lens, committed, first[places], counts[places])
+        return ChangedRows(subjects, lens, committed, own, counts[own])
 
 
 def subject_of(params: SamplingParams, table: RowTable, row: int) -> Subject | None:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from specdec.errors import SpecdecError
+from specdec.requests.logprobs import TokenLogprobs, of_notes
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import AcceptanceStats, RequestStats, RoundRecord, pool
 from specdec.requests.text import TextStream
@@ -29,6 +30,7 @@ class Completion:
         stats: the request's rounds and times.
         drafts: draft ids of every recorded round, when SamplingParams.return_drafts was set.
         sample_index: which of the prompt's `SamplingParams.n` completions this is, from 0.
+        logprobs: of each token, when SamplingParams.logprobs was set.
     """
 
     text: str
@@ -38,6 +40,7 @@ class Completion:
     stats: RequestStats
     drafts: tuple[tuple[int, ...], ...] | None = None
     sample_index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def pooled(self) -> AcceptanceStats:
@@ -68,6 +71,7 @@ class Update:
         completion: set when the request is finished.
         error: set when the request failed; it is ended.
         progress: how much of the request has been reported with this update.
+        logprobs: of its token_ids, where they were asked for.
     """
 
     request_id: int
@@ -76,6 +80,7 @@ class Update:
     completion: Completion | None = None
     error: SpecdecError | None = None
     progress: Progress = NOTHING_YET
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def last(self) -> bool:
@@ -84,11 +89,15 @@ class Update:
 
 
 class RowRound(NamedTuple):
-    """One request's result of one verification: tokens committed, drafts accepted (before trimming), draft ids."""
+    """One request's result of one verification: tokens committed, drafts accepted (before trimming), draft ids.
+
+    notes: [n+1, W] of the tokens, see `specdec.requests.logprobs.of_notes`; None where the round has none.
+    """
 
     token_ids: list[int]
     num_accepted: int
     drafts: tuple[int, ...]
+    notes: np.ndarray | None = None
 
 
 @dataclass
@@ -132,6 +141,7 @@ class Request:
     new_tokens: list[int] = field(default_factory=list)
     rounds: list[RoundRecord] = field(default_factory=list)
     drafts: list[tuple[int, ...]] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     progress: Progress = NOTHING_YET
     has_pages: bool = False
     leaves: bool = False
@@ -140,6 +150,7 @@ class Request:
     def rewind(self) -> None:
         """Reset to the reported tokens, waiting; later tokens are generated again."""
         del self.new_tokens[self.progress.num_tokens :]
+        del self.logprobs[self.progress.num_tokens :]
         del self.rounds[self.progress.num_rounds :]
         del self.drafts[self.progress.num_rounds :]
         self.stream.rewind(self.new_tokens, self.progress.num_characters)
@@ -150,6 +161,7 @@ class Request:
     def give_back(self, num_tokens: int, num_rounds: int, finish_reason: FinishReason | None) -> None:
         """Back to where it had so many new tokens and rounds, before a round's were taken in part or as a whole."""
         del self.new_tokens[num_tokens:]
+        del self.logprobs[num_tokens:]
         del self.rounds[num_rounds:]
         del self.drafts[num_rounds:]
         self.finish_reason = finish_reason
@@ -171,6 +183,9 @@ class Request:
             del self.new_tokens[end:]
             self.finish_reason = "stop"
         emitted = len(self.new_tokens) - before
+        if self.params.logprobs is not None and round_.notes is not None:
+            each = zip(self.new_tokens[before:], round_.notes, strict=False)
+            self.logprobs += [of_notes(token, notes, self.params.logprobs) for token, notes in each]
         if not before:  # from prefill, which verifies nothing and so is no recorded round
             self.times.first_token = now
         else:
@@ -180,18 +195,16 @@ class Request:
         if self.finish_reason is None:
             text = self.stream.show()
             progress = Progress(len(self.new_tokens), len(self.rounds), self.stream.num_shown)
-            return Update(self.id, tokens, text, progress=progress)
+            return Update(self.id, tokens, text, progress=progress, logprobs=self._new_logprobs)
         self.times.finished = now
-        text, rest = self.stream.finish(self.new_tokens)
-        return Update(self.id, tokens, rest, self._completion(text))
+        return self._last_update()
 
     def timed_out(self, now: float) -> Update:
         """End it with the tokens that were reported."""
         self.finish_reason, self.times.finished = "timeout", now
         if not self.new_tokens:
             self.times.first_token = now
-        text, rest = self.stream.finish(self.new_tokens)
-        return Update(self.id, self.new_tokens[self.progress.num_tokens :], rest, self._completion(text))
+        return self._last_update()
 
     def refused_by(self, round_: RowRound) -> Exception | None:
         """What a logits processor of the user's raised for one of a round's tokens."""
@@ -210,6 +223,16 @@ class Request:
         tokens = [*self.committed[: self.prompt_len].tolist(), *self.new_tokens[:end]]
         length = own.first_end(tokens, self.prompt_len + before)
         return None if length is None else length - self.prompt_len
+
+    @property
+    def _new_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Those that were not reported."""
+        return None if self.params.logprobs is None else tuple(self.logprobs[self.progress.num_tokens :])
+
+    def _last_update(self) -> Update:
+        tokens, new = self.new_tokens[self.progress.num_tokens :], self._new_logprobs
+        text, rest = self.stream.finish(self.new_tokens)
+        return Update(self.id, tokens, rest, self._completion(text), logprobs=new)
 
     def _completion(self, text: str) -> Completion:
         t = self.times
@@ -234,4 +257,5 @@ class Request:
             stats=stats,
             drafts=tuple(self.drafts) if self.params.return_drafts else None,
             sample_index=self.sample_index,
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
         )

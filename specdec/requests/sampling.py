@@ -13,6 +13,7 @@ from attention.staging import A, array
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
 from specdec.logits.options import OFF, LogitsOptions
+from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode
 from specdec.requests.user_code import (
     Criterion,
     Processor,
@@ -24,7 +25,7 @@ from specdec.requests.user_code import (
     prefix_function,
     processors,
 )
-from specdec.values import flag, real, refuse, short, whole
+from specdec.values import choice, flag, real, refuse, short, whole
 
 MAX_TOP_K = 2**31 - 1
 MAX_N = 2**16
@@ -74,6 +75,10 @@ class SamplingParams(LogitsOptions):
             the completion's place in its call.
         stopping_criteria: a transformers StoppingCriteria, or a list of them: called once for each new token, in order,
             with all tokens [1, L] and None for scores; the request ends where one is true.
+        logprobs: log-probabilities of each new token and of this many alternatives, the most probable ones, in
+            `Completion.logprobs`; 0: of the tokens alone.
+        logprobs_mode: "raw": of the model's own logits; "processed": of the distribution that the token was drawn from,
+            after all options, processors, temperature and filters (a greedy request has no temperature).
         max_time: seconds from its submission after which the request ends ("timeout"), waiting or running, with the
             tokens that it has.
     """
@@ -94,6 +99,8 @@ class SamplingParams(LogitsOptions):
     logits_processor: Sequence[Processor] | RequestProcessors | None = None
     prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], Sequence[int]] | None = None
     stopping_criteria: Sequence[Criterion] | RequestCriteria | None = None
+    logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
     max_time: float | None = None
 
     def __post_init__(self) -> None:
@@ -109,6 +116,10 @@ class SamplingParams(LogitsOptions):
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "return_drafts": flag("return_drafts", self.return_drafts),
             "cache_prefix": flag("cache_prefix", self.cache_prefix),
+            "logprobs": None
+            if self.logprobs is None
+            else whole("logprobs", self.logprobs, 0, MOST_LOGPROBS, f"None or 0 to {MOST_LOGPROBS}"),
+            "logprobs_mode": choice("logprobs_mode", self.logprobs_mode, ("raw", "processed")),
             "seed": None if seed is None else whole("seed", seed, *SEEDS, "None or a whole number of 64 bits"),
             "num_speculative_tokens": None
             if spec is None

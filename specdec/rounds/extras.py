@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from attention.batch.host import BatchExtra
 from attention.batch.metadata import CommonAttentionMetadata, MakeSection
 from specdec.rounds.rows import ExtraColumns
 
@@ -39,18 +40,33 @@ class DecidedRows(Protocol):
     def metadata(self) -> CommonAttentionMetadata: ...
 
 
+@dataclass(frozen=True)
+class Decision:
+    """A decided verification on the device, as `RoundExtra.notes` reads it.
+
+    Attributes:
+        logits: [R', V] the target's own. adjusted: [R', V] those by which it was decided, see `RoundExtra.adjust`.
+        index: [J, n+1] int64 into them.
+        tokens: [J, n+1] int64 accepted drafts and the next bonus token of each row, anything after it.
+    """
+
+    logits: torch.Tensor
+    adjusted: torch.Tensor
+    index: torch.Tensor
+    tokens: torch.Tensor
+
+
 class RoundExtra:
     """One extra of an engine. It has no state of its own: columns and device arrays have. This one does nothing.
 
     Attributes:
         refuses_handoff: why a request cannot go on in another engine, in words; "" where all that it needs there is
             moved, or follows from its tokens.
-        adjusts_on_host: whether `adjust` reads what only the host has of a round. Rounds that have arrays of such an
-            extra are launched like rounds of any shape, never from a captured graph of fixed shape.
+        rewrites: whether it has a `rewrite`.
     """
 
     refuses_handoff: ClassVar[str] = ""
-    adjusts_on_host: ClassVar[bool] = False
+    rewrites: ClassVar[bool] = False
 
     @property
     def rereads(self) -> bool:
@@ -73,13 +89,31 @@ class RoundExtra:
         return None
 
     def adjust(self, logits: torch.Tensor, round_: DecidedRows) -> torch.Tensor:
-        """The logits [R', V] by which the verification is decided, from the target's; in place or new.
+        """The logits [R', V] by which the verification is decided, from the target's, which stay as they are.
 
-        It runs in every form of a round. Captured graphs replay its launches, so unless `adjusts_on_host` it must read
-        values that change from the round's tensors, never from the host. `drafted_prefixes` gives the tokens before
-        each row.
+        It runs in every form of a round. Captured graphs replay its launches, so it must read values that change from
+        the round's tensors, never from the host: see `rewrite`. `drafted_prefixes` gives the tokens before each row.
         """
         return logits
+
+    def rewrite(self, logits: torch.Tensor, round_: DecidedRows, own: BatchExtra) -> torch.Tensor:
+        """As `adjust`, after it, of rounds for which the extra has arrays, and never captured: it may read these.
+
+        The tail of a round, from these logits to the decision, is launched anew then where a graph has decided already.
+
+        own: its arrays of the round, see `ExtraColumns.scheduled`. Returns [R', V] float32.
+        """
+        return logits
+
+    def notes(self, own: BatchExtra, decision: Decision) -> torch.Tensor | None:
+        """What the host is told of every token beside it: [J, n+1, W] float32 on the device, read with the result.
+
+        At most one extra of an engine has notes. Launched after each decision of rows for which it has arrays, also
+        where the round itself runs from a graph.
+
+        own: its arrays of the round, see `ExtraColumns.scheduled`.
+        """
+        return None
 
     def variant(self, prompt_len: int, num_committed: int) -> int:
         """Bits that tell apart requests whose keys and values of the same tokens differ: such share no pages.
@@ -127,9 +161,26 @@ def make_sections(extras: Sequence[RoundExtra], fixed: bool) -> list[MakeSection
 def adjusted(extras: Sequence[RoundExtra], logits: torch.Tensor, round_: DecidedRows) -> torch.Tensor:
     """The logits [R', V] by which a verification is decided, see `RoundExtra.adjust`."""
     for extra in extras:
-        if round_.metadata.host.extras or not extra.adjusts_on_host:
-            logits = extra.adjust(logits, round_)
+        logits = extra.adjust(logits, round_)
     return logits
+
+
+def rewritten(
+    extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None], logits: torch.Tensor, round_: DecidedRows
+) -> torch.Tensor:
+    """See `RoundExtra.rewrite`; the same tensor where no extra has anything to rewrite. arrays: of each extra."""
+    for extra, own in zip(extras, arrays, strict=False):
+        if own is not None and extra.rewrites:
+            logits = extra.rewrite(logits, round_, own)
+    return logits
+
+
+def noted(extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None], decision: Decision) -> torch.Tensor | None:
+    """See `RoundExtra.notes`. arrays: of each extra."""
+    for extra, own in zip(extras, arrays, strict=False):
+        if own is not None and (notes := extra.notes(own, decision)) is not None:
+            return notes
+    return None
 
 
 def variant_of(extras: Sequence[RoundExtra], prompt_len: int, num_committed: int) -> int:

@@ -85,7 +85,7 @@ def test_a_row_in_the_middle_of_its_prompt_reads_and_gets_nothing() -> None:
 
 def test_a_rows_share_is_what_it_kept_of_its_own_drafts() -> None:
     shares = committed(opened(20, 5), [1, 2], [[5, 6, 0], [7, 8, 1]]).rounds
-    assert [tuple(share) for share in shares] == [([5, 6], 1, (5, 6)), ([7], 2, (7, 8))]
+    assert [tuple(share) for share in shares] == [([5, 6], 1, (5, 6), None), ([7], 2, (7, 8), None)]
 
 
 def test_ending_tokens_are_those_of_each_rows_own_ids() -> None:

@@ -192,11 +192,11 @@ def test_tokens_from_graphs_are_too(
     graphs_on_cpu: list[Any],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rounds with options run in the form of any shape, also when launched before the commit; others are fixed."""
+    """Rounds with options keep their form, also when launched before the commit or before the read of the last one."""
     ragged, fixed = count_calls(monkeypatch, RaggedTarget, "logits"), count_calls(monkeypatch, FixedTarget, "send")
     after = count_calls(monkeypatch, OptionColumns, "after")
     assert said(names, drafts, True) == right(names)
-    assert ragged and fixed and bool(after) == bool(drafts)
+    assert len(fixed) > len(ragged) and after
 
 
 @pytest.mark.slow
