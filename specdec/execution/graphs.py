@@ -116,8 +116,7 @@ class GraphExecutor:
         self._loop: StaticLoop | None = None
         self._steps: dict[int, StaticSteps] = {}
         self._buckets: dict[int, Bucket] = {}
-        self._mixed = {mixed_bucket(config, n) for n in rows}
-        self._beside_prompts = mixed_buckets(config, rows[0])
+        self._mixed, self._beside_prompts = {mixed_bucket(config, n) for n in rows}, mixed_buckets(config, rows[0])
         self._alterations = Alterations(self)
         target.alterations.on_undo(self._alterations.undo)
         self._head = head = None if drafter is None else drafter.head
@@ -144,9 +143,8 @@ class GraphExecutor:
         self._steps = {n: loop.steps(static_shape(config, step_rows(n))) for n in rows}
         if config.draws_drafts:
             self._drawn = SampledDrafts(drafter.head, loop, self._sampling.device, target.vocab_size)
-        self._prefill = RaggedPrefill(
-            loop, self._num_modules, drafter.runner, config, self._pool, self._compiling, target.group
-        )
+        own = self._pool, self._compiling, target.group
+        self._prefill = RaggedPrefill(loop, self._num_modules, drafter.runner, config, *own)
         return DraftCapture(loop, self._drawn, drafter.runner, self._pool)
 
     def capture(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from transformers import GenerationConfig, PreTrainedModel
@@ -70,19 +70,22 @@ def _plain(value: Any) -> bool:
     return value is None or kind in (bool, int, float, str) or kind.__module__.partition(".")[0] == "transformers"
 
 
+Served = Literal["device", "host", "without effect", "refused"]
+"""Exact: applied on the device, or on the host; of neither effect; or refused by name."""
 _SAMPLING = {"do_sample", "temperature", "top_k", "top_p", "min_p"}
 _LENGTHS = {"max_new_tokens", "max_length"}
 _OPTIONS = frozenset(OFF)
 """Options that change logits, by the names that they have in both classes; some are SamplingParams' own."""
-_HONOURED = _SAMPLING | _LENGTHS | {"eos_token_id", "stop_strings", "num_return_sequences"}
+_ENDS = {"eos_token_id", "stop_strings", "max_time"}
+_HONOURED = _SAMPLING | _LENGTHS | _ENDS | {"num_return_sequences"}
 _NO_EFFECT = {
     *("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version"),
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"),
     *("disable_compile", "compile_config", "continuous_batching_config"),
     *("length_penalty", "early_stopping", "diversity_penalty"),  # of beams, which are refused themselves
 }
-"""Fields that change no token of a request and nothing that it gives back, whoever sets them; docs/supported.md names
-them."""
+"""Fields that change no token of a request and nothing that it gives back, whoever sets them; see
+docs/generation_options.md."""
 _CALLS_ONLY = {
     *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
     *("prompt_lookup_num_tokens", "use_mtp", "speculation_type", "max_matching_ngram_size"),
@@ -92,7 +95,7 @@ _CALLS_ONLY = {
 """What else `generate` gives back, and transformers' own speculation: they change no token, so a model's own may have
 them. In a caller's they ask for what is not done here."""
 _ONE_IS_OFF = {"repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams", "num_beam_groups"}
-_ZERO_IS_SET = {"forced_bos_token_id", "forced_eos_token_id", "max_time", "assistant_ensemble_weight"}
+_ZERO_IS_SET = {"forced_bos_token_id", "forced_eos_token_id", "assistant_ensemble_weight"}
 _IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 _WAY_OUT = (
     'load the model with from_pretrained(…, generation_config="ignore"), which switches this off, or set it to None in '
@@ -127,6 +130,7 @@ def sampling_fields(
         stop_token_ids=() if own_eos else eos_ids(whole_config),
         ignore_eos=not own_eos,
         n=_or(whole_config.num_return_sequences, 1),
+        max_time=whole_config.max_time,
         **_sampling(whole_config),
         **logits_options(whole_config),
     )
@@ -139,11 +143,12 @@ def logits_options(config: GenerationConfig) -> dict[str, Any]:
 
 
 def own_options(config: GenerationConfig | None) -> dict[str, Any]:
-    """Options of a model's own generation_config that change its greedy tokens."""
+    """Options of a model's own generation_config that change its greedy tokens, and its time limit."""
     if config is None:
         return {}
     found = logits_options(config)
-    return {name: found[name] for name in found if name not in (*SAMPLED_ONLY, *WITHOUT_EFFECT)}
+    own = {name: found[name] for name in found if name not in (*SAMPLED_ONLY, *WITHOUT_EFFECT)}
+    return own if config.max_time is None else own | {"max_time": config.max_time}
 
 
 def sampling_of_model(model: Any) -> dict[str, Any]:
@@ -192,7 +197,16 @@ def refused_fields() -> frozenset[str]:
     """Fields of the installed transformers' GenerationConfig that a model's own may not set."""
     fields = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_"))
     idle = _SAMPLING | _LENGTHS | _OPTIONS | _NO_EFFECT | _CALLS_ONLY
-    return fields - idle - {"eos_token_id", "num_return_sequences"}
+    return fields - idle - {"eos_token_id", "max_time", "num_return_sequences"}
+
+
+def how_served(name: str) -> Served:
+    """What is done with a field of a caller's GenerationConfig, whichever version it is of."""
+    if name in _SAMPLING | _OPTIONS:
+        return "device"
+    if name in _HONOURED:
+        return "host"
+    return "without effect" if name in _NO_EFFECT else "refused"
 
 
 def eos_ids(config: GenerationConfig | None) -> tuple[int, ...]:

@@ -44,7 +44,6 @@ REFUSED_OWN: dict[str, Any] = {
     "watermarking_config": {"bias": 2.0},
     "num_beams": 3,
     "penalty_alpha": 0.5,
-    "max_time": 1.0,
     "stop_strings": ["a"],
     "token_healing": True,
 }
@@ -73,6 +72,7 @@ SERVED: dict[str, Any] = {
     "eos_token_id": UNSAID,
     "num_return_sequences": 1,
     "stop_strings": ["zzzz"],
+    "max_time": 1000.0,
     "do_sample": False,
     "temperature": 0.5,
     "top_k": 5,
@@ -237,7 +237,7 @@ def test_every_field_is_served_or_refused_or_named_as_without_effect() -> None:
     installed = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert len(known) == len(set(known)), "each is of one kind"
     assert installed | OLDEST <= set(known)
-    said = (Path(__file__).parents[2] / "docs" / "supported.md").read_text()
+    said = (Path(__file__).parents[2] / "docs" / "generation_options.md").read_text()
     assert [name for name in {**NO_EFFECT, **CALLS_ONLY} if f"`{name}`" not in said] == []
     wrapped = loaded(eos_token_id=UNSAID)
     right = hf_greedy(PROMPT, NEW)

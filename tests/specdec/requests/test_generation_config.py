@@ -69,7 +69,6 @@ def test_unset_fields_come_from_the_models_own_config() -> None:
         {"guidance_scale": 2.0},
         {"penalty_alpha": 0.5},
         {"token_healing": True},
-        {"max_time": 2.0},
         {"prompt_lookup_num_tokens": 3},
     ],
     ids=lambda options: next(iter(options)),
@@ -82,7 +81,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(options: dict[str, Any]) -> 
 
 REFUSED = {
     *("force_words_ids", "constraints", "guidance_scale", "watermarking_config", "token_healing", "stop_strings"),
-    *("max_time", "num_beams", "num_beam_groups", "penalty_alpha", "dola_layers", "is_assistant"),
+    *("num_beams", "num_beam_groups", "penalty_alpha", "dola_layers", "is_assistant"),
     "assistant_ensemble_weight",
 }
 

@@ -1,0 +1,52 @@
+"""docs/generation_options.md tells of every field of SamplingParams and of the installed GenerationConfig."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from transformers import GenerationConfig
+
+from benchmarks import options_page
+from specdec.errors import InvalidInputError
+from specdec.requests.generation_config import how_served
+from specdec.requests.submission import from_generation_config
+from tests.fakes import tiny_llama
+
+
+def test_the_committed_page_has_every_line() -> None:
+    done = CliRunner().invoke(options_page.main, ["--check"])
+    assert done.exit_code == 0, done.output
+    assert "not known" not in options_page.PAGE.read_text("utf-8")
+
+
+def test_a_missing_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edited = tmp_path / "options.md"
+    edited.write_text(options_page.page().replace("| `max_time` | exact", "| `max_time` | refused"))
+    monkeypatch.setattr(options_page, "PAGE", edited)
+    done = CliRunner().invoke(options_page.main, ["--check"])
+    assert done.exit_code == 1 and "`max_time` | exact, on the host" in done.output
+
+
+VALUES = {
+    "constraints": [1],
+    "force_words_ids": [[1]],
+    "dola_layers": "low",
+    "watermarking_config": {"seeding_scheme": "lefthash"},
+}
+
+
+@pytest.mark.parametrize("name", [n for n in vars(GenerationConfig()) if n[0] != "_" and how_served(n) == "refused"])
+def test_what_the_page_says_is_refused_is(name: str) -> None:
+    """Of a caller's, with a value that does something."""
+    config = GenerationConfig(max_new_tokens=4)
+    setattr(
+        config,
+        name,
+        VALUES.get(
+            name, True if name.startswith(("output", "return", "is_", "use", "assistant_early", "token")) else 3
+        ),
+    )
+    with pytest.raises(InvalidInputError, match=name):
+        from_generation_config(config, tiny_llama(), 3)
