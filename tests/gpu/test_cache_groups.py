@@ -17,6 +17,7 @@ from attention.batch.metadata import BatchSection, CommonAttentionMetadata
 from attention.batch.transforms.windowed import windowed_batch
 from attention.cache.windowed import WindowedTables
 from attention.groups import GroupedPlanner, GroupedRunner
+from attention.spec import Reach
 from attention.staging import StagingArena, bucket_of
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
@@ -39,14 +40,14 @@ BATCHES = {
 def freed(batch: HostBatch, window: int) -> tuple[HostBatch, np.ndarray]:
     """The batch with the pages behind its windows freed, as a windowed group has it, and those pages."""
     size = batch.page_size
-    tables = WindowedTables(9000, batch.num_reqs, int(batch.seq_lens.max()), size, window)
+    tables = WindowedTables(9000, batch.num_reqs, int(batch.seq_lens.max()), size, Reach(window))
     rows = np.arange(batch.num_reqs)
     tables.resize(rows, batch.seq_lens)
     tables.table[:, : batch.block_table.shape[1]] = batch.block_table
     before = tables.table.copy()
     for row, computed in enumerate(batch.num_computed_tokens.tolist()):
         tables.table[row, : max((computed - window + 1) // size, 0)] = 0
-    return windowed_batch(batch, tables.table, rows, window), before[before != tables.table]
+    return windowed_batch(batch, tables.table, rows, Reach(window)), before[before != tables.table]
 
 
 def sent(batch: HostBatch) -> CommonAttentionMetadata:
@@ -177,7 +178,7 @@ def test_groups_give_the_tokens_and_drafts_of_one_group(
     loaded = model(kind, drafts, graphs, hybrid=True)
     assert isinstance(loaded.target.runner, GroupedRunner) and loaded.graphs.startswith("on" if graphs else "off")
     (pool,) = loaded.config.windowed
-    assert pool.window == WINDOW and pool.num_pages * 16 < 8192
+    assert pool.reach == Reach(WINDOW) and pool.num_pages * 16 < 8192
     grouped = answers(loaded, drafts)
     assert bool(replanned) == graphs
     assert agreement([c.token_ids for c in grouped], [c.token_ids for c in right]) >= 0.97
