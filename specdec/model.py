@@ -157,9 +157,8 @@ class SpeculativeModel:
                 the checkpoint's calibrated ones (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
             kv_cache_layout: order inside a page of both caches, which changes no token: "NHD", token by token, "HND",
                 head by head, or "auto": NHD, or HND if the GPU's kernels prefer it (Blackwell).
-            hybrid_kv_cache: beside layers that see further, layers with a sliding window (Gemma 2 and 3, gpt-oss, …) or
-                in chunks (Llama 4) free the pages that they have passed: more requests fit, no token changes. False:
-                all layers keep all keys.
+            hybrid_kv_cache: beside layers that see further, layers with a sliding window (Gemma 3, gpt-oss, …) or in
+                chunks (Llama 4) free pages they passed: more requests fit, no token changes. False: all keep all keys.
             enable_prefix_caching: reuse pages, the target's and the head's, of earlier requests with the same first
                 tokens; least recently used ones are evicted. "auto": if possible (see `describe`); True: else an error.
                 May change half-precision tokens, but not with "batch_invariant". Also SamplingParams.cache_prefix.
