@@ -80,11 +80,16 @@ def listed_pages(table: np.ndarray, rows: np.ndarray, first_pages: np.ndarray, c
     >>> listed_pages(np.array([[7, 9, 5], [3, 4, 0]]), np.array([0, 1]), np.array([1, 0]), np.array([2, 1])).tolist()
     [9, 5, 3]
     """
+    return pages_from(table, rows * table.shape[1] + first_pages, counts)
+
+
+def pages_from(pages: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Concatenate counts[i] entries of `pages`, read flat, from begins[i] on: [sum(counts)]."""
     before = np.cumsum(counts)
     before -= counts
-    places = np.repeat(rows * table.shape[1] + first_pages - before, counts)
+    places = np.repeat(begins - before, counts)
     places += np.arange(len(places))
-    return table.take(places)
+    return pages.take(places)
 
 
 def windowed_batch(batch: HostBatch, block_table: np.ndarray, rows: np.ndarray, reach: Reach) -> HostBatch:

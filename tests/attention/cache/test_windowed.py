@@ -12,6 +12,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import attention.cache.windowed
+import attention.groups
+import attention.spec
 from attention.cache.pages import NULL_PAGE
 from attention.cache.windowed import WindowedTables, most_owned_pages
 from attention.errors import InvariantError, OutOfPagesError
@@ -143,8 +145,8 @@ def test_the_checker_finds_a_freed_page_that_its_row_still_lists() -> None:
 
 
 def test_the_examples_in_the_docstrings() -> None:
-    outcome = doctest.testmod(attention.cache.windowed)
-    assert outcome.failed == 0 and outcome.attempted == 2
+    outcomes = [doctest.testmod(m) for m in (attention.cache.windowed, attention.spec, attention.groups)]
+    assert [outcome.failed for outcome in outcomes] == [0, 0, 0] and min(o.attempted for o in outcomes) >= 2
 
 
 @pytest.mark.parametrize("tokens", [0, 8, 20, 24])
