@@ -28,7 +28,8 @@ class Reach(NamedTuple):
 
     def first_seen(self, positions: _Positions) -> _Positions:
         """The first position that queries at `positions` or later see; 0 or less where they see all before them."""
-        return (positions - (self.tokens - self.step)) // self.step * self.step
+        first = positions - (self.tokens - self.step)
+        return first if self.step == 1 else first // self.step * self.step
 
     def __str__(self) -> str:
         """In messages and names of groups."""
