@@ -1,8 +1,9 @@
 """Layers in cache groups by how far they reach back, and `GroupedRunner`: several groups served as one.
 
-Layers with a sliding window need the keys of their window only. In a group of their own they have pages of their own,
-and those behind the window are freed (`attention/cache/windowed.py`). The layers that reach furthest are the first
-group, whose pages stay; a batch carries the others as `other_groups`.
+Layers with a sliding window need the keys of their window only, and those that attend in chunks the keys of the chunk.
+In a *windowed group* of their own they have pages of their own, and those before that reach are freed
+(`attention/cache/windowed.py`). The layers that reach furthest are the first group, whose pages stay; a batch carries
+the others as `other_groups`.
 
 Source: vllm-project/vllm, "hybrid KV cache manager" (vllm/v1/core/kv_cache_coordinator.py). There all groups have
 equally many layers and share one pool; here each has a pool of its own, so that there are few groups.
@@ -23,63 +24,57 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.errors import InvalidInputError
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch, Planner
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, Reach
 
 
-def window_of(spec: AttentionSpec) -> int | None:
-    """The window behind which pages may be freed. Chunks are counted from a row's first key, which stays."""
-    return None if spec.chunk_size is not None else spec.window
+def reaches_of(specs: Sequence[AttentionSpec], longest: int) -> tuple[Reach, ...]:
+    """The reaches whose layers get a windowed group, largest first.
 
-
-def windows_of(specs: Sequence[AttentionSpec], longest: int) -> tuple[int, ...]:
-    """The windows whose layers get a group of their own, largest first.
-
-    The layers that reach furthest get none, they are the first group: those without a window, and without such layers
-    those with the largest.
+    The layers that reach furthest get none, they are the first group: those that see everything, and without such
+    layers those with the largest reach.
 
     Args:
-        longest: most tokens of a request; a window that covers them all is none.
+        longest: most tokens of a request; a reach that covers them all is none.
 
     >>> full = AttentionSpec(1, 1, 8, 8, 1.0)
-    >>> near, far = (AttentionSpec(1, 1, 8, 8, 1.0, window=w) for w in (16, 64))
-    >>> windows_of([near, full, far], 1000), windows_of([near, far], 1000), windows_of([near, full, far], 64)
-    ((64, 16), (16,), (16,))
+    >>> near, far = AttentionSpec(1, 1, 8, 8, 1.0, window=16), AttentionSpec(1, 1, 8, 8, 1.0, chunk_size=64)
+    >>> [[str(reach) for reach in reaches_of([near, *more, far], 99)] for more in ([full], [])]
+    [['chunks of 64', 'window 16'], ['window 16']]
     """
-    windows = (window_of(spec) for spec in specs)
-    reaches = {longest if window is None else min(window, longest) for window in windows}
+    every = Reach(longest)
+    reaches = {every if spec.reach is None or spec.reach.tokens >= longest else spec.reach for spec in specs}
     return tuple(sorted(reaches, reverse=True)[1:])
 
 
-def layers_by_group(specs: Sequence[AttentionSpec], windows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The layers of the first group, then those of each window's.
+def layers_by_group(specs: Sequence[AttentionSpec], reaches: Sequence[Reach]) -> tuple[tuple[int, ...], ...]:
+    """The layers of the first group, then those of each windowed one.
 
     >>> full, near = AttentionSpec(1, 1, 8, 8, 1.0), AttentionSpec(1, 1, 8, 8, 1.0, window=16)
-    >>> layers_by_group([near, near, full], [16])
+    >>> layers_by_group([near, near, full], [Reach(16)])
     ((2,), (0, 1))
     """
-    group_of = {window: number for number, window in enumerate(windows, 1)}
-    groups: list[list[int]] = [[] for _ in range(len(windows) + 1)]
+    group_of: dict[Reach | None, int] = {reach: number for number, reach in enumerate(reaches, 1)}
+    groups: list[list[int]] = [[] for _ in range(len(reaches) + 1)]
     for layer, spec in enumerate(specs):
-        window = window_of(spec)
-        groups[0 if window is None else group_of.get(window, 0)].append(layer)
+        groups[group_of.get(spec.reach, 0)].append(layer)
     return tuple(map(tuple, groups))
 
 
-def split_group(group: CacheGroup, windowed: Sequence[tuple[int, int]]) -> tuple[CacheGroup, ...]:
-    """A group of all layers as the first group and one for each of `windowed`, pairs (window, pages of its pool).
+def split_group(group: CacheGroup, windowed: Sequence[tuple[Reach, int]]) -> tuple[CacheGroup, ...]:
+    """A group of all layers as the first group and one for each of `windowed`, pairs (reach, pages of its pool).
 
     Raises:
-        InvalidInputError: no layer has such a window, or none is left for the first group.
+        InvalidInputError: no layer has such a reach, or none is left for the first group.
     """
-    by_group = layers_by_group(group.attention_specs, [window for window, _ in windowed])
+    by_group = layers_by_group(group.attention_specs, [reach for reach, _ in windowed])
     if not all(by_group):
+        wanted, given = ", ".join(str(reach) for reach, _ in windowed), [spec.reach for spec in group.attention_specs]
         raise InvalidInputError(
-            f"group {group.name}: windows {[window for window, _ in windowed]} do not divide layers with windows "
-            f"{[spec.window for spec in group.attention_specs]} into groups"
+            f"group {group.name}: {wanted} do not divide layers with {', '.join(map(str, given))} into groups"
         )
     first, *others = (_part(group, layers) for layers in by_group)
     named = zip(others, windowed, strict=True)
-    return first, *(replace(g, name=f"{group.name}, window {window}", num_pages=n) for g, (window, n) in named)
+    return first, *(replace(g, name=f"{group.name}, {reach}", num_pages=n) for g, (reach, n) in named)
 
 
 def _part(group: CacheGroup, layers: tuple[int, ...]) -> CacheGroup:
@@ -184,14 +179,14 @@ class GroupedRunner:
         self,
         backend: AttentionBackend,
         group: CacheGroup,
-        windowed: Sequence[tuple[int, int]],
+        windowed: Sequence[tuple[Reach, int]],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """group: of all layers; windowed: see `split_group`. Raises what `GroupRunner` does."""
         parts = split_group(group, windowed)
         self.runners = tuple(GroupRunner(backend, part, dtype, device) for part in parts)
-        layers = layers_by_group(group.attention_specs, [window for window, _ in windowed])
+        layers = layers_by_group(group.attention_specs, [reach for reach, _ in windowed])
         self.layer_numbers = {part.name: own for part, own in zip(parts, layers, strict=True)}
         self._places = _places(layers)
         self.layers: tuple[LayerKV, ...] = tuple(self.runners[g].layers[place] for g, place in self._places)
@@ -245,7 +240,7 @@ class GroupedRunner:
 def runner_of(
     backend: AttentionBackend,
     group: CacheGroup,
-    windowed: Sequence[tuple[int, int]],
+    windowed: Sequence[tuple[Reach, int]],
     dtype: torch.dtype,
     device: torch.device,
 ) -> Runner:

@@ -4,8 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from attention.errors import InvalidInputError
+
+_Positions = TypeVar("_Positions", int, np.ndarray)
+
+
+class Reach(NamedTuple):
+    """How far back queries see: from the first multiple of `step` on that is less than `tokens` positions before them.
+
+    A sliding window of w positions is Reach(w), and chunks of c positions are Reach(c, c):
+
+    >>> window, chunks = Reach(4), Reach(4, 4)
+    >>> [(window.first_seen(p), chunks.first_seen(p)) for p in (3, 4, 7, 8)]
+    [(0, 0), (1, 4), (4, 4), (5, 8)]
+    """
+
+    tokens: int
+    step: int = 1
+
+    def first_seen(self, positions: _Positions) -> _Positions:
+        """The first position that queries at `positions` or later see; 0 or less where they see all before them."""
+        first = positions - (self.tokens - self.step)
+        return first if self.step == 1 else first // self.step * self.step
+
+    def __str__(self) -> str:
+        """In messages and names of groups."""
+        return f"window {self.tokens}" if self.step == 1 else f"chunks of {self.tokens}"
 
 
 @dataclass(frozen=True)
@@ -60,6 +88,13 @@ class AttentionSpec:
     chunk_size: int | None = None
     temperature: TemperatureTuning | None = None
     alibi: tuple[float, ...] | None = None
+
+    @property
+    def reach(self) -> Reach | None:
+        """What lies before it is never seen again; None where all is. A window within chunks adds nothing to them."""
+        if self.chunk_size is not None:
+            return Reach(self.chunk_size, self.chunk_size)
+        return None if self.window is None else Reach(self.window)
 
     def __post_init__(self) -> None:
         if self.alibi is None:

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.cache.pages import BlockTables
 from attention.cache.windowed import WindowedTables
+from attention.spec import Reach
 from benchmarks.document import publish
 from benchmarks.synthetic import Tokenizer
 from drafters.loops.chain import ChainLoop
@@ -67,7 +68,7 @@ def make_state(rows: int, num_drafts: int, seed: int = 0, windows: tuple[int, ..
     """A steady-state decoding batch with random lengths and acceptances; windows: of further cache groups."""
     rng = np.random.default_rng(seed)
     num_pages = rows * 2 * CONTEXT // PAGE_SIZE + 1
-    pools = tuple(WindowedPool(window, num_pages) for window in windows)
+    pools = tuple(WindowedPool(Reach(window), num_pages) for window in windows)
     tokens = rows * (num_drafts + 1)
     config = EngineConfig(num_drafts, 2 * CONTEXT, rows, tokens, PAGE_SIZE, num_pages, windowed=pools)
     table = RowTable(rows, config.max_model_len)
@@ -99,7 +100,7 @@ def prepare(state: State) -> None:
     for pages in state.windowed_pages:
         pages.free_behind(rows, state.table.computed[rows])
         pages.extend(rows, state.table.length[rows] + state.schedule.num_drafts)
-    windowed = tuple(WindowedTable(pages.window, pages.table, rows) for pages in state.windowed_pages)
+    windowed = tuple(WindowedTable(pages.reach, pages.table, rows) for pages in state.windowed_pages)
     target = target_arrays(state.schedule, state.table, RoundTables(target_table, head, PAGE_SIZE, windowed))
     sampling = sampling_round(target, state.schedule.rows, state.table)
     state.transfer.send(target.inputs, None if draft is None else chain_arrays(draft), sampling)
@@ -115,7 +116,7 @@ class FixedRounds:
         self._steps = FixedSteps(static_shape(state.config, rows), cpu)
         self._accepted = state.verified.num_accepted
         self._tokens = np.zeros((rows, num_drafts + 1), np.int64)
-        windowed = tuple(WindowedTable(g.window, g.table, state.schedule.rows) for g in state.windowed_pages)
+        windowed = tuple(WindowedTable(g.reach, g.table, state.schedule.rows) for g in state.windowed_pages)
         pages = RoundTables(state.target_pages.table, state.head_pages.table, PAGE_SIZE, windowed)
         self._last = target_arrays(state.schedule, state.table, pages)
 
@@ -131,7 +132,7 @@ class FixedRounds:
         for pages in (state.target_pages, *state.windowed_pages, state.head_pages):
             pages.extend(rows, bonus + allowed)
         width = 1 << (CONTEXT // PAGE_SIZE).bit_length()
-        windowed = tuple(WindowedTable(each.window, each.table, rows) for each in state.windowed_pages)
+        windowed = tuple(WindowedTable(each.reach, each.table, rows) for each in state.windowed_pages)
         tables = (state.target_pages.table[:, :width], state.head_pages.table[:, :width])
         reserved = RoundTables(*tables, PAGE_SIZE, windowed).rows(rows)
         self._steps.send(rows_after(last, self._accepted))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from attention.spec import Reach
 from specdec.errors import InvalidInputError
 
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -35,12 +36,12 @@ def state_slots(max_num_seqs: int) -> int:
 
 
 class WindowedPool(NamedTuple):
-    """Pages of the layers with one sliding window, in a cache group of their own.
+    """Pages of the layers of one reach, in a windowed cache group of their own, see `attention.groups`.
 
-    window: see `attention.spec.AttentionSpec`; num_pages: pages of the pool, the null page included.
+    num_pages: of the pool, the null page included.
     """
 
-    window: int
+    reach: Reach
     num_pages: int
 
 

@@ -149,7 +149,7 @@ class SpeculativeModel:
             max_num_batched_tokens: most tokens of one forward; longer prompts are read in chunks.
             max_num_prefill_tokens: most prompt tokens of a forward in which other requests decode. With more these wait
                 longer for their next tokens, with fewer the prompts wait longer; the answers stay the same.
-            page_size: tokens a page of the KV cache. kv_cache_tokens: its size, in tokens of layers without a window;
+            page_size: tokens a page of the KV cache. kv_cache_tokens: its size, in tokens of layers that see all;
                 default max_num_seqs full-length requests, within gpu_memory_utilization, or 1 GiB on a CPU.
             kv_cache_dtype: "auto" (the model's) or "fp8": the target's cache in 8 bits (e4m3), half the memory. That
                 changes the model's tokens a little, but with and without speculation they stay the same.
@@ -157,8 +157,8 @@ class SpeculativeModel:
                 the checkpoint's calibrated ones (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
             kv_cache_layout: order inside a page of both caches, which changes no token: "NHD", token by token, "HND",
                 head by head, or "auto": NHD, or HND if the GPU's kernels prefer it (Blackwell).
-            hybrid_kv_cache: beside layers that see further, layers with a sliding window free the pages behind it
-                (Gemma 2 and 3, gpt-oss, …): more requests fit, no token changes. False: all layers keep all keys.
+            hybrid_kv_cache: beside layers that see further, layers with a sliding window (Gemma 3, gpt-oss, …) or in
+                chunks (Llama 4) free pages they passed: more requests fit, no token changes. False: all keep all keys.
             enable_prefix_caching: reuse pages, the target's and the head's, of earlier requests with the same first
                 tokens; least recently used ones are evicted. "auto": if possible (see `describe`); True: else an error.
                 May change half-precision tokens, but not with "batch_invariant". Also SamplingParams.cache_prefix.

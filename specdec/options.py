@@ -115,7 +115,7 @@ class LoadOptions:
     hybrid_kv_cache: bool = field(
         default=True,
         metadata=_about(
-            Flag(), "Free the pages of sliding-window layers behind the window, where other layers see further."
+            Flag(), "Free pages behind sliding windows and before chunks of layers, where other layers see further."
         ),
     )
     enable_prefix_caching: bool | Literal["auto"] = field(

@@ -10,8 +10,8 @@ head *for each* such continuation, always a pair. A request that drafts takes th
 the last page that it shares with others there may be none: it reads that page again, into a pair of its own. A request
 without drafts needs the target's page only: it takes any, and leaves one without a page of the head.
 
-A node also has a page in each group of sliding-window layers, if it was not evicted: such groups have only the pages
-that their rows may need. A request begins with as many pages as have, in every group, all that its next window reaches.
+A node also has a page in each windowed group, if it was not evicted: such groups have only the pages that their rows
+may need. A request begins with as many pages as have, in every group, all that its next token sees.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 from attention.cache.shared import SharedPages
 from attention.cache.windowed import first_needed_page
 from attention.checking import require
+from attention.spec import Reach
 
 _NO_PAGE = 0
 """The null page is never registered."""
@@ -36,7 +37,7 @@ _ID_BYTES = 4
 class _Node:
     """One page of tokens after those of its parents; `entries` by the bytes of the tokens that follow.
 
-    windowed: its page in each group of sliding-window layers; 0: none.
+    windowed: its page in each windowed group; 0: none.
     """
 
     __slots__ = ("children", "entries", "key", "parent", "windowed")
@@ -79,7 +80,7 @@ class Found:
         num_pages: full pages that were found, from the first on.
         pages, head_pages: those that the request begins with, of the target's and of the head's. The rest of what was
             found is read again: at most one page, but for pages shorter than `num_following`.
-        windowed: of each group of sliding-window layers, those of the last of these pages that the next token sees.
+        windowed: of each windowed group, those of the last of these pages that the next token sees.
     """
 
     num_pages: int = 0
@@ -101,7 +102,7 @@ class PrefixCache:
     Attributes:
         pages: allocator of the target's pages; head_pages: of the head's, None without a head.
         page_size: tokens a page. num_following: see `__init__`.
-        windowed: allocators of the groups of sliding-window layers.
+        windowed: allocators of the windowed groups.
     """
 
     def __init__(
@@ -110,12 +111,12 @@ class PrefixCache:
         num_pages: int,
         num_head_pages: int | None = None,
         num_following: int = 1,
-        windows: Sequence[tuple[int, int]] = (),
+        windows: Sequence[tuple[Reach, int]] = (),
     ) -> None:
         """
         Args:
             num_following: tokens after a position on which the head's entry there depends, at least 1.
-            windows: of each group of sliding-window layers its window and number of pages.
+            windows: of each windowed group its reach and number of pages.
         """
         self.page_size = page_size
         self.num_following = num_following
@@ -123,7 +124,7 @@ class PrefixCache:
         self.head_pages: SharedPages | None = None
         if num_head_pages is not None:
             self.head_pages = SharedPages(num_head_pages, lambda page: self._forget(self._head_entries[page]))
-        self._windows = tuple(window for window, _ in windows)
+        self._reaches = tuple(reach for reach, _ in windows)
         self.windowed = tuple(
             SharedPages(count, partial(self._forget_windowed, g)) for g, (_, count) in enumerate(windows)
         )
@@ -189,7 +190,7 @@ class PrefixCache:
         return [self.pages.num_idle(found.pages), *of_windows]
 
     def register_windowed(self, tokens: np.ndarray, group: int, first: int, pages: Sequence[int], variant: int) -> None:
-        """Let others find pages of a group of sliding-window layers. Idempotent.
+        """Let others find pages of a windowed group. Idempotent.
 
         A page that the cache has for the same tokens stays, unless nobody holds it.
 
@@ -277,14 +278,14 @@ class PrefixCache:
         return self._roots[variant]
 
     def _new_node(self, parent: _Node | None, key: bytes) -> _Node:
-        return _Node(parent, key, len(self._windows))
+        return _Node(parent, key, len(self._reaches))
 
     def _add(self, node: _Node, key: bytes) -> _Node:
         child = node.children[key] = self._new_node(node, key)
         return child
 
     def _most_seen(self, taken: Sequence[_Entry]) -> int:
-        """The most of these pages after which the next token finds, in every group, all that its window reaches."""
+        """The most of these pages after which the next token finds, in every group, all that it sees."""
         most = len(taken)
         while most:
             seen = self._windowed_pages(taken[:most])
@@ -296,7 +297,7 @@ class PrefixCache:
 
     def _windowed_pages(self, taken: Sequence[_Entry]) -> tuple[tuple[int, ...], ...]:
         """Of each group the pages that the token after these sees."""
-        firsts = (first_needed_page(window, len(taken) * self.page_size, self.page_size) for window in self._windows)
+        firsts = (first_needed_page(reach, len(taken) * self.page_size, self.page_size) for reach in self._reaches)
         return tuple(tuple(e.node.windowed[g] for e in taken[first:]) for g, first in enumerate(firsts))
 
     def _keys(self, tokens: np.ndarray) -> list[bytes]:
@@ -357,7 +358,7 @@ class PrefixCache:
         self._prune(entry.node)
 
     def _forget_windowed(self, group: int, page: int) -> None:
-        """Evict a page of a group of sliding-window layers; the target's other pages stay."""
+        """Evict a page of a windowed group; the target's other pages stay."""
         node = self._windowed_nodes[group][page]
         self._withdraw_windowed(group, page)
         self._prune(node)

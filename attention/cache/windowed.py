@@ -1,15 +1,17 @@
-"""Block tables of a group of sliding-window layers: pages behind the window are given back."""
+"""Block tables of a windowed group, whose layers see a sliding window or a chunk: pages before that are given back."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import gcd
 
 import numpy as np
 
 from attention.batch.host import offsets_within
 from attention.cache.pages import NULL_PAGE, BlockTables, PageAllocator
 from attention.checking import CHECKS, require
+from attention.spec import Reach
 
 
 class WindowedTables(BlockTables):
@@ -19,7 +21,7 @@ class WindowedTables(BlockTables):
     the table alone.
 
     Attributes:
-        window: number of visible positions including its own, see `AttentionSpec`.
+        reach: what the group's layers see, see `AttentionSpec.reach`.
     """
 
     def __init__(
@@ -28,16 +30,16 @@ class WindowedTables(BlockTables):
         max_rows: int,
         max_tokens_per_row: int,
         page_size: int,
-        window: int,
+        reach: Reach,
         allocator: PageAllocator | None = None,
     ) -> None:
         super().__init__(num_pages, max_rows, max_tokens_per_row, page_size, allocator)
-        self.window = window
+        self.reach = reach
         self._first = np.zeros(max_rows, np.int64)
 
     def first_needed(self, computed: int) -> int:
         """The first logical page that a query at position `computed` or later sees a key of."""
-        return first_needed_page(self.window, computed, self.page_size)
+        return first_needed_page(self.reach, computed, self.page_size)
 
     def begin_behind(self, row: int, pages: Sequence[int], num_pages: int) -> None:
         """As `begin`, with the last ones of the row's first num_pages logical pages: all before them count as freed."""
@@ -64,7 +66,7 @@ class WindowedTables(BlockTables):
 
     def most_pages(self, num_tokens: int, query_len: int) -> int:
         """Most pages that a row of at most `num_tokens` tokens owns while it reads at most `query_len` at a time."""
-        return min(self.pages_for(num_tokens), most_owned_pages(self.window, query_len, self.page_size))
+        return min(self.pages_for(num_tokens), most_owned_pages(self.reach, query_len, self.page_size))
 
     def free_behind(self, rows: np.ndarray, computed: np.ndarray) -> None:
         """Free the pages of rows [B] that no query at position computed[i] or later sees a key of.
@@ -73,7 +75,7 @@ class WindowedTables(BlockTables):
             computed: [B] committed tokens whose keys are in the cache. Never those of a launched round: its drafts may
                 be rejected, and then the next query stands before them.
         """
-        first = (computed - (self.window - 1)) // self.page_size
+        first = self.reach.first_seen(computed) // self.page_size
         more = first - self._first[rows]
         if (more <= 0).all():  # in most rounds, of most rows
             return
@@ -97,19 +99,20 @@ class WindowedTables(BlockTables):
         self._first[row] = min(int(self._first[row]), count)
 
 
-def first_needed_page(window: int, computed: int, page_size: int) -> int:
+def first_needed_page(reach: Reach, computed: int, page_size: int) -> int:
     """The first logical page that a query at position `computed` or later sees a key of.
 
-    >>> [first_needed_page(18, computed, 4) for computed in (0, 17, 20, 21, 24)]
+    >>> [first_needed_page(Reach(18), computed, 4) for computed in (0, 17, 20, 21, 24)]
     [0, 0, 0, 1, 1]
     """
-    return max((computed - (window - 1)) // page_size, 0)
+    return max(reach.first_seen(computed) // page_size, 0)
 
 
-def most_owned_pages(window: int, query_len: int, page_size: int) -> int:
+def most_owned_pages(reach: Reach, query_len: int, page_size: int) -> int:
     """Most pages that hold the keys which `query_len` queries of a row see, those of their own tokens included.
 
-    >>> most_owned_pages(32, 1, 16), most_owned_pages(33, 1, 16), most_owned_pages(1, 1, 16)
-    (3, 3, 1)
+    >>> [most_owned_pages(reach, 1, 16) for reach in (Reach(32), Reach(33), Reach(1), Reach(32, 32))]
+    [3, 3, 1, 2]
     """
-    return (window + query_len - 3) // page_size + 2 if window + query_len > 2 else 1
+    before = page_size - gcd(reach.step, page_size)  # tokens of the first page that are not seen
+    return -(-(before + reach.tokens - 1 + query_len) // page_size)

@@ -189,18 +189,20 @@ class SocketRead:
         synchronize([bound.bytes for bound in self._bounds[:1]])
 
     def _read_rank(self, peer: socket.socket, segments: Sequence[Segment], deadline: float) -> None:
+        plan, bounds = self._plan, self._bounds
+        segments = [s for s in segments if plan.local_blocks[bounds[s.local].region.group]]  # a group may have none
         question = {
-            "lease": self._plan.lease,
+            "lease": plan.lease,
             "segments": [[s.remote, s.remote_offset, s.length] for s in segments],
-            "blocks": {group: list(own) for group, own in self._plan.remote_blocks.items()},
+            "blocks": {group: list(own) for group, own in plan.remote_blocks.items()},
         }
         peer.sendall(json.dumps(question).encode() + b"\n")
         answer = json.loads(_line(peer, deadline))
         if "error" in answer:
-            raise TransferError(f"engine {self._plan.source.engine}: {answer['error']}")
+            raise TransferError(f"engine {plan.source.engine}: {answer['error']}")
         for segment in segments:
-            bound = self._bounds[segment.local]
-            numbers = self._plan.local_blocks[bound.region.group]
+            bound = bounds[segment.local]
+            numbers = plan.local_blocks[bound.region.group]
             piece = torch.frombuffer(_exactly(peer, segment.length * len(numbers), deadline), dtype=torch.uint8)
             put(bound.bytes, numbers, segment, piece.view(len(numbers), segment.length))
 

@@ -153,7 +153,7 @@ class Admission:
             if needed > most:
                 raise CacheTooSmallError(
                     f"{limit} tokens, read up to {chunk} at a time, need {needed} pages of {pages.page_size} tokens in "
-                    f"the layers with window {pages.window}; the KV cache has {most}; load the model with a larger "
+                    f"the layers with {pages.reach}; the KV cache has {most}; load the model with a larger "
                     "kv_cache_tokens or a smaller max_num_batched_tokens"
                 )
 

@@ -170,7 +170,7 @@ class Launcher:
         longest = int((self._table.length[schedule.rows] + schedule.num_drafts).max()) + more_tokens
         pages, head = self._scheduler.target_pages, self._scheduler.head_pages
         width = pages.width_for(longest)
-        windowed = tuple(WindowedTable(g.window, g.table, schedule.rows) for g in self._scheduler.windowed_pages)
+        windowed = tuple(WindowedTable(g.reach, g.table, schedule.rows) for g in self._scheduler.windowed_pages)
         own = None if head is None else head.table[:, :width]
         return RoundTables(pages.table[:, :width], own, self._page_size, windowed)
 

@@ -8,8 +8,8 @@ What is cached, and when:
 - The pages of generated tokens are registered when the request gives up its row: at its end, at an abort, at a
   preemption. So a round that only decodes does nothing here. Rejected drafts are in no page: only committed tokens are.
 - A request without drafts leaves no pages of the head; one that drafts takes only pages that a head has read.
-- Pages of sliding-window layers are registered with the others, and those of a prompt that is still being read before
-  they are freed behind the window.
+- Pages of windowed groups are registered with the others, and those of a prompt that is still being read before they
+  are freed.
 - After a failed or interrupted round rows and pages are made anew, and nothing is cached.
 """
 
@@ -86,7 +86,7 @@ class Prefixes:
         head_pages: BlockTables | None,
         windowed_pages: Sequence[WindowedTables] = (),
     ) -> None:
-        """All over the cache's allocators; windowed_pages: of groups of sliding-window layers."""
+        """All over the cache's allocators; windowed_pages: of windowed groups."""
         self.cache = cache
         self._table = table
         self._target_pages = target_pages
@@ -159,7 +159,7 @@ class Prefixes:
                 del self.owing[row]
 
     def keep_windowed(self, rows: np.ndarray) -> None:
-        """Pages of sliding-window layers are about to be freed behind the windows of these rows: those of prompts that
+        """Pages of windowed groups are about to be freed behind what these rows see: those of prompts that
         are still being read are registered, since requests may begin with less than these rows have read."""
         if not self.owing:
             return
@@ -245,7 +245,7 @@ def prefix_cache(
     """
     if not config.enable_prefix_caching:
         return None
-    windows = [(pool.window, pool.num_pages) for pool in config.windowed]
+    windows = [(pool.reach, pool.num_pages) for pool in config.windowed]
     if loop is None:
         return PrefixCache(config.page_size, config.num_pages, windows=windows)
     if not isinstance(loop, SharesPages):

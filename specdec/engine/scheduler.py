@@ -49,8 +49,8 @@ class Usage:
 def windowed_tables(config: EngineConfig, pool: WindowedPool, allocator: PageAllocator | None = None) -> WindowedTables:
     """Empty block tables of a windowed group, with an unused last row, and room for padding tokens after a row."""
     length = config.max_model_len + config.num_speculative_tokens + 1
-    rows, window = config.max_num_seqs + 1, pool.window
-    return WindowedTables(pool.num_pages, rows, length, config.page_size, window, allocator)
+    rows, reach = config.max_num_seqs + 1, pool.reach
+    return WindowedTables(pool.num_pages, rows, length, config.page_size, reach, allocator)
 
 
 class Scheduler:
@@ -238,7 +238,7 @@ class Scheduler:
         return False
 
     def free_behind_windows(self, rows: np.ndarray) -> None:
-        """Free pages behind the windows of these rows, by their committed tokens.
+        """Free pages behind the windows and before the chunks of these rows, by their committed tokens.
 
         A round in flight may list such pages, and masks their keys; they are written again by later rounds only.
         """

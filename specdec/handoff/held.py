@@ -32,7 +32,7 @@ So pages for a request that comes are filled when these rounds are over."""
 
 
 def pages_needed(pools: Sequence[BlockTables], computed: int, without_head: bool) -> list[int]:
-    """Pages that a request with `computed` keys and values has in each pool: none before a window.
+    """Pages that a request with `computed` keys and values has in each pool: none before a window or chunk.
 
     without_head: whether the last pool is the head's, and the request has no pages there because it does not draft.
     """

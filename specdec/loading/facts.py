@@ -135,6 +135,7 @@ def _sizes(config: EngineConfig) -> dict[str, Any]:
     for extra in config.extras:
         found |= extra.facts()
     del found["extras"]
+    found["windowed"] = tuple((str(pool.reach), pool.num_pages) for pool in config.windowed)
     return found
 
 

@@ -9,7 +9,8 @@ import torch
 
 from attention.cache.kv_cache import KVFormat, bytes_per_token
 from attention.cache.windowed import most_owned_pages
-from attention.groups import layers_by_group, windows_of
+from attention.groups import layers_by_group, reaches_of
+from attention.spec import Reach
 from drafters.base import Head
 from specdec.config import WindowedPool
 from specdec.loading.memory import cache_room, check_cache_fits
@@ -29,11 +30,11 @@ class TokenBytes:
 
     Attributes:
         first: in the target's first group, and in the head's, which holds the same tokens.
-        windowed: (window, bytes) of each further group of the target's.
+        windowed: (reach, bytes) of each further group of the target's.
     """
 
     first: int
-    windowed: tuple[tuple[int, int], ...] = ()
+    windowed: tuple[tuple[Reach, int], ...] = ()
 
     @property
     def all(self) -> int:
@@ -52,14 +53,14 @@ def token_bytes(
     """Bytes of one token by cache group.
 
     Args:
-        longest: most tokens of a request; a window that covers them all needs no group. grouped: False: one group.
+        longest: most tokens of a request; a reach that covers them all needs no group. grouped: False: one group.
     """
     specs, dtype = tuple(call.attention_spec for call in probed.calls), format.dtype_for(probed.model.dtype)
-    windows = windows_of(specs, longest) if grouped else ()
-    groups = layers_by_group(specs, windows)
+    reaches = reaches_of(specs, longest) if grouped else ()
+    groups = layers_by_group(specs, reaches)
     first, *others = (bytes_per_token(tuple(specs[layer] for layer in layers), dtype) for layers in groups)
     of_head = 0 if head is None else bytes_per_token(tuple(head.attention_specs), probed.model.dtype)
-    return TokenBytes(first + of_head, tuple(zip(windows, others, strict=True)))
+    return TokenBytes(first + of_head, tuple(zip(reaches, others, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,11 @@ class Rows:
     max_num_batched_tokens: int
     page_size: int
 
-    def tokens(self, window: int, rows: int) -> int:
+    def tokens(self, reach: Reach, rows: int) -> int:
         """Tokens of a pool in which so many rows decode, the next round reserved, while a chunk of prompts is read."""
         size = self.page_size
-        decoding = most_owned_pages(window, 2 * (self.num_speculative_tokens + 1), size) * size
-        alone = most_owned_pages(window, self.max_num_batched_tokens, size) * size
+        decoding = most_owned_pages(reach, 2 * (self.num_speculative_tokens + 1), size) * size
+        alone = most_owned_pages(reach, self.max_num_batched_tokens, size) * size
         tested = _TESTED_ROWS * max(size, _TESTED_TOKENS)
         return max(rows * decoding + self.max_num_batched_tokens, alone, tested)
 
@@ -90,8 +91,8 @@ class Division:
 
     def pools(self, sizes: TokenBytes, page_size: int) -> tuple[WindowedPool, ...]:
         """The windowed groups in pages."""
-        windows = (window for window, _ in sizes.windowed)
-        return tuple(WindowedPool(w, -(-n // page_size) + 1) for w, n in zip(windows, self.windowed, strict=True))
+        reaches = (reach for reach, _ in sizes.windowed)
+        return tuple(WindowedPool(r, -(-n // page_size) + 1) for r, n in zip(reaches, self.windowed, strict=True))
 
 
 def divide_cache(
@@ -129,7 +130,7 @@ def divided(room: int, wanted: int, sizes: TokenBytes, rows: Rows) -> Division:
     whole = _beside(wanted, sizes, rows, rows.max_num_seqs)
     if wanted * sizes.first + _windowed_bytes(whole, sizes) <= room:
         return whole
-    pools = [sum(size * rows.tokens(w, n) for w, size in sizes.windowed) for n in range(1, rows.max_num_seqs + 1)]
+    pools = [sum(size * rows.tokens(r, n) for r, size in sizes.windowed) for n in range(1, rows.max_num_seqs + 1)]
     long = rows.max_model_len * sizes.first
     count = sum(taken <= _SHARE * room or taken + n * long <= room for n, taken in enumerate(pools, 1))
     count = max(count, 1)
@@ -139,7 +140,7 @@ def divided(room: int, wanted: int, sizes: TokenBytes, rows: Rows) -> Division:
 
 def _beside(tokens: int, sizes: TokenBytes, rows: Rows, count: int) -> Division:
     """The pools that `count` rows need beside a first group of `tokens`, which they never exceed."""
-    return Division(tokens, tuple(min(tokens, rows.tokens(window, count)) for window, _ in sizes.windowed))
+    return Division(tokens, tuple(min(tokens, rows.tokens(reach, count)) for reach, _ in sizes.windowed))
 
 
 def _windowed_bytes(division: Division, sizes: TokenBytes) -> int:

@@ -165,7 +165,7 @@ def check_cache_fits(
 
     Args:
         what: the option that these tokens come from, for the message.
-        windowed_bytes: of layers with a sliding window, which keep no key of most of these tokens.
+        windowed_bytes: of layers with a sliding window or in chunks, which keep no key of most of these tokens.
         state_bytes: of the recurrent states of all rows.
 
     Raises:
@@ -179,7 +179,7 @@ def check_cache_fits(
     else:
         free, has = host_bytes() or needed, f"{_gib(host_bytes() or 0)}"
     if needed > free:
-        parts = f", {_gib(windowed_bytes)} of it for layers with a sliding window" if windowed_bytes else ""
+        parts = f", {_gib(windowed_bytes)} of it for layers with windows or in chunks" if windowed_bytes else ""
         parts += f", {_gib(state_bytes)} of it for the recurrent states of all rows" if state_bytes else ""
         raise CacheTooSmallError(
             f"{what} takes {_gib(needed)} ({token_bytes} bytes per token{parts}); {device} has {has}: room for "

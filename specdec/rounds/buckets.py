@@ -78,13 +78,13 @@ def most_pages(config: EngineConfig) -> int:
 def group_entries(config: EngineConfig) -> tuple[int, ...]:
     """Most pages on the list of a round in each of the target's further cache groups."""
     rows, size, tokens = config.max_num_seqs, config.page_size, config.max_num_batched_tokens
-    most = (rows * (most_listed_pages(pool.window, 1, size) + 1) + tokens // size for pool in config.windowed)
+    most = (rows * (most_listed_pages(pool.reach, 1, size) + 1) + tokens // size for pool in config.windowed)
     return tuple(min(rows * most_pages(config), entries) for entries in most)
 
 
 def static_entries(config: EngineConfig, shape: StaticShape) -> tuple[int, ...]:
     """The same of the rounds of one fixed shape."""
-    listed = (most_listed_pages(pool.window, shape.query_len, shape.page_size) for pool in config.windowed)
+    listed = (most_listed_pages(pool.reach, shape.query_len, shape.page_size) for pool in config.windowed)
     return tuple(shape.rows * min(most_pages(config), pages) for pages in listed)
 
 

@@ -24,6 +24,7 @@ from attention.batch.live import LiveBatch
 from attention.batch.metadata import BatchArrays, CommonAttentionMetadata, MakeSection
 from attention.batch.static import covering, write_pages
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
+from attention.spec import Reach
 from attention.staging import Staged, StagingArena, bucket_of
 from drafters.loops.base import CarriedRows, StaticShape
 from drafters.loops.module_arrays import rows_before
@@ -63,10 +64,10 @@ class _Pages:
 
 
 class _WindowedPages:
-    """Buffers of one of the target's windowed cache groups, whose page lists begin near the window."""
+    """Buffers of one of the target's windowed cache groups, whose page lists begin near what it sees."""
 
-    def __init__(self, buffers: BatchArrays[np.ndarray], window: int, shape: StaticShape) -> None:
-        self._window = window
+    def __init__(self, buffers: BatchArrays[np.ndarray], reach: Reach, shape: StaticShape) -> None:
+        self._reach = reach
         self._start, self._seq_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
         self._buffers = buffers
         self.rows = np.zeros(shape.rows, np.int64)
@@ -76,7 +77,7 @@ class _WindowedPages:
         """Lengths and the page list of verifications from `start` [rows] on."""
         buffers, size, count = self._buffers, shape.page_size, len(table.rows)
         self.rows[:count], self.rows[count:] = table.rows, len(table.block_table) - 1
-        first = first_listed(start, self._window, size)
+        first = first_listed(start, self._reach, size)
         np.subtract(start, first, out=self._start, casting="unsafe")
         np.add(self._start, shape.query_len, out=self._seq_lens)
         counts = page_counts_of(self._seq_lens, size)
@@ -137,7 +138,7 @@ class _TargetPlace:
         shape: StaticShape,
         section: VerificationSection,
         passes: PassesSection | None,
-        windows: Sequence[int],
+        reaches: Sequence[Reach],
     ) -> None:
         rows, query_len = shape.rows, shape.query_len
         batch, own = section.batch.buffers(host), section.own.of(host)
@@ -148,8 +149,8 @@ class _TargetPlace:
         self.batch = batch
         self.extras = tuple(extra.buffers(host) for extra in section.batch.extras)
         self.groups = [_Pages(batch, self.start, shape, self.extras)]
-        windowed = zip(section.batch.group_buffers(host), windows, strict=True)
-        self.windowed = [_WindowedPages(each, window, shape) for each, window in windowed]
+        windowed = zip(section.batch.group_buffers(host), reaches, strict=True)
+        self.windowed = [_WindowedPages(each, reach, shape) for each, reach in windowed]
         batch.query_start_loc[:] = np.arange(0, rows * query_len + 1, query_len)
         self.later: list[_LaterPass] = []
         self.carried: CarriedRows[np.ndarray] | None = None
@@ -174,17 +175,17 @@ class FixedTarget:
         shape: StaticShape,
         passes: int,
         device: torch.device,
-        windows: Sequence[int] = (),
+        reaches: Sequence[Reach] = (),
         entries: Sequence[int] = (),
         extras: Sequence[MakeSection] = (),
     ) -> None:
         """passes: of the draft prefill, the M of M modules; 0 without a head.
 
-        windows, entries: of the target's further cache groups, and the most pages on the list of each. extras:
+        reaches, entries: of the target's further cache groups, and the most pages on the list of each. extras:
             make their sections.
         """
         self._shape = shape
-        self._section = VerificationSection(len(windows), extras, table=False)
+        self._section = VerificationSection(len(reaches), extras, table=False)
         self._passes = PassesSection(passes) if passes else None
         self._offsets = np.arange(shape.query_len)
         self._rows = np.arange(shape.rows)
@@ -197,7 +198,7 @@ class FixedTarget:
         self._bucket = bucket_of(**sizes)
         self._arena = StagingArena(fields, self._bucket, device)
         hosts, sections = self._arena.hosts(self._bucket), (self._section, self._passes)
-        self._places = [_TargetPlace(host, shape, *sections, windows) for host in hosts]
+        self._places = [_TargetPlace(host, shape, *sections, reaches) for host in hosts]
 
     def device(self, target: TargetArrays) -> tuple[DeviceRound, tuple[CommonAttentionMetadata, ...], Carried]:
         """Send a verification and return its device views, at the same addresses every round.
@@ -294,9 +295,9 @@ class FixedTarget:
 
 def fixed_target(config: EngineConfig, rows: int, passes: int, device: torch.device) -> FixedTarget:
     """The verifications of so many rows of an engine; passes: see `FixedTarget`."""
-    shape, windows = static_shape(config, rows), [pool.window for pool in config.windowed]
+    shape, reaches = static_shape(config, rows), [pool.reach for pool in config.windowed]
     extras = make_sections(config.extras, True)
-    return FixedTarget(shape, passes, device, windows, static_entries(config, shape), extras)
+    return FixedTarget(shape, passes, device, reaches, static_entries(config, shape), extras)
 
 
 class FixedSampling:

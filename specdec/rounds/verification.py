@@ -13,6 +13,7 @@ import numpy as np
 from attention.batch.host import BatchExtra, HostBatch, rows_batch
 from attention.batch.transforms.windowed import windowed_batch
 from attention.cached import cached_property
+from attention.spec import Reach
 from attention.staging import A, array
 from drafters.loops.lengths import draft_room, tokens_accepted
 from specdec.config import EngineConfig
@@ -39,13 +40,13 @@ class WindowedTable:
     """The rows' pages in one of the target's windowed cache groups.
 
     Attributes:
-        window: of its layers.
+        reach: of its layers.
         block_table: [R, P] the group's own table, by logical page, freed ones null; not to be kept. The last row is
             nobody's, and P has room for the padding tokens after the longest row.
         rows: [B] where the rows of the batch are there.
     """
 
-    window: int
+    reach: Reach
     block_table: np.ndarray
     rows: np.ndarray
 
@@ -176,7 +177,7 @@ class TargetArrays:
         logit_index = first[:, None] + np.minimum(np.arange(self.max_drafts + 1), self.num_drafts[:, None])
         batch = rows_batch(starts, self.start, self.pages.target, self.pages.page_size)
         if self.pages.windowed:
-            groups = tuple(windowed_batch(batch, w.block_table, w.rows, w.window) for w in self.pages.windowed)
+            groups = tuple(windowed_batch(batch, w.block_table, w.rows, w.reach) for w in self.pages.windowed)
             batch = replace(batch, other_groups=groups)
         extras = tuple(extra for extra in self.extras if extra is not None)
         if extras:
@@ -278,6 +279,6 @@ def empty_target(config: EngineConfig) -> TargetArrays:
     """A verification without rows: graphs are captured on it, padded."""
     none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
     nobody = np.zeros((1, config.num_speculative_tokens + 1), np.int32)  # as wide as K+1 tokens need at most
-    windowed = tuple(WindowedTable(pool.window, nobody, none) for pool in config.windowed)
+    windowed = tuple(WindowedTable(pool.reach, nobody, none) for pool in config.windowed)
     pages = RoundTables(table, table, config.page_size, windowed)
     return TargetArrays(none, none, none, 0, table, none, none, none, none, none, pages)

@@ -1,4 +1,4 @@
-"""Layers in groups by reach, and a runner of several groups: each layer gets its own group's pages."""
+"""Layers in groups by window and chunk, and a runner of several groups: each layer gets its own group's pages."""
 
 from __future__ import annotations
 
@@ -17,42 +17,47 @@ from attention.batch.metadata import (
 from attention.batch.transforms.windowed import windowed_batch
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.errors import InvalidInputError
-from attention.groups import GroupedRunner, layers_by_group, runner_of, split_group, windows_of
+from attention.groups import GroupedRunner, layers_by_group, reaches_of, runner_of, split_group
 from attention.runner import GroupRunner
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, Reach
 from attention.staging import StagingArena, bucket_of
 
 CPU = torch.device("cpu")
 FULL = AttentionSpec(4, 2, 8, 8, 0.5)
-NEAR, FAR = replace(FULL, window=12), replace(FULL, window=40)
+NEAR, FAR = replace(FULL, window=12), replace(FULL, chunk_size=64)
 SPECS = (NEAR, FULL, NEAR, FAR)
+SHORT, CHUNK = Reach(12), Reach(64, 64)
 
 
 def test_layers_of_one_reach_are_one_group() -> None:
-    assert windows_of([FULL] * 3, 100) == windows_of([NEAR] * 3, 100) == ()
-    assert windows_of(SPECS, 100) == (40, 12) and windows_of(SPECS, 40) == (12,) and windows_of(SPECS, 12) == ()
-    assert layers_by_group(SPECS, (40, 12)) == ((1,), (3,), (0, 2))
-    assert layers_by_group(SPECS, (12,)) == ((1, 3), (0, 2)), "a window that covers every request is none"
+    assert reaches_of([FULL] * 3, 100) == reaches_of([NEAR] * 3, 100) == reaches_of([FAR] * 3, 100) == ()
+    assert reaches_of(SPECS, 100) == (CHUNK, SHORT) and reaches_of(SPECS, 65) == (CHUNK, SHORT)
+    assert reaches_of(SPECS, 64) == (SHORT,) and reaches_of(SPECS, 12) == ()
+    assert layers_by_group(SPECS, (CHUNK, SHORT)) == ((1,), (3,), (0, 2))
+    assert layers_by_group(SPECS, (SHORT,)) == ((1, 3), (0, 2)), "a chunk that covers every request is none"
 
 
-def test_layers_that_attend_in_chunks_keep_their_first_page() -> None:
-    chunked = replace(FULL, window=12, chunk_size=8)
-    assert windows_of([chunked, FULL], 100) == () and layers_by_group([chunked, NEAR], (12,)) == ((0,), (1,))
+def test_windows_and_chunks_of_one_length_are_two_groups() -> None:
+    chunked = replace(FULL, chunk_size=12)
+    assert reaches_of([chunked, NEAR, FULL], 100) == (Reach(12, 12), SHORT)
+    assert layers_by_group([chunked, NEAR, FULL], (Reach(12, 12), SHORT)) == ((2,), (0,), (1,))
+    assert replace(NEAR, chunk_size=8).reach == Reach(8, 8), "a window within chunks: all of the chunk is kept"
 
 
 def test_a_group_keeps_the_scales_of_its_layers() -> None:
     scales = ((1.0, 2.0), (3.0, 4.0), (5.0, 6.0), (7.0, 8.0))
     whole = CacheGroup("target", SPECS, 9, 4, "HND", KVFormat(FP8, scales))
-    first, near = split_group(whole, [(12, 5)])
+    first, near = split_group(whole, [(SHORT, 5)])
     assert (first.name, first.attention_specs, first.num_pages) == ("target", (FULL, FAR), 9)
     assert (near.name, near.attention_specs, near.num_pages) == ("target, window 12", (NEAR, NEAR), 5)
     assert first.format.scales == scales[1::2] and near.format.scales == scales[::2] and near.layout == "HND"
 
 
-@pytest.mark.parametrize("windows", [[13], [12, 40, 7]])
-def test_windows_that_no_layer_has_are_refused(windows: list[int]) -> None:
-    with pytest.raises(InvalidInputError, match=r"do not divide layers with windows \[12, None, 12, 40\]"):
-        split_group(CacheGroup("target", SPECS, 9, 4), [(window, 5) for window in windows])
+@pytest.mark.parametrize("reaches", [[Reach(13)], [Reach(64)], [SHORT, CHUNK, Reach(7)]])
+def test_reaches_that_no_layer_has_are_refused(reaches: list[Reach]) -> None:
+    right = f"{', '.join(map(str, reaches))} do not divide layers with window 12, None, window 12, chunks of 64 into"
+    with pytest.raises(InvalidInputError, match=right):
+        split_group(CacheGroup("target", SPECS, 9, 4), [(reach, 5) for reach in reaches])
 
 
 def sent(batch: HostBatch, entries: list[int]) -> tuple[CommonAttentionMetadata, StagingArena]:
@@ -68,7 +73,8 @@ def grouped_batch() -> HostBatch:
     tables = [np.random.default_rng(i).permutation(np.arange(1, 161)).reshape(2, 80).astype(np.int32) for i in range(3)]
     batch = rows_batch(starts, computed, tables[0], 4)
     return replace(
-        batch, other_groups=tuple(windowed_batch(batch, tables[i], np.arange(2), w) for i, w in ((1, 40), (2, 12)))
+        batch,
+        other_groups=tuple(windowed_batch(batch, tables[i], np.arange(2), r) for i, r in ((1, CHUNK), (2, SHORT))),
     )
 
 
@@ -95,9 +101,9 @@ def test_every_layer_gets_its_own_groups_pages() -> None:
     """As runners of single groups over the same pages."""
     metadata, _ = sent(grouped_batch(), [64, 64])
     whole = CacheGroup("target", SPECS, 161, 4)
-    grouped = runner_of(TorchBackend(CPU), whole, [(40, 161), (12, 161)], torch.float32, CPU)
+    grouped = runner_of(TorchBackend(CPU), whole, [(CHUNK, 161), (SHORT, 161)], torch.float32, CPU)
     assert isinstance(grouped, GroupedRunner) and [len(r.layers) for r in grouped.runners] == [1, 1, 2]
-    assert grouped.layer_numbers == {"target": (1,), "target, window 40": (3,), "target, window 12": (0, 2)}
+    assert grouped.layer_numbers == {"target": (1,), "target, chunks of 64": (3,), "target, window 12": (0, 2)}
     generator = torch.Generator().manual_seed(1)
     batches = {FULL: metadata, FAR: metadata.other_groups[0], NEAR: metadata.other_groups[1]}
     planned = grouped.plan(metadata)
@@ -115,7 +121,7 @@ def test_every_layer_gets_its_own_groups_pages() -> None:
 def test_a_batch_without_the_further_groups_is_refused() -> None:
     batch = replace(grouped_batch(), other_groups=())
     metadata, _ = sent(batch, [])
-    grouped = GroupedRunner(TorchBackend(CPU), CacheGroup("t", SPECS, 161, 4), [(12, 161)], torch.float32, CPU)
+    grouped = GroupedRunner(TorchBackend(CPU), CacheGroup("t", SPECS, 161, 4), [(SHORT, 161)], torch.float32, CPU)
     with pytest.raises(ValueError, match="zip"):
         grouped.plan(metadata)
     assert isinstance(runner_of(TorchBackend(CPU), CacheGroup("t", SPECS, 9, 4), (), torch.float32, CPU), GroupRunner)

@@ -1,4 +1,5 @@
-"""Windowed cache groups on a GPU: page lists near the window in every kernel, and whole models from CUDA graphs."""
+"""Windowed cache groups on a GPU: page lists near the window or the chunk in every kernel, and whole models from CUDA
+graphs."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import count_calls, free_everywhere
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, Llama4TextConfig, PreTrainedModel
 
 from attention.backends.invariant import InvariantBackend
 from attention.batch.host import HostBatch
@@ -17,6 +18,7 @@ from attention.batch.metadata import BatchSection, CommonAttentionMetadata
 from attention.batch.transforms.windowed import windowed_batch
 from attention.cache.windowed import WindowedTables
 from attention.groups import GroupedPlanner, GroupedRunner
+from attention.spec import Reach
 from attention.staging import StagingArena, bucket_of
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
@@ -36,17 +38,17 @@ BATCHES = {
 }
 
 
-def freed(batch: HostBatch, window: int) -> tuple[HostBatch, np.ndarray]:
-    """The batch with the pages behind its windows freed, as a windowed group has it, and those pages."""
+def freed(batch: HostBatch, reach: Reach) -> tuple[HostBatch, np.ndarray]:
+    """The batch with the pages before what it sees freed, as a windowed group has it, and those pages."""
     size = batch.page_size
-    tables = WindowedTables(9000, batch.num_reqs, int(batch.seq_lens.max()), size, window)
+    tables = WindowedTables(9000, batch.num_reqs, int(batch.seq_lens.max()), size, reach)
     rows = np.arange(batch.num_reqs)
     tables.resize(rows, batch.seq_lens)
     tables.table[:, : batch.block_table.shape[1]] = batch.block_table
     before = tables.table.copy()
     for row, computed in enumerate(batch.num_computed_tokens.tolist()):
-        tables.table[row, : max((computed - window + 1) // size, 0)] = 0
-    return windowed_batch(batch, tables.table, rows, window), before[before != tables.table]
+        tables.table[row, : tables.first_needed(computed)] = 0
+    return windowed_batch(batch, tables.table, rows, reach), before[before != tables.table]
 
 
 def sent(batch: HostBatch) -> CommonAttentionMetadata:
@@ -59,11 +61,16 @@ def sent(batch: HostBatch) -> CommonAttentionMetadata:
 
 @pytest.mark.parametrize("shape", BATCHES)
 @pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"has_sinks": True}], ids=["plain", "softcap", "sinks"])
+@pytest.mark.parametrize(
+    "options",
+    [{"window": WINDOW, **more} for more in ({}, {"softcap": 30.0}, {"has_sinks": True})]
+    + [{"chunk_size": chunk} for chunk in (64, 128)],
+    ids=["plain", "softcap", "sinks", "chunks within tiles", "chunks of tiles"],
+)
 @pytest.mark.parametrize("backend", ["flashinfer", "batch_invariant"])
 def test_kernels_read_no_freed_page(backend: str, options: dict[str, Any], page_size: int, shape: str) -> None:
     """NaN on every freed page; the same attention as over whole rows, and by the invariant kernel the same bits."""
-    spec, dtype = attention_spec(window=WINDOW, **options), torch.bfloat16
+    spec, dtype = attention_spec(**options), torch.bfloat16
     pair = Pair(spec, dtype, page_size, backend=InvariantBackend() if backend == "batch_invariant" else None)
     pair.flashinfer.layers[0].keys[0] = pair.flashinfer.layers[0].values[0] = 0
     pair.reference.layers[0].keys[0] = pair.reference.layers[0].values[0] = 0
@@ -72,7 +79,8 @@ def test_kernels_read_no_freed_page(backend: str, options: dict[str, Any], page_
     whole = metadata_of(batch)
     right = pair.expected(whole, states)
     before = pair.flashinfer.attend(pair.flashinfer.plan(whole), 0, query, key, value, pair.sinks)
-    windowed, gone = freed(batch, WINDOW)
+    assert spec.reach is not None
+    windowed, gone = freed(batch, spec.reach)
     assert len(gone) and int(windowed.page_counts.sum()) < int(batch.page_counts.sum())
     for tensor in (pair.flashinfer.layers[0].keys, pair.flashinfer.layers[0].values):
         tensor[torch.from_numpy(gone).long().to(CUDA)] = float("nan")
@@ -84,6 +92,13 @@ def test_kernels_read_no_freed_page(backend: str, options: dict[str, Any], page_
 
 def gemma() -> Gemma3TextConfig:
     return Gemma3TextConfig(**sizes(), query_pre_attn_scalar=64, layer_types=kinds())
+
+
+def llama4() -> Llama4TextConfig:
+    """Without experts, whose matmuls are not batch-invariant."""
+    own = sizes() | {"intermediate_size_mlp": 512, "moe_layers": [], "no_rope_layers": [1] * 5 + [0], "floor_scale": 32}
+    del own["sliding_window"]
+    return Llama4TextConfig(**own, attention_chunk_size=WINDOW)
 
 
 def kinds() -> list[str]:
@@ -111,7 +126,8 @@ def sizes() -> dict[str, Any]:
 @cache
 def target_of(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = gemma() if kind == "gemma3" else GptOssConfig(
+    made = {"gemma3": gemma, "llama4": llama4}
+    config = made[kind]() if kind in made else GptOssConfig(
         **sizes(), num_local_experts=4, num_experts_per_tok=2, layer_types=kinds(),
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )  # fmt: skip
@@ -168,7 +184,7 @@ def answers(loaded: SpeculativeModel, drafts: int) -> list[Completion]:
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("drafts", [0, 5])
-@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss", "llama4"])
 def test_groups_give_the_tokens_and_drafts_of_one_group(
     kind: str, drafts: int, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +193,7 @@ def test_groups_give_the_tokens_and_drafts_of_one_group(
     loaded = model(kind, drafts, graphs, hybrid=True)
     assert isinstance(loaded.target.runner, GroupedRunner) and loaded.graphs.startswith("on" if graphs else "off")
     (pool,) = loaded.config.windowed
-    assert pool.window == WINDOW and pool.num_pages * 16 < 8192
+    assert pool.reach == Reach(WINDOW, WINDOW if kind == "llama4" else 1) and pool.num_pages * 16 < 8192
     grouped = answers(loaded, drafts)
     assert bool(replanned) == graphs
     assert agreement([c.token_ids for c in grouped], [c.token_ids for c in right]) >= 0.97
@@ -185,12 +201,13 @@ def test_groups_give_the_tokens_and_drafts_of_one_group(
         assert agreement(drafted(grouped), drafted(right)) >= 0.97
 
 
-def test_batch_invariant_answers_are_the_same_bits() -> None:
+@pytest.mark.parametrize("kind", ["gemma3", "llama4"])
+def test_batch_invariant_answers_are_the_same_bits(kind: str) -> None:
     """With drafts and without, with groups and without: lists begin where tiles do."""
     options = {"backend": "batch_invariant"}
-    right = answers(model("gemma3", 0, True, hybrid=False, **options), 0)
+    right = answers(model(kind, 0, True, hybrid=False, **options), 0)
     for drafts in (0, 5):
-        grouped = answers(model("gemma3", drafts, True, hybrid=True, **options), drafts)
+        grouped = answers(model(kind, drafts, True, hybrid=True, **options), drafts)
         assert [c.token_ids for c in grouped] == [c.token_ids for c in right]
 
 

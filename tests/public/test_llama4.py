@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from attention.spec import Reach
 from specdec import SamplingParams
 from specdec.errors import InvalidInputError
 
@@ -101,7 +102,8 @@ def test_it_is_exact_past_several_chunks_with_and_without_drafts(wrapper: bool, 
     with wrap(model, max_model_len=120, page_size=page_size) as plain:
         assert [completion.token_ids for completion in plain.generate(PROMPTS, params)] == right
         assert plain.describe()["twin"] == f"exact past attention_chunk_size={chunk}, floor_scale=16"
-        assert plain.runners[0].routes[0].endswith(f"in chunks of {chunk} tokens")
+        assert plain.runners[1].routes[0].endswith(f"in chunks of {chunk} tokens")
+        assert [pool.reach for pool in plain.config.windowed] == [Reach(chunk, chunk)], "pages before a chunk are freed"
     drafted = wrap(model, table_head(model), max_model_len=120, page_size=page_size, num_speculative_tokens=5)
     with drafted:
         completions = drafted.generate(PROMPTS, params)

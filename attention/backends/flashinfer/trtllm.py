@@ -157,20 +157,22 @@ class TrtllmBuilder:
         """Plan one batch. Never waits for the device."""
         host = metadata.host
         self._kernel.reserve(host.num_reqs)
-        tables = metadata.block_table
+        tables, lens = metadata.block_table, metadata.seq_lens
         if tables is None:
-            tables = tables_of(metadata)
+            tables, lens = tables_of(metadata), keys_of(metadata)
         is_long = host.query_lens > SHORT_QUERY
         cut = int(is_long.argmax()) if is_long.any() else host.num_reqs
         parts = [(first, last) for first, last in ((0, cut), (cut, host.num_reqs)) if first < last]
-        return TrtllmPlan(self._kernel, tuple(self._launch(metadata, tables, *part, cut) for part in parts))
+        return TrtllmPlan(self._kernel, tuple(self._launch(metadata, tables, lens, *part, cut) for part in parts))
 
     @staticmethod
-    def _launch(metadata: CommonAttentionMetadata, tables: torch.Tensor, first: int, last: int, cut: int) -> Launch:
+    def _launch(
+        metadata: CommonAttentionMetadata, tables: torch.Tensor, lens: torch.Tensor, first: int, last: int, cut: int
+    ) -> Launch:
         host, rows = metadata.host, slice(first, last)
         start, stop = int(host.query_start_loc[first]), int(host.query_start_loc[last])
         query_start = metadata.query_start_loc[first : last + 1]
-        seq_lens, key_start = metadata.seq_lens[rows], None
+        seq_lens, key_start = lens[rows], None
         if first == cut:
             query_start = query_start - start
             key_start = torch.zeros(last - first + 1, dtype=torch.int32, device=seq_lens.device)
@@ -227,6 +229,12 @@ def tables_of(metadata: CommonAttentionMetadata) -> torch.Tensor:
     at = starts[:-1, None] + torch.arange(width, dtype=torch.int32, device=pages.device)
     own = at < starts[1:, None]
     return torch.where(own, pages[torch.where(own, at, 0)], 0)
+
+
+def keys_of(metadata: CommonAttentionMetadata) -> torch.Tensor:
+    """[B] int32 keys on each row's list of pages, on the device: of a windowed group fewer than the row has."""
+    starts = metadata.page_indptr
+    return (starts[1:] - starts[:-1] - 1) * metadata.host.page_size + metadata.last_page_len
 
 
 def run_trtllm(

@@ -27,7 +27,7 @@ import torch
 from attention.batch.host import HostBatch, page_counts_of
 from attention.batch.metadata import ROW_FIELDS, CommonAttentionMetadata
 from attention.batch.transforms.local_attention import check_chunk_size
-from attention.batch.transforms.windowed import WindowedBatch, listed_pages
+from attention.batch.transforms.windowed import WindowedBatch, pages_from
 from attention.checking import CHECKS
 from attention.errors import InvalidInputError
 from attention.staging import Field, Staged, StagingArena, bucket_of
@@ -69,7 +69,11 @@ def fixed_local_attention(batch: HostBatch, chunk_size: int, each: int) -> HostB
     np.cumsum(counts, out=page_indptr[1:])
     unused = ~used.reshape(-1)
     first_page = np.where(unused, 0, key_start.reshape(-1) // batch.page_size)
-    pages = listed_pages(batch.block_table, np.repeat(np.arange(len(start)), each), first_page, counts)
+    if isinstance(batch, WindowedBatch):  # which has no table, and would make one
+        listed, begins = batch.page_indices, batch.page_indptr[:-1]
+    else:
+        listed, begins = batch.block_table, np.arange(len(start)) * batch.block_table.shape[1]
+    pages = pages_from(listed, np.repeat(begins, each) + first_page, counts)
     pages[page_indptr[:-1][unused]] = 0  # the null page
     query_start_loc = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=query_start_loc[1:])

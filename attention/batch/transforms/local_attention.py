@@ -110,9 +110,10 @@ def local_attention(batch: HostBatch, chunk_size: int) -> HostBatch:
 
 def _chunk_pages(batch: HostBatch, row: np.ndarray, first_page: np.ndarray, pages: int) -> np.ndarray:
     """[V, min(pages, P)] int32: `pages` entries of each row's table from first_page on; the null page after its end."""
-    width = batch.block_table.shape[1]
+    table = batch.block_table
+    width = table.shape[1]
     column = first_page[:, None] + np.arange(min(pages, width))
     if not column.size or int(column[:, -1].max()) < width:
-        return batch.block_table[row[:, None], column]
-    found = batch.block_table[row[:, None], np.minimum(column, width - 1)]
+        return table[row[:, None], column]
+    found = table[row[:, None], np.minimum(column, width - 1)]
     return np.where(column < width, found, np.int32(0))

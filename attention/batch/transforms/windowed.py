@@ -1,15 +1,17 @@
-"""The rows of a batch on the pages of a group of sliding-window layers, whose pages behind the window are freed.
+"""The rows of a batch on the pages of a windowed group: layers with a sliding window or in chunks, whose pages before
+what they see are freed.
 
 A row's page list begins at the first page with a key that any of its queries sees, rounded down to where a tile of keys
-begins. So a kernel with a window needs no change: it counts keys from the list's first one and queries from the last
-key backwards. As in local attention, lengths count the keys that are listed, and positions stay what they are.
+begins, and a chunk. So a kernel with a window needs no change: it counts keys from the list's first one and queries
+from the last key backwards; and local attention cuts the list into the chunks of the whole row. As there, lengths count
+the keys that are listed, and positions stay what they are.
 
 A row at position 300 (two tokens, window 32, pages of 16 tokens) lists its pages from token 256 on:
 
 >>> from attention.batch.host import rows_batch
 >>> starts, computed = np.array([0, 2]), np.array([300])
 >>> batch = rows_batch(starts, computed, np.arange(1, 21, dtype=np.int32)[None], 16)
->>> windowed = windowed_batch(batch, np.arange(41, 61, dtype=np.int32)[None], np.array([0]), 32)
+>>> windowed = windowed_batch(batch, np.arange(41, 61, dtype=np.int32)[None], np.array([0]), Reach(32))
 >>> windowed.num_computed_tokens.tolist(), windowed.seq_lens.tolist(), windowed.page_indices.tolist()
 ([44], [46], [57, 58, 59])
 >>> windowed.slot_mapping.tolist(), windowed.positions.tolist()
@@ -25,29 +27,31 @@ import numpy as np
 
 from attention.batch.host import HostBatch, page_layout, slots_of
 from attention.errors import InvalidInputError
+from attention.spec import Reach
 
 TILE_KEYS = 128
 """Kernels walk over keys in tiles of at most so many. A list that begins where a tile of the whole row would gives the
 kernels the same tiles, so that what is rounded, and with the batch-invariant kernel every bit, stays the same."""
 
 
-def first_listed(start: np.ndarray, window: int, page_size: int) -> np.ndarray:
+def first_listed(start: np.ndarray, reach: Reach, page_size: int) -> np.ndarray:
     """The first token on the page list of rows whose first query is at `start` (any shape).
 
-    >>> first_listed(np.array([0, 31, 159, 300]), 32, 16).tolist()
+    >>> first_listed(np.array([0, 31, 159, 300]), Reach(32), 16).tolist()
     [0, 0, 128, 256]
     """
-    step = lcm(TILE_KEYS, page_size)
-    return np.maximum(start - (window - 1), 0) // step * step
+    step = lcm(TILE_KEYS, page_size, reach.step)
+    return np.maximum(reach.first_seen(start), 0) // step * step
 
 
-def most_listed_pages(window: int, query_len: int, page_size: int) -> int:
+def most_listed_pages(reach: Reach, query_len: int, page_size: int) -> int:
     """Most pages on the list of a row with `query_len` query tokens.
 
-    >>> most_listed_pages(32, 2, 16)
-    10
+    >>> most_listed_pages(Reach(32), 2, 16), most_listed_pages(Reach(8192, 8192), 2, 16)
+    (10, 513)
     """
-    return -(-(lcm(TILE_KEYS, page_size) - 1 + window - 1 + query_len) // page_size)
+    before = lcm(TILE_KEYS, page_size, reach.step) - reach.step
+    return -(-(before + reach.tokens - 1 + query_len) // page_size)
 
 
 class WindowedBatch(HostBatch):
@@ -76,31 +80,36 @@ def listed_pages(table: np.ndarray, rows: np.ndarray, first_pages: np.ndarray, c
     >>> listed_pages(np.array([[7, 9, 5], [3, 4, 0]]), np.array([0, 1]), np.array([1, 0]), np.array([2, 1])).tolist()
     [9, 5, 3]
     """
+    return pages_from(table, rows * table.shape[1] + first_pages, counts)
+
+
+def pages_from(pages: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Concatenate counts[i] entries of `pages`, read flat, from begins[i] on: [sum(counts)]."""
     before = np.cumsum(counts)
     before -= counts
-    places = np.repeat(rows * table.shape[1] + first_pages - before, counts)
+    places = np.repeat(begins - before, counts)
     places += np.arange(len(places))
-    return table.take(places)
+    return pages.take(places)
 
 
-def windowed_batch(batch: HostBatch, block_table: np.ndarray, rows: np.ndarray, window: int) -> HostBatch:
+def windowed_batch(batch: HostBatch, block_table: np.ndarray, rows: np.ndarray, reach: Reach) -> HostBatch:
     """The rows of `batch` on a group's pages.
 
     Args:
         block_table: [R, P] pages in that group by logical page; the null page where they are freed.
         rows: [B] the batch's rows there.
-        window: of the group's layers, see `AttentionSpec`.
+        reach: of the group's layers, see `AttentionSpec.reach`.
 
     Raises:
-        InvalidInputError: not one row of the table for each of the batch's, or no window.
+        InvalidInputError: not one row of the table for each of the batch's, or no reach.
     """
-    if len(rows) != batch.num_reqs or window < 1:
+    if len(rows) != batch.num_reqs or reach.tokens < 1:
         raise InvalidInputError(
-            f"{batch.num_reqs} rows with window={window} in rows {rows.tolist()} of a table: allowed are one row of it "
-            "for each row of the batch, and windows of at least one token"
+            f"{batch.num_reqs} rows with {reach} in rows {rows.tolist()} of a table: allowed are one row of it "
+            "for each row of the batch, and a reach of at least one token"
         )
     size = batch.page_size
-    first = first_listed(batch.num_computed_tokens, window, size)
+    first = first_listed(batch.num_computed_tokens, reach, size)
     first_pages, seq_lens = first // size, (batch.seq_lens - first).astype(np.int32)
     layout = page_layout(seq_lens, size)
     return WindowedBatch(

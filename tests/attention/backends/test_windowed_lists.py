@@ -21,7 +21,7 @@ from attention.batch.transforms.windowed import windowed_batch
 from attention.cache.kv_cache import CacheGroup
 from attention.cache.windowed import WindowedTables
 from attention.runner import GroupRunner
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, Reach
 
 CPU, WINDOW, PAGE = torch.device("cpu"), 150, 16
 KINDS = {"window": {}, "all": {"softcap": 5.0, "has_sinks": True}}
@@ -34,7 +34,7 @@ def attended(kind: str, free: bool) -> tuple[torch.Tensor, np.ndarray]:
     """
     spec = AttentionSpec(4, 2, 64, 64, 0.125, window=WINDOW, **KINDS[kind])  # type: ignore[arg-type]
     query_lens, start = np.array([1, 6, 50]), np.array([600, 550, 471])
-    tables = WindowedTables(120, 3, 640, PAGE, WINDOW)
+    tables = WindowedTables(120, 3, 640, PAGE, Reach(WINDOW))
     tables.resize(range(3), query_lens + start)
     whole = rows_batch(np.concatenate([[0], np.cumsum(query_lens)]), start, tables.table.copy(), PAGE)
     runner = GroupRunner(InvariantBackend(), CacheGroup("g", (spec,), 120, PAGE), torch.float16, CPU)
@@ -49,7 +49,7 @@ def attended(kind: str, free: bool) -> tuple[torch.Tensor, np.ndarray]:
         gone = torch.from_numpy(whole.block_table[whole.block_table != tables.table]).long()
         assert len(gone) == 28 + 25 + 20
         runner.layers[0].keys[gone] = runner.layers[0].values[gone] = float("nan")
-        batch = windowed_batch(whole, tables.table, np.arange(3), WINDOW)
+        batch = windowed_batch(whole, tables.table, np.arange(3), Reach(WINDOW))
     arena, bucket = single_batch_arena(3, 57, batch.block_table.shape[1], CPU)
     sinks = torch.randn(4, generator=generator).half() if spec.has_sinks else None
     out = runner.attend(runner.plan(stage(batch, arena, bucket)), 0, *states, sinks)

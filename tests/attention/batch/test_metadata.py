@@ -21,7 +21,7 @@ from attention.batch.transforms.windowed import windowed_batch
 from attention.cache.kv_cache import CacheGroup
 from attention.errors import InvariantError, StaleMetadataError
 from attention.runner import GroupRunner
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, Reach
 from attention.staging import Bucket, StagingArena, bucket_of
 
 CPU = torch.device("cpu")
@@ -94,9 +94,8 @@ def with_groups() -> tuple[HostBatch, StagingArena, Bucket]:
     """Two sliding-window groups beside the first one, on pages of their own."""
     own = rows_batch(np.array([0, 2, 3]), np.array([400, 9]), np.arange(1, 61, dtype=np.int32).reshape(2, 30), 16)
     tables = [np.arange(begin, begin + 60, dtype=np.int32).reshape(2, 30) for begin in (100, 200)]
-    groups = tuple(
-        windowed_batch(own, table, np.array([0, 1]), window) for table, window in zip(tables, (32, 100), strict=True)
-    )
+    reaches = zip(tables, (Reach(32), Reach(100)), strict=True)
+    groups = tuple(windowed_batch(own, table, np.array([0, 1]), reach) for table, reach in reaches)
     batch = replace(own, other_groups=groups)
     bucket = bucket_of(**GROUPED.sizes(2, 3, 30, groups=(40, 40)))
     return batch, StagingArena(GROUPED.fields, bucket, CPU), bucket

@@ -14,18 +14,20 @@ from attention.cache.pages import BlockTables
 from attention.cache.shared import SharedPages
 from attention.cache.windowed import WindowedTables
 from attention.errors import InvariantError, OutOfPagesError
+from attention.spec import Reach
 
-PAGES, ROWS, LONGEST, SIZE, WINDOW = 12, 3, 24, 4, 9
+PAGES, ROWS, LONGEST, SIZE = 12, 3, 24, 4
+REACHES = {"windowed": Reach(9), "chunked": Reach(8, 8)}
 
 
 def tables(kind: str) -> Any:
-    if kind == "windowed":
-        return WindowedTables(PAGES, ROWS, LONGEST, SIZE, WINDOW)
+    if kind in REACHES:
+        return WindowedTables(PAGES, ROWS, LONGEST, SIZE, REACHES[kind])
     allocator = SharedPages(PAGES, lambda page: None) if kind == "shared" else None
     return BlockTables(PAGES, ROWS, LONGEST, SIZE, allocator)
 
 
-@pytest.mark.parametrize("kind", ["plain", "shared", "windowed"])
+@pytest.mark.parametrize("kind", ["plain", "shared", *REACHES])
 @settings(deadline=None, max_examples=examples(60))
 @given(data=st.data())
 def test_any_sequence_keeps_every_page_owned_once(kind: str, data: st.DataObject) -> None:
@@ -36,14 +38,14 @@ def test_any_sequence_keeps_every_page_owned_once(kind: str, data: st.DataObject
         step = data.draw(st.sampled_from(["grow", "leave", "come", "enter", "drop", "anew"]))
         row = data.draw(st.integers(0, ROWS - 1))
         tokens = data.draw(st.integers(1, LONGEST))
-        first = pool.first_needed(tokens) if kind == "windowed" else 0
+        first = pool.first_needed(tokens) if kind in REACHES else 0
         try:
             if step == "grow":
                 pool.resize([row], [tokens])
                 lens[row] = tokens
             elif step == "leave" and row in lens:
                 own = lens.pop(row)
-                if kind == "windowed":
+                if kind in REACHES:
                     pool.free_behind(np.array([row]), np.array([own]))
                 detached.append((pool.detach(row), own))
                 assert not pool.table[row].any()

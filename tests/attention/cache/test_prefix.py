@@ -18,6 +18,7 @@ from attention.cache.prefix import NOTHING, Found, PrefixCache
 from attention.cache.shared import SharedPages
 from attention.cache.windowed import WindowedTables
 from attention.errors import InvariantError, OutOfPagesError
+from attention.spec import Reach
 
 SIZE, ROWS, PAGES, MOST = 2, 3, 9, 12
 
@@ -230,17 +231,19 @@ def test_the_checkers_find_planted_defects() -> None:
         BlockTables(4, 1, 4, 2, shared).validate()
 
 
-WINDOW, NEAR = 3, 7
+NEAR = 7
 
 
 class WindowsMachine(RuleBasedStateMachine):
-    """Without a head, and with a group of sliding-window layers that has fewer pages than the target's others."""
+    """Without a head, and with a windowed group that has fewer pages than the target's others."""
+
+    reach = Reach(3)
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PrefixCache(SIZE, PAGES, windows=[(WINDOW, NEAR)])
+        self.cache = PrefixCache(SIZE, PAGES, windows=[(self.reach, NEAR)])
         self.target = BlockTables(PAGES, ROWS, MOST, SIZE, self.cache.pages)
-        self.near = WindowedTables(NEAR, ROWS, MOST, SIZE, WINDOW, self.cache.windowed[0])
+        self.near = WindowedTables(NEAR, ROWS, MOST, SIZE, self.reach, self.cache.windowed[0])
         self.notes: tuple[dict[int, tuple[int, ...]], ...] = ({}, {})
         self.rows: dict[int, tuple[int, ...]] = {}
 
@@ -310,13 +313,23 @@ class WindowsMachine(RuleBasedStateMachine):
         self.cache.validate()
 
 
-TestWindows = WindowsMachine.TestCase
-TestWindows.settings = settings(max_examples=examples(60), stateful_step_count=20, deadline=None)
+class ChunksMachine(WindowsMachine):
+    """The same in chunks of two pages: a request that begins with a chunk takes none of its pages."""
+
+    reach = Reach(2 * SIZE, 2 * SIZE)
 
 
-def windowed_cache(num_windowed: int = PAGES, **sizes: Any) -> PrefixCache:
+TestWindows, TestChunks = WindowsMachine.TestCase, ChunksMachine.TestCase
+for _case in (TestWindows, TestChunks):
+    _case.settings = settings(max_examples=examples(60), stateful_step_count=20, deadline=None)
+
+
+WINDOW, CHUNK = Reach(4), Reach(4, 4)
+
+
+def windowed_cache(num_windowed: int = PAGES, reach: Reach = WINDOW, **sizes: Any) -> PrefixCache:
     """Pages 1, 2, 3 of the target and of a group whose window reaches two pages back hold [1, 1], [2, 2], [3, 3]."""
-    cache = PrefixCache(SIZE, PAGES, windows=[(4, num_windowed)], **sizes)
+    cache = PrefixCache(SIZE, PAGES, windows=[(reach, num_windowed)], **sizes)
     for pages in (cache.pages, cache.windowed[0]):
         assert pages.allocate(3) == [1, 2, 3]
     return cache
@@ -352,6 +365,18 @@ def test_as_many_pages_are_found_as_have_all_that_the_next_token_sees(gone: list
     assert (len(found.pages), found.num_pages) == (right, right if gone and right < 3 else 3)
     first = max((2 * right - 3) // 2, 0)
     assert found.windowed == (tuple(range(first + 1, right + 1)),)
+
+
+@pytest.mark.parametrize(
+    ("gone", "right"), [([], 3), ([2], 2), ([1], 3), ([0, 1], 3), ([1, 2], 2), ([0, 2], 2), ([0, 1, 2], 2)]
+)
+def test_a_request_that_begins_a_chunk_needs_none_of_its_pages(gone: list[int], right: int) -> None:
+    """Chunks of two pages: after one or three of them the next token sees the last one, after two it sees none."""
+    cache = windowed_cache(reach=CHUNK)
+    cache.register(TOKENS, [1, 2, 3], [])
+    cache.register_windowed(TOKENS, 0, 0, [0 if i in gone else i + 1 for i in range(3)], False)
+    found = cache.find(NEXT, False)
+    assert len(found.pages) == right and found.windowed == (((3,) if right == 3 else ()),)
 
 
 def test_windowed_pages_are_registered_from_where_they_begin() -> None:
@@ -398,7 +423,7 @@ def test_a_page_takes_the_place_of_an_idle_one_alone(held: bool) -> None:
 
 def test_a_page_of_the_target_takes_its_windowed_pages_along_when_nothing_else_needs_them() -> None:
     """Found without it they are of no use; beside another continuation they are."""
-    cache = PrefixCache(SIZE, 4, 4, windows=[(4, 6)])
+    cache = PrefixCache(SIZE, 4, 4, windows=[(WINDOW, 6)])
     assert cache.head_pages is not None
     for last, number in ((5, 1), (6, 2)):
         page, head = cache.pages.allocate(1), cache.head_pages.allocate(1)

@@ -1,4 +1,4 @@
-"""Pages behind a window are freed, no other; every page has one owner all the while."""
+"""Pages behind a window or before a chunk are freed, no other; every page has one owner all the while."""
 
 from __future__ import annotations
 
@@ -12,19 +12,29 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import attention.cache.windowed
+import attention.groups
+import attention.spec
 from attention.cache.pages import NULL_PAGE
 from attention.cache.windowed import WindowedTables, most_owned_pages
 from attention.errors import InvariantError, OutOfPagesError
+from attention.spec import Reach
 
-ROWS, PAGE, NUM_PAGES, MOST, WINDOW = 4, 4, 14, 60, 10
+ROWS, PAGE, NUM_PAGES, MOST, WINDOW, CHUNK = 4, 4, 14, 60, 10, 12
+
+
+def first_seen(reach: Reach, position: int) -> int:
+    """The first position that a query sees, by the definition of each kind."""
+    return max(position - WINDOW + 1, 0) if reach.step == 1 else CHUNK * (position // CHUNK)
 
 
 class WindowedMachine(RuleBasedStateMachine):
     """The model: how many tokens each row has pages for, and the first page that it still owns."""
 
+    reach = Reach(WINDOW)
+
     def __init__(self) -> None:
         super().__init__()
-        self.tables = WindowedTables(NUM_PAGES, ROWS, MOST, PAGE, WINDOW)
+        self.tables = WindowedTables(NUM_PAGES, ROWS, MOST, PAGE, self.reach)
         self.pages, self.first, self.computed = [0] * ROWS, [0] * ROWS, [0] * ROWS
 
     def owned(self) -> int:
@@ -55,10 +65,11 @@ class WindowedMachine(RuleBasedStateMachine):
 
     @rule(row=st.integers(0, ROWS - 1), accepted=st.integers(0, 14))
     def commit(self, row: int, accepted: int) -> None:
-        """Some of what was reserved is committed, and the window moves."""
+        """Some of what was reserved is committed, and what is seen moves."""
         self.computed[row] = min(self.computed[row] + accepted, self.pages[row] * PAGE)
         self.tables.free_behind(np.arange(ROWS), np.array(self.computed))
-        self.first = [max(f, (n - WINDOW + 1) // PAGE, 0) for f, n in zip(self.first, self.computed, strict=True)]
+        seen = [first_seen(self.reach, n) // PAGE for n in self.computed]
+        self.first = [max(pair) for pair in zip(self.first, seen, strict=True)]
 
     @rule(row=st.integers(0, ROWS - 1))
     def release(self, row: int) -> None:
@@ -66,18 +77,25 @@ class WindowedMachine(RuleBasedStateMachine):
         self.pages[row] = self.first[row] = self.computed[row] = 0
 
     @invariant()
-    def rows_own_what_the_window_and_later_tokens_need(self) -> None:
+    def rows_own_what_the_next_query_and_later_tokens_need(self) -> None:
         self.tables.validate()
         for row, (first, pages, computed) in enumerate(zip(self.first, self.pages, self.computed, strict=True)):
             own = np.flatnonzero(self.tables.table[row])
             assert own.tolist() == list(range(first, pages))
-            seen = np.arange(max(computed - WINDOW + 1, 0), computed)  # what the next query sees beside itself
+            seen = np.arange(first_seen(self.reach, computed), computed)  # what the next query sees beside itself
             assert set((seen // PAGE).tolist()) <= set(own.tolist())
         assert self.tables.num_used == self.owned() == NUM_PAGES - 1 - self.tables.allocator.num_free
 
 
-WindowedMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
-TestWindowedTables = WindowedMachine.TestCase
+class ChunkedMachine(WindowedMachine):
+    """The same where rows attend in chunks of three pages."""
+
+    reach = Reach(CHUNK, CHUNK)
+
+
+TestWindowedTables, TestChunkedTables = WindowedMachine.TestCase, ChunkedMachine.TestCase
+for _case in (TestWindowedTables, TestChunkedTables):
+    _case.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize(("window", "query_len", "page"), [(10, 1, 4), (1, 1, 4), (1, 5, 3), (16, 6, 16), (7, 9, 1)])
@@ -86,11 +104,18 @@ def test_most_pages_is_what_the_worst_position_needs(window: int, query_len: int
     for computed in range(window, window + 3 * page):
         first = (computed - window + 1) // page
         needed = max(needed, -(-(computed + query_len) // page) - first)
-    assert most_owned_pages(window, query_len, page) == needed
+    assert most_owned_pages(Reach(window), query_len, page) == needed
+
+
+@pytest.mark.parametrize(("chunk", "query_len", "page"), [(12, 1, 4), (12, 7, 4), (4, 1, 4), (4, 6, 4), (6, 5, 4)])
+def test_most_pages_in_chunks_is_what_the_worst_position_needs(chunk: int, query_len: int, page: int) -> None:
+    ends = {n: -(-(n + query_len) // page) for n in range(4 * chunk * page)}
+    needed = max(end - n // chunk * chunk // page for n, end in ends.items())
+    assert most_owned_pages(Reach(chunk, chunk), query_len, page) == needed
 
 
 def filled() -> WindowedTables:
-    tables = WindowedTables(NUM_PAGES, ROWS, MOST, PAGE, WINDOW)
+    tables = WindowedTables(NUM_PAGES, ROWS, MOST, PAGE, Reach(WINDOW))
     tables.resize([0, 1], [30, 9])
     tables.free_behind(np.array([0, 1]), np.array([30, 9]))
     assert tables.table[0].astype(bool).tolist() == [False] * 5 + [True] * 3 + [False] * 7
@@ -120,8 +145,8 @@ def test_the_checker_finds_a_freed_page_that_its_row_still_lists() -> None:
 
 
 def test_the_examples_in_the_docstrings() -> None:
-    outcome = doctest.testmod(attention.cache.windowed)
-    assert outcome.failed == 0 and outcome.attempted == 2
+    outcomes = [doctest.testmod(m) for m in (attention.cache.windowed, attention.spec, attention.groups)]
+    assert [outcome.failed for outcome in outcomes] == [0, 0, 0] and min(o.attempted for o in outcomes) >= 2
 
 
 @pytest.mark.parametrize("tokens", [0, 8, 20, 24])
@@ -158,6 +183,16 @@ def test_what_will_be_freed_is_freed() -> None:
         tables.free_behind(np.array([0]), np.array([computed]))
         assert len(pages) == tables.allocator.num_free - before and set(pages) <= set(tables.allocator.free_pages())
         assert first + len(pages) == np.flatnonzero(tables.table[0])[0] == max((computed - WINDOW + 1) // PAGE, 5)
+
+
+def test_pages_before_a_chunk_are_freed_when_the_next_query_begins_it() -> None:
+    """Three pages each: at 23 the second chunk still lacks a token, at 24 and at 35 the third is the next query's."""
+    for computed, first in ((0, 0), (11, 0), (12, 3), (23, 3), (24, 6), (35, 6), (36, 9)):
+        tables = WindowedTables(NUM_PAGES, ROWS, MOST, PAGE, Reach(CHUNK, CHUNK))
+        tables.resize([0], [40])
+        tables.free_behind(np.array([0]), np.array([computed]))
+        assert np.flatnonzero(tables.table[0]).tolist() == list(range(first, 10)), computed
+        assert tables.first_needed(computed) == first and tables.num_used == 10 - first
 
 
 def test_pages_of_one_row_are_freed_whatever_others_need() -> None:

@@ -33,6 +33,7 @@ from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable
 from tests.specdec.engine.shared_prompts import expected_hits, five_shots
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
+from tests.specdec.test_hybrid_kv_cache import LLAMA4
 
 SIZE, NEW = 4, 12
 PARAMS = SamplingParams(max_new_tokens=NEW, return_drafts=True)
@@ -48,10 +49,12 @@ def head_of(kind: str) -> Head:
     return eagle3_head(model, draft_vocab_size=32) if kind == "eagle3" else table_head(model, aux_layers=(1, 2, 3))
 
 
-def windowed_target() -> Any:
+def windowed_target(kind: str = "gemma3_text") -> Any:
+    """Three layers with a window of 10 tokens, or in chunks of 12, and one that sees all."""
     torch.manual_seed(0)
-    layers = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 10}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **{**TINY, **layers})).eval()
+    near = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 10}
+    layers = near if kind == "gemma3_text" else LLAMA4 | {"attention_chunk_size": 12}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**TINY, **layers})).eval()
     enlarge(model)
     model.generation_config.eos_token_id = None
     return model
@@ -110,10 +113,12 @@ def test_without_drafts_a_page_is_found_whatever_follows() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3_text", "llama4_text"])
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 18}, SHORT_OF_PAGES], ids=["", "chunks", "short"])
-def test_layers_with_a_window_share_what_it_reaches(options: dict[str, int]) -> None:
-    """Of three layers in four the pages behind the window of 10 tokens are freed; all that is there is found."""
-    model = windowed_target()
+def test_layers_with_a_window_share_what_it_reaches(options: dict[str, int], kind: str) -> None:
+    """Of three layers in four the pages behind a window of 10 tokens, or before a chunk of 12, are freed; all that is
+    there is found."""
+    model = windowed_target(kind)
     head = table_head(model, aux_layers=(1, 2, 3))
     on, off = (
         wrap(model, head, num_speculative_tokens=3, enable_prefix_caching=use, **options) for use in (True, False)

@@ -20,6 +20,7 @@ from fakes import LetterTokenizer, count_calls
 from attention.cache.prefix import PrefixCache
 from attention.cache.shared import SharedPages
 from attention.errors import InvariantError
+from attention.spec import Reach
 from drafters.loops.base import DraftingRows, DraftInput
 from drafters.loops.chain_arrays import accepted_rows
 from specdec.acceptance.packed import Outcome
@@ -79,7 +80,7 @@ class HashDevice:
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: Any) -> Any:
         self.transfers += 1
-        near = [(each.window, each.block_table[each.rows]) for each in target.pages.windowed]
+        near = [(each.reach, each.block_table[each.rows]) for each in target.pages.windowed]
         return SimpleNamespace(target=target, draft=draft, near=near)
 
     def draft(self, round_: Any, aux: Any) -> Any:
@@ -114,8 +115,8 @@ class HashDevice:
                 drafts[b, :n] = draft[source, :n]
             fed = np.concatenate([tokens[: start + new], drafts[b, :n]])
             self._slots(self._target, target.pages.target[b], "target", start, start + new + n, hashes(fed))
-            for pool, (window, tables) in zip(self._near, round_.near, strict=True):
-                seen = max(start - window + 1, 0)
+            for pool, (reach, tables) in zip(self._near, round_.near, strict=True):
+                seen = start // reach.tokens * reach.tokens if reach.step > 1 else max(start - reach.tokens + 1, 0)
                 self._slots(pool, tables[b], "windowed", start, start + new + n, hashes(fed), seen)
             if b in target.decided:
                 outcome.append(self._decide(tokens, start + new, drafts[b, :n], width))
@@ -319,12 +320,25 @@ def test_ten_thousand_requests_read_only_what_is_theirs(modules: int, graphs: bo
 @pytest.mark.parametrize(("modules", "graphs", "budget"), [(1, False, 24), (2, True, 8)])
 def test_groups_of_sliding_windows(modules: int, graphs: bool, budget: int) -> None:
     """Two groups, one so small that its pages are evicted long before the target's others; prompts in short chunks."""
-    windows = WindowedPool(9, 40), WindowedPool(14, 90)
-    traffic = Traffic(modules, modules, graphs, windowed=windows, max_num_prefill_tokens=budget)
+    stats = windowed_traffic((WindowedPool(Reach(9), 40), WindowedPool(Reach(14), 90)), modules, graphs, budget)
+    assert stats.preemptions > 5 and stats.cached_tokens / stats.prefix_query_tokens > 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("modules", "graphs", "budget"), [(1, True, 8), (2, False, 24)])
+def test_groups_of_chunks(modules: int, graphs: bool, budget: int) -> None:
+    """The same where one group attends in chunks of two pages, another in chunks of four."""
+    pools = WindowedPool(Reach(16, 16), 90), WindowedPool(Reach(8, 8), 40)
+    stats = windowed_traffic(pools, modules, graphs, budget)
+    assert stats.preemptions > 5 and stats.cached_tokens / stats.prefix_query_tokens > 0.2
+
+
+def windowed_traffic(pools: tuple[WindowedPool, ...], modules: int, graphs: bool, budget: int) -> Any:
+    """A thousand requests over these further groups."""
+    traffic = Traffic(modules, modules, graphs, windowed=pools, max_num_prefill_tokens=budget)
     traffic.run(1000, faults=0.006, aborts=0.02)
-    stats = traffic.engine.stats
-    assert traffic.finished > 870 and traffic.failed and traffic.aborted and stats.preemptions > 5
-    assert stats.cached_tokens / stats.prefix_query_tokens > 0.2
+    assert traffic.finished > 870 and traffic.failed and traffic.aborted
+    return traffic.engine.stats
 
 
 @pytest.mark.slow

@@ -12,11 +12,12 @@ from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING, Found, PrefixCache
 from attention.cache.windowed import WindowedTables
 from attention.errors import InvariantError
+from attention.spec import Reach
 from specdec.engine.prefixes import Prefixes
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable, Schedule
 
-SIZE, ROWS, PAGES, MOST, WINDOW = 4, 3, 20, 40, 6
+SIZE, ROWS, PAGES, MOST, WINDOW = 4, 3, 20, 40, Reach(6)
 TEXT = list(range(10, 10 + MOST))
 
 

@@ -11,6 +11,7 @@ import pytest
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import PrefixCache
 from attention.checking import check_mode
+from attention.spec import Reach
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.scheduler import Scheduler, windowed_tables
@@ -381,7 +382,7 @@ def test_nothing_is_reserved_while_a_prompt_is_read() -> None:
     assert not scheduler.reserve_next(scheduled(scheduler))
 
 
-WINDOWED = {"windowed": (WindowedPool(6, 12),), "num_pages": 40}
+WINDOWED = {"windowed": (WindowedPool(Reach(6), 12),), "num_pages": 40}
 
 
 def test_pages_behind_windows_are_freed_when_the_next_round_is_reserved() -> None:
@@ -398,7 +399,7 @@ def test_pages_behind_windows_are_freed_when_the_next_round_is_reserved() -> Non
 def test_a_request_is_let_in_when_its_verifications_will_have_windowed_pages_too() -> None:
     """A chunk of two tokens needs three pages of a window of 7, a verification of four tokens four."""
     for free, let_in in ((3, [0]), (4, [0, 1])):
-        scheduler = Made(num_pages=40, max_num_prefill_tokens=2, windowed=(WindowedPool(7, 30),))
+        scheduler = Made(num_pages=40, max_num_prefill_tokens=2, windowed=(WindowedPool(Reach(7), 30),))
         schedule = decoding(scheduler, request(0, prompt=4))
         verified(scheduler, schedule)
         (pages,) = scheduler.windowed_pages

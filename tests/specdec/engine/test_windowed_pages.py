@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from attention.cache.pages import BlockTables
 from attention.cache.windowed import WindowedTables, most_owned_pages
+from attention.spec import Reach
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.admission import Admission
 from specdec.engine.scheduler import Scheduler, windowed_tables
@@ -26,14 +27,21 @@ from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import RoundTables, WindowedTable, target_arrays
 
-DRAFTS, LONGEST, PAGE, WINDOW, BUDGET, SEQS = 3, 200, 4, 18, 40, 3
+DRAFTS, LONGEST, PAGE, BUDGET, SEQS = 3, 200, 4, 40, 3
+WINDOW, CHUNKS = Reach(18), Reach(20, 20)
+
+
+def first_seen(reach: Reach, position: int) -> int:
+    """The first position that a query sees, by the definition of each kind."""
+    return max(position - 17, 0) if reach is WINDOW else position - position % 20
 
 
 class Windowed(Scheduler):
     """A scheduler with a head and one windowed group; K = 3."""
 
-    def __init__(self, num_pages: int, windowed_pages: int) -> None:
-        pool = WindowedPool(WINDOW, windowed_pages)
+    def __init__(self, num_pages: int, windowed_pages: int, reach: Reach) -> None:
+        self.reach = reach
+        pool = WindowedPool(reach, windowed_pages)
         config = EngineConfig(DRAFTS, LONGEST, SEQS, BUDGET, PAGE, num_pages, windowed=(pool,))
         self.table = RowTable(SEQS, LONGEST)
         pages, head = (BlockTables(n, SEQS, LONGEST, PAGE) for n in (num_pages, config.num_head_pages))
@@ -65,7 +73,7 @@ class Rounds:
         scheduler = self.scheduler
         owned: list[int] = []
         for row, first, length in zip(rows.tolist(), start.tolist(), lens.tolist(), strict=True):
-            for tables, seen in ((scheduler.target_pages, 0), (scheduler.near, max(first - WINDOW + 1, 0))):
+            for tables, seen in ((scheduler.target_pages, 0), (scheduler.near, first_seen(scheduler.reach, first))):
                 pages = tables.table[row, seen // PAGE : -(-(first + length) // PAGE)]
                 assert pages.all(), f"row {row} at {first} (+{length}) sees a key of a page that is not its own"
             owned += scheduler.near.table[row][scheduler.near.table[row] > 0].tolist()
@@ -92,7 +100,7 @@ class Rounds:
         scheduler, table = self.scheduler, self.scheduler.table
         start = table.computed[schedule.rows].copy()
         self.check(schedule.rows, start, schedule.num_new + schedule.num_drafts)
-        near = WindowedTable(WINDOW, scheduler.near.table, schedule.rows)
+        near = WindowedTable(scheduler.reach, scheduler.near.table, schedule.rows)
         target = target_arrays(schedule, table, RoundTables(scheduler.target_pages.table, None, PAGE, (near,)))
         target.inputs.batch.validate()
         target.inputs.batch.other_groups[0].validate()
@@ -106,8 +114,10 @@ class Rounds:
         self.commit(schedule)
 
 
-def run(prompts: list[int], new: list[int], num_pages: int, windowed_pages: int, seed: int) -> Rounds:
-    scheduler = Windowed(num_pages, windowed_pages)
+def run(
+    prompts: list[int], new: list[int], num_pages: int, windowed_pages: int, seed: int, reach: Reach = WINDOW
+) -> Rounds:
+    scheduler = Windowed(num_pages, windowed_pages, reach)
     rounds = Rounds(scheduler, seed)
     for i, (prompt, more) in enumerate(zip(prompts, new, strict=False)):
         scheduler.waiting.append(request(i, prompt, more))
@@ -123,7 +133,7 @@ def run(prompts: list[int], new: list[int], num_pages: int, windowed_pages: int,
     return rounds
 
 
-LEAST = most_owned_pages(WINDOW, BUDGET, PAGE) + 1
+LEAST = max(most_owned_pages(reach, BUDGET, PAGE) for reach in (WINDOW, CHUNKS)) + 1
 WORKLOAD = {
     "prompts": st.lists(st.integers(1, 120), min_size=1, max_size=7),
     "new": st.lists(st.integers(1, 60), min_size=7, max_size=7),
@@ -131,61 +141,79 @@ WORKLOAD = {
     "windowed_pages": st.integers(LEAST, 60),
     "seed": st.integers(0, 1000),
 }
+REACHES = pytest.mark.parametrize("reach", [WINDOW, CHUNKS], ids=str)
 
 
 @pytest.mark.slow
+@REACHES
 @settings(max_examples=examples(60), deadline=None)
 @given(**WORKLOAD)
 def test_every_key_that_a_query_sees_is_its_rows_own(
-    prompts: list[int], new: list[int], num_pages: int, windowed_pages: int, seed: int
+    reach: Reach, prompts: list[int], new: list[int], num_pages: int, windowed_pages: int, seed: int
 ) -> None:
-    run(prompts, new, num_pages, windowed_pages, seed)
+    run(prompts, new, num_pages, windowed_pages, seed, reach)
 
 
-def some_rounds() -> Rounds:
-    return run([100, 30, 70, 5, 120], [60, 50, 40, 60, 30], 160, 60, 0)
+def some_rounds(reach: Reach) -> Rounds:
+    return run([100, 30, 70, 5, 120], [60, 50, 40, 60, 30], 160, 60, 0, reach)
 
 
-def test_a_windowed_group_holds_windows_not_rows() -> None:
-    rounds = some_rounds()
+@REACHES
+def test_a_windowed_group_holds_windows_not_rows(reach: Reach) -> None:
+    rounds = some_rounds(reach)
     assert rounds.ahead > 10 and rounds.num_rounds > 100
-    assert rounds.most_used <= SEQS * most_owned_pages(WINDOW, BUDGET, PAGE) < 60
+    assert rounds.most_used <= SEQS * most_owned_pages(reach, BUDGET, PAGE) < 60
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WindowedTables, "free_behind", lambda *args: None)
-        assert run([100, 30, 70], [60, 50, 40], 160, 140, 0).most_used > 70, "three rows of up to 160 tokens"
+        kept = run([100, 30, 70], [60, 50, 40], 160, 140, 0, reach)
+        assert kept.most_used > 70, "three rows of up to 160 tokens"
 
 
-def test_freeing_by_what_is_launched_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+@REACHES
+def test_freeing_by_what_is_launched_shows(reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round in flight may be rejected: then the next query stands before the drafts that it verified."""
     plain = WindowedTables.free_behind
     monkeypatch.setattr(
         WindowedTables, "free_behind", lambda self, rows, computed: plain(self, rows, computed + DRAFTS + 1)
     )
     with pytest.raises(AssertionError, match="sees a key of a page that is not its own"):
-        some_rounds()
+        some_rounds(reach)
 
 
-def test_freeing_a_page_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+@REACHES
+def test_freeing_a_token_too_early_shows(reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = WindowedTables.free_behind
     monkeypatch.setattr(WindowedTables, "free_behind", lambda self, rows, computed: plain(self, rows, computed + 1))
     with pytest.raises(AssertionError, match="sees a key of a page that is not its own"):
-        some_rounds()
+        some_rounds(reach)
 
 
-def test_rows_are_preempted_when_the_windowed_pool_is_full() -> None:
-    scheduler = run([8, 8, 8], [90, 90, 90], 200, LEAST, 3).scheduler
+@REACHES
+def test_freeing_a_page_too_early_shows(reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the page that holds the first key which the next query sees is freed with those before it."""
+    plain = Reach.first_seen
+    monkeypatch.setattr(Reach, "first_seen", lambda self, at: np.minimum(plain(self, at) + PAGE, at))
+    with pytest.raises(AssertionError, match="sees a key of a page that is not its own"):
+        some_rounds(reach)
+
+
+@REACHES
+def test_rows_are_preempted_when_the_windowed_pool_is_full(reach: Reach) -> None:
+    scheduler = run([8, 8, 8], [90, 90, 90], 200, LEAST, 3, reach).scheduler
     assert scheduler.counted.preemptions > 0 and scheduler.target_pages.allocator.num_free == 199
 
 
-def test_a_request_that_the_windowed_pool_could_never_hold_is_refused() -> None:
+@REACHES
+def test_a_request_that_the_windowed_pool_could_never_hold_is_refused(reach: Reach) -> None:
     target: Any = type("Target", (), {"num_embeddings": 1000, "placeholders": {}})()
     tokenizer: Any = None
     config = EngineConfig(DRAFTS, LONGEST, SEQS, BUDGET, PAGE, 60)
-    tables = WindowedTables(LEAST - 1, SEQS, LONGEST, PAGE, WINDOW)
+    needed = most_owned_pages(reach, BUDGET, PAGE)
+    tables = WindowedTables(needed, SEQS, LONGEST, PAGE, reach)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specdec.engine.admission.Vocabulary", lambda tokenizer: None)
         admission = Admission(target, tokenizer, config, (), 200, (tables,))
         assert admission.check([1] * 10, SamplingParams(max_new_tokens=20)) == 30
-        message = rf"200 tokens, read up to 40 at a time, need {LEAST - 1} pages of 4 tokens .* window 18; the KV cache"
+        message = rf"200 tokens, read up to 40 at a time, need {needed} pages of 4 tokens .* with {reach}; the KV cache"
         with pytest.raises(CacheTooSmallError, match=message):
             admission.check([1] * 150, SamplingParams(max_new_tokens=90))

@@ -1,4 +1,5 @@
-"""Rounds from graphs of a target with two cache groups: the tokens and drafts of eager rounds with one."""
+"""Rounds from graphs of a target with two cache groups, the second with a window or in chunks: the tokens and drafts of
+eager rounds with one."""
 
 from __future__ import annotations
 
@@ -25,15 +26,17 @@ def with_graphs(model: Any, head: Any, **options: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3_text", "llama4_text"])
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"page_size": 16, "max_num_seqs": 5, "kv_cache_tokens": 700}, marks=pytest.mark.long)]
 )
 def test_tokens_and_drafts_are_those_of_one_group_run_eagerly(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     options: dict[str, Any],
+    kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, asked = mixed(), SamplingParams(max_new_tokens=40, return_drafts=True)
+    model, asked = mixed(kind), SamplingParams(max_new_tokens=40, return_drafts=True)
     right = lived(wrap(model, table_head(model), hybrid_kv_cache=False, **SIZES).generate(PROMPTS, asked))
     planned, fixed = count_calls(monkeypatch, GroupedPlanner, "replan"), count_calls(monkeypatch, FixedTarget, "send")
     launched = count_calls(monkeypatch, Lookahead, "before_commit")
@@ -53,8 +56,12 @@ def test_tokens_and_drafts_are_those_of_one_group_run_eagerly(
 
 
 @pytest.mark.slow
-def test_without_drafts_rounds_are_launched_before_the_read(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
-    model, sizes = mixed(), SIZES | {"num_speculative_tokens": 0}
+@pytest.mark.parametrize("kind", ["gemma3_text", "llama4_text"])
+def test_without_drafts_rounds_are_launched_before_the_read(
+    graphs_on_cpu: list[Replayed],  # noqa: F811
+    kind: str,
+) -> None:
+    model, sizes = mixed(kind), SIZES | {"num_speculative_tokens": 0}
     asked = SamplingParams(max_new_tokens=40)
     right = wrap(model, hybrid_kv_cache=False, **sizes).generate(PROMPTS, asked)
     wrapped = with_graphs(model, None, **sizes)

@@ -203,21 +203,39 @@ def test_a_row_whose_states_lack_tokens_may_not_leave(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_windowed_groups_move_what_their_windows_show() -> None:
-    prompts = random_prompts((5, 70, 1, 41))
+@pytest.mark.parametrize(
+    ("kind", "group", "first"), [("gemma3_text", "window 20", (70 - 19) // 4), ("llama4_text", "chunks of 48", 48 // 4)]
+)
+def test_windowed_groups_move_what_their_windows_show(kind: str, group: str, first: int) -> None:
+    """Or their chunks: of the request of 48 tokens nothing, its next token begins one."""
+    prompts, params = random_prompts((5, 70, 1, 41, 48)), [*PARAMS, GREEDY]
 
     def load(**options: Any) -> Any:
-        model = mixed()
+        model = mixed(kind)
         return wrap(model, table_head(model), num_speculative_tokens=3, kv_cache_tokens=800, **options)
 
     p, d, stays, other = load(), load(), load(), load(hybrid_kv_cache=False)
     (handoff,) = p.prefill(prompts[1], GREEDY)
-    near, far = (len(handoff.blocks[group]) for group in ("target, window 20", "target"))
-    assert (near, far) == (18 - (70 - 19) // 4, 18)
+    near, far = (len(handoff.blocks[name]) for name in (f"target, {group}", "target"))
+    assert (near, far) == (18 - first, 18)
     with pytest.raises(HandoffMismatchError, match="hybrid_kv_cache"):
         other.resume(handoff)
     p.release(handoff)
-    assert lived(moved(p, d, prompts, PARAMS)) == lived(stays.generate(prompts, PARAMS))
+    if kind == "llama4_text":
+        p.open_transfer("sockets"), d.open_transfer("sockets")
+        (handoff,) = p.prefill(prompts[4], GREEDY)
+        assert not handoff.blocks[f"target, {group}"]
+        p.release(handoff)
+    assert lived(moved(p, d, prompts, params)) == lived(stays.generate(prompts, params))
+
+
+@pytest.mark.slow
+def test_a_group_without_pages_is_read_over_sockets() -> None:
+    """The head's, of a request that does not draft."""
+    (p, d), asked = (eagle3(), eagle3()), replace(GREEDY, num_speculative_tokens=0)
+    for model in (p, d):
+        model.open_transfer("sockets")
+    assert lived(moved(p, d, PROMPTS[:1], asked)) == lived(p.generate(PROMPTS[:1], asked))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""How the memory is divided among cache groups; Gemma 3's numbers."""
+"""How the memory is divided among cache groups; Gemma 3's numbers, and Llama 4's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from attention.cache.kv_cache import KVFormat
 from attention.cache.pages import BlockTables
 from attention.checking import check_mode
+from attention.spec import Reach
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.scheduler import Scheduler, windowed_tables
 from specdec.loading.groups import Division, Rows, TokenBytes, divided, token_bytes
@@ -21,8 +22,11 @@ from specdec.wrapped.probing import probe_target
 GIB = 1 << 30
 LAYER = 8 * 256 * 2 * 2
 """Bytes of a token in a layer of Gemma 3 12B: 8 KV heads of 256, keys and values, bfloat16."""
-GEMMA = TokenBytes(8 * LAYER, ((1024, 40 * LAYER),))
+WINDOW = Reach(1024)
+GEMMA = TokenBytes(8 * LAYER, ((WINDOW, 40 * LAYER),))
 """40 layers with a window of 1,024 and 8 without."""
+SCOUT = TokenBytes(12 * LAYER // 2, ((Reach(8192, 8192), 36 * LAYER // 2),))
+"""Llama 4 Scout: 36 layers in chunks of 8,192 and 12 that see all, with 8 KV heads of 128."""
 LONG = 32768
 
 
@@ -38,7 +42,7 @@ def taken(division: Division, sizes: TokenBytes) -> int:
 def rows_held(division: Division, rows: Rows) -> int:
     """Rows of max_model_len tokens that decode at once."""
     count = division.tokens // rows.max_model_len
-    while count and rows.tokens(1024, count) > division.windowed[0]:
+    while count and rows.tokens(WINDOW, count) > division.windowed[0]:
         count -= 1
     return count
 
@@ -62,6 +66,16 @@ def test_the_numbers_of_20_gib() -> None:
     assert 20 * GIB // GEMMA.all == 54613
     assert division.tokens > 4.5 * 54613 and rows_held(division, rows) >= 7
     assert division.windowed[0] * 40 * LAYER <= 5 * GIB, "a quarter"
+
+
+def test_llama_4_holds_three_times_the_tokens_at_128k() -> None:
+    """In 80 GiB ten rows of 131,072 tokens instead of three."""
+    rows = gemma_rows(length=131072)
+    division, one_group = divided(80 * GIB, 32 * 131072, SCOUT, rows), 80 * GIB // SCOUT.all
+    assert taken(division, SCOUT) <= 80 * GIB and one_group // 131072 == 3
+    assert division.tokens > 3 * one_group, f"{division.tokens / one_group:.2f} times"
+    assert division.tokens // 131072 == 10 and rows.tokens(Reach(8192, 8192), 10) <= division.windowed[0]
+    assert rows.tokens(Reach(8192, 8192), 1) == 8192 + 16 + 2048, "of a row that decodes, and a chunk of a prompt"
 
 
 def most_decoding(num_pages: int, windowed: tuple[WindowedPool, ...]) -> int:
@@ -101,13 +115,13 @@ def test_scarce_memory_is_shared_with_short_requests() -> None:
     """Rows of 131,072 tokens are few, so windows for many more rows than fit are kept, up to a quarter."""
     rows = gemma_rows(length=131072)
     division = divided(20 * GIB, 32 * 131072, GEMMA, rows)
-    assert division.tokens // 131072 == 1 and rows.tokens(1024, 12) <= division.windowed[0]
+    assert division.tokens // 131072 == 1 and rows.tokens(WINDOW, 12) <= division.windowed[0]
     assert taken(division, GEMMA) <= 20 * GIB
 
 
 def test_memory_for_all_that_is_wanted() -> None:
     rows = gemma_rows(4, 4096)
-    assert divided(80 * GIB, 4 * 4096, GEMMA, rows) == Division(16384, (rows.tokens(1024, 4),))
+    assert divided(80 * GIB, 4 * 4096, GEMMA, rows) == Division(16384, (rows.tokens(WINDOW, 4),))
     assert divided(80 * GIB, 100, GEMMA, rows) == Division(100, (100,)), "never more than the first group has"
 
 
@@ -139,7 +153,7 @@ def test_a_models_layers_by_what_the_probe_sees() -> None:
     )
     probed = probe_target(AutoModelForCausalLM.from_config(config).eval())
     layer = 2 * 2 * 16 * 4
-    assert token_bytes(probed, None, KVFormat(), 200) == TokenBytes(layer, ((20, 5 * layer),))
+    assert token_bytes(probed, None, KVFormat(), 200) == TokenBytes(layer, ((Reach(20), 5 * layer),))
     assert token_bytes(probed, None, KVFormat(), 20) == TokenBytes(6 * layer), "no request is longer than the window"
     assert token_bytes(probed, None, KVFormat(), 200, grouped=False) == TokenBytes(6 * layer)
     head = table_head(tiny_llama())

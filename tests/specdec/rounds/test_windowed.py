@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import attention.batch.transforms.windowed as windowed_module
 import specdec.rounds.buckets
+from attention.spec import Reach
 from attention.staging import Staged, StagingArena, layout_of
 from drafters.loops.base import StaticShape
 from specdec.config import EngineConfig, WindowedPool
@@ -22,11 +23,12 @@ from specdec.rounds.transfer import RoundTransfer, staging_bytes
 from specdec.rounds.verification import RoundTables, TargetArrays, WindowedTable
 
 CPU = torch.device("cpu")
-ROWS, DRAFTS, LONGEST, WINDOWS = 4, 3, 400, (40, 9)
+ROWS, DRAFTS, LONGEST = 4, 3, 400
+REACHES = Reach(96, 96), Reach(40), Reach(9)
 
 
-def config(page_size: int, windows: tuple[int, ...] = WINDOWS) -> EngineConfig:
-    pools = tuple(WindowedPool(window, 2000) for window in windows)
+def config(page_size: int, reaches: tuple[Reach, ...] = REACHES) -> EngineConfig:
+    pools = tuple(WindowedPool(reach, 2000) for reach in reaches)
     return EngineConfig(DRAFTS, LONGEST, ROWS, ROWS * (DRAFTS + 1), page_size, 2000, windowed=pools)
 
 
@@ -43,10 +45,10 @@ def group_table(page_size: int, window: int) -> np.ndarray:
     return pages
 
 
-def target_of(rows: list[tuple[int, int]], page_size: int, windows: tuple[int, ...] = WINDOWS) -> TargetArrays:
+def target_of(rows: list[tuple[int, int]], page_size: int, reaches: tuple[Reach, ...] = REACHES) -> TargetArrays:
     start, drafts = (np.array([row[i] for row in rows], np.int64) for i in (0, 1))
     ones, count = np.ones(len(rows), np.int64), len(rows)
-    windowed = tuple(WindowedTable(w, group_table(page_size, w), np.arange(count)[::-1]) for w in windows)
+    windowed = tuple(WindowedTable(r, group_table(page_size, r.tokens), np.arange(count)[::-1]) for r in reaches)
     return TargetArrays(
         start=start,
         num_new=ones,
@@ -82,7 +84,7 @@ def test_a_fixed_shape_lists_the_pages_of_a_ragged_round(
             target = target_of(rows, page_size)
             batch, (head,), staged = fixed.send(target)
             whole = replace(target, drafts=np.full(len(rows), DRAFTS))
-            assert not head.other_groups and len(batch.other_groups) == len(WINDOWS)
+            assert not head.other_groups and len(batch.other_groups) == len(REACHES)
             ragged = whole.inputs.batch.other_groups
             for number, (group, right) in enumerate(zip(batch.other_groups, ragged, strict=True), 1):
                 group.validate()
@@ -107,12 +109,14 @@ def test_a_fixed_shape_lists_the_pages_of_a_ragged_round(
 
 def test_entries_are_bounded_by_the_window_not_by_the_row() -> None:
     """32,768 tokens a row: 2,048 pages in the first group, 73 in one with a window of 1,024."""
-    sizes = EngineConfig(5, 32768, 256, 2048, 16, 10**6, windowed=(WindowedPool(1024, 10**5),))
+    sizes = EngineConfig(5, 32768, 256, 2048, 16, 10**6, windowed=(WindowedPool(Reach(1024), 10**5),))
     shape = static_shape(sizes, 256)
     assert static_entries(sizes, shape) == (256 * 73,) and shape.page_entries > 256 * 2048
     assert group_entries(sizes) == (256 * 73 + 128,)
     small = StaticShape(2, 6, 16, 100)
-    assert static_entries(EngineConfig(5, 64, 2, 16, 16, 99, windowed=(WindowedPool(60, 9),)), small) == (2 * 5,)
+    assert static_entries(EngineConfig(5, 64, 2, 16, 16, 99, windowed=(WindowedPool(Reach(60), 9),)), small) == (2 * 5,)
+    chunks = replace(sizes, windowed=(WindowedPool(Reach(8192, 8192), 10**5),))
+    assert static_entries(chunks, shape) == (256 * 513,), "a chunk of 512 pages, and the one after it begun"
 
 
 def sent_bytes(sizes: EngineConfig) -> int:
@@ -133,14 +137,14 @@ def sent_bytes(sizes: EngineConfig) -> int:
 
         patch.setattr(StagingArena, "__init__", init)
         patch.setattr(StagingArena, "end", end)
-        windows = tuple(pool.window for pool in sizes.windowed)
-        fixed_target(sizes, ROWS, 1, CPU).send(target_of([(300, 3)] * ROWS, 16, windows))
+        reaches = tuple(pool.reach for pool in sizes.windowed)
+        fixed_target(sizes, ROWS, 1, CPU).send(target_of([(300, 3)] * ROWS, 16, reaches))
     return sent[-1]
 
 
 def test_a_group_more_sends_slots_and_page_lists_more() -> None:
     """Not lengths, positions, token ids nor anything else of the batch; 64 bytes are what a field is aligned to."""
-    one, two = config(16, ()), config(16, (40,))
+    one, two = config(16, ()), config(16, (Reach(40),))
     (entries,) = static_entries(two, static_shape(two, ROWS))
     own = 8 * ROWS * (DRAFTS + 1) + 4 * (ROWS + 1) + 4 * entries
     assert own <= sent_bytes(two) - sent_bytes(one) < own + 3 * 64
@@ -155,7 +159,7 @@ def test_a_ragged_round_sends_its_groups_in_the_one_transfer() -> None:
         assert group.page_indices.tolist() == host.page_indices.tolist()
         assert group.slot_mapping.tolist() == host.slot_mapping.tolist()
         assert group.seq_lens is metadata.seq_lens and group.positions is metadata.positions
-    assert [power_of_two(len(g.page_indices)) for g in target.inputs.batch.other_groups] == [16, 8]
+    assert [power_of_two(len(g.page_indices)) for g in target.inputs.batch.other_groups] == [32, 16, 8]
     assert staging_bytes(None, config(16)) > staging_bytes(None, config(16, ()))
 
 

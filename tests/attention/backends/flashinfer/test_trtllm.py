@@ -17,10 +17,14 @@ import torch
 
 from attention.backends.base import PrefersLayout
 from attention.backends.flashinfer.backend import FlashInferBackend, start_building
-from attention.backends.flashinfer.trtllm import TrtllmBuilder, serves, tables_of
+from attention.backends.flashinfer.trtllm import TrtllmBuilder, keys_of, serves, tables_of
+from attention.batch.host import rows_batch
+from attention.batch.metadata import BatchSection, stage
+from attention.batch.transforms.windowed import windowed_batch
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, LayerKV, write
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
+from attention.staging import StagingArena, bucket_of
 from specdec.loading.backends import kv_layout
 from tests.attention.batches import small_size
 from tests.attention.oracle import Rig, Variant, expected_row
@@ -215,10 +219,31 @@ def test_tables_from_the_flat_list_of_pages(fakes: Fakes) -> None:
     metadata = Rig(VARIANTS["HND"], small_size()["mixed"], HALF, CPU).metadata()
     width = int(metadata.host.page_counts.max())
     assert torch.equal(tables_of(metadata), torch.from_numpy(metadata.host.block_table[:, :width]))
+    assert torch.equal(keys_of(metadata), metadata.seq_lens)
     rig = Rig(Variant(replace(KEY, chunk_size=32), 16, "HND"), small_size()["mixed"], HALF, CPU)
     runner = rig.runner(FlashInferBackend(CPU))
     rig.attended(runner)
     assert len(fakes.calls) == 2
+
+
+@pytest.mark.parametrize("kind", [{"window": 20}, {"chunk_size": 128}])
+def test_lists_of_windowed_groups_are_as_long_as_they_are(kind: dict[str, int], fakes: Fakes) -> None:
+    """On the device lengths are those of whole rows: tokens 300 and 700 see keys from 256 and 640 on."""
+    spec = replace(KEY, **kind)
+    runner = GroupRunner(FlashInferBackend(CPU), CacheGroup("near", (spec,), 120, 16, "HND"), HALF, CPU)
+    whole = rows_batch(np.array([0, 2, 4]), np.array([300, 700]), np.arange(1, 101, dtype=np.int32).reshape(2, 50), 16)
+    assert spec.reach is not None
+    batch = replace(whole, other_groups=(windowed_batch(whole, whole.block_table, np.arange(2), spec.reach),))
+    section = BatchSection("batch", 1)
+    bucket = bucket_of(**section.sizes(2, 4, 50, groups=(64,)))
+    metadata = stage(batch, StagingArena(section.fields, bucket, CPU), bucket, section)
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(4, heads, 64, generator=generator, dtype=HALF) for heads in (8, 2, 2)]
+    for tensor in (runner.layers[0].keys, runner.layers[0].values):
+        tensor.normal_(generator=generator)
+    right = runner.attend(runner.plan(metadata), 0, *states)
+    assert torch.equal(runner.attend(runner.plan(metadata.other_groups[0]), 0, *states), right)
+    assert fakes.calls[-1]["seq_lens"].tolist() == [302 - 256, 702 - 640]
 
 
 @pytest.mark.parametrize("name", ["decode, medium", "verify, q = 5"])

@@ -18,6 +18,7 @@ from attention.batch.transforms.slices import request_slices, token_slices
 from attention.batch.transforms.windowed import windowed_batch
 from attention.errors import InvalidInputError, InvariantError
 from attention.recurrence.index import StateIndex
+from attention.spec import Reach
 
 TABLE = np.arange(1, 31, dtype=np.int32).reshape(3, 10)
 LENS = np.array([4, 10, 5])
@@ -77,5 +78,5 @@ def test_prefixes() -> None:
 
 @pytest.mark.parametrize(("rows", "window"), [(2, 8), (4, 8), (3, 0), (3, -1)])
 def test_windows(rows: int, window: int) -> None:
-    with pytest.raises(InvalidInputError, match=f"3 rows with window={window}"):
-        windowed_batch(BATCH, TABLE, np.arange(rows), window)
+    with pytest.raises(InvalidInputError, match=f"3 rows with window {window}"):
+        windowed_batch(BATCH, TABLE, np.arange(rows), Reach(window))

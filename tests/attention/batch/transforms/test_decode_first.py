@@ -19,6 +19,7 @@ from attention.batch.host import HostBatch, rows_batch
 from attention.batch.transforms.decode_first import decode_first_swaps, swapped, token_order
 from attention.batch.transforms.windowed import windowed_batch
 from attention.errors import InvalidInputError
+from attention.spec import Reach
 
 ROWS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7)
 
@@ -107,7 +108,7 @@ def test_a_decode_of_no_tokens_is_refused(longest: int) -> None:
 def test_further_groups_change_places_with_their_rows() -> None:
     starts, first = np.array([0, 5, 6]), np.array([300, 40])
     own = rows_batch(starts, first, np.arange(1, 61, dtype=np.int32).reshape(2, 30), 16)
-    group = windowed_batch(own, np.arange(100, 160, dtype=np.int32).reshape(2, 30), np.array([0, 1]), 32)
+    group = windowed_batch(own, np.arange(100, 160, dtype=np.int32).reshape(2, 30), np.array([0, 1]), Reach(32))
     found = swapped(replace(own, other_groups=(group,)), np.array([[0, 1]])).other_groups[0]
     assert found.slot_mapping.tolist() == group.slot_mapping[[5, 0, 1, 2, 3, 4]].tolist()
     assert found.seq_lens.tolist() == group.seq_lens[::-1].tolist()

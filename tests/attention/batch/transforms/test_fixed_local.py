@@ -16,7 +16,9 @@ from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import ROW_FIELDS, single_batch_arena, stage
 from attention.batch.transforms.fixed_local import FixedLocalRows, fixed_local_attention, virtual_rows_of
 from attention.batch.transforms.local_attention import local_attention, virtual_rows
+from attention.batch.transforms.windowed import windowed_batch
 from attention.errors import InvalidInputError
+from attention.spec import Reach
 
 CPU = torch.device("cpu")
 
@@ -55,6 +57,31 @@ def test_any_batch_of_a_shape(computed: list[int], query_len: int, page_size: in
     assert fixed.page_indices[own].tolist() == right.page_indices.tolist() and not fixed.page_indices[~own].any()
     expected = layer.dense(lambda query, key: (key <= query) & (key // chunk == query // chunk))
     assert torch.allclose(layer.attend(fixed), expected, rtol=0, atol=1e-12)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    st.integers(1, 7),
+    st.sampled_from([1, 3, 4]),
+    st.integers(1, 9),
+    st.sampled_from([1, 8, 128]),
+)
+def test_lists_of_a_windowed_group_give_the_virtual_rows_of_whole_rows(
+    computed: list[int], query_len: int, page_size: int, pages: int, tile: int
+) -> None:
+    """Of fixed shapes and of any, whatever the tile that lists begin with."""
+    rows, chunk = len(computed), page_size * pages
+    table = np.arange(1, rows * 320 + 1, dtype=np.int32).reshape(rows, 320)
+    whole = rows_batch(np.arange(0, rows * query_len + 1, query_len), np.array(computed), table, page_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attention.batch.transforms.windowed.TILE_KEYS", tile)
+        near = windowed_batch(whole, table, np.arange(rows), Reach(chunk, chunk))
+    each = virtual_rows_of(query_len, chunk)
+    fixed = [fixed_local_attention(batch, chunk, each) for batch in (near, whole)]
+    for ours, right in (fixed, [local_attention(batch, chunk) for batch in (near, whole)]):
+        for name in (*ROW_FIELDS, "num_computed_tokens"):
+            assert getattr(ours, name).tolist() == getattr(right, name).tolist(), name
 
 
 def starts_of(batch: HostBatch, chunk: int) -> list[int]:
