@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
-from typing import NamedTuple, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from attention.errors import InvalidInputError
 
-_Positions = TypeVar("_Positions", int, np.ndarray)
+if TYPE_CHECKING:  # the command line's list of options is read without it
+    import numpy as np
+
+_Positions = TypeVar("_Positions", int, "np.ndarray")
 
 
 class Reach(NamedTuple):

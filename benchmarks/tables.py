@@ -204,6 +204,7 @@ def _nats(line: Line) -> str:
 def _round(line: Line) -> Iterable[Line]:
     greedy = f", {percent(line['greedy_share'])} greedy" if line.get("greedy_share") else ""
     kind = f" sampled{greedy}{_nats(line)}" if line.get("sampled") else _nats(line)
+    kind += f" ({line['asks']})" if line.get("asks") else ""
     common = {"backend": "flashinfer", "plan_from": "host"}
     yield common | line | {"kind": kind, "over": line["step_ms_median"] / line["floor_ms"]}
 
