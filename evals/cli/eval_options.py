@@ -120,11 +120,8 @@ workers_option = click.option(
 
 
 def make_asking(options: Mapping[str, Any]) -> Asking:
-    """How questions are asked. `templated` is settled once the tokenizer is known (`settle`).
-
-    Raises:
-        click.UsageError: an option of sampling beside temperature 0.
-    """
+    """How questions are asked; `templated` is final after `settle`. Raises click.UsageError: an option of sampling at
+    temperature 0."""
     from evals.runs.conversations import Asking
     from specdec.requests.sampling import SamplingParams
 
@@ -139,7 +136,7 @@ def make_asking(options: Mapping[str, Any]) -> Asking:
 
 
 def settle(asking: Asking, facts: Mapping[str, Mapping[str, Any]]) -> Asking:
-    """Drop the template when a model has none, with a warning that names the cost."""
+    """Turn the template off, with a warning that names the cost, when a model has none."""
     from dataclasses import replace
 
     from evals.data.datasets import warn_without_template
@@ -151,11 +148,8 @@ def settle(asking: Asking, facts: Mapping[str, Mapping[str, Any]]) -> Asking:
 
 
 def model_name(options: Mapping[str, Any], draft: str | None) -> str:
-    """The target: the one given, or the built-in one when its own head is to be used.
-
-    Raises:
-        click.UsageError: a head without its target.
-    """
+    """The target: the given one, or the built-in one for its own head. Raises click.UsageError: a head without its
+    target."""
     given: str | None = options["model"]
     if given is None and draft not in (None, "auto"):
         raise click.UsageError(f"the head {draft!r} needs its target: give --model")
@@ -173,11 +167,7 @@ def make_spec(options: Mapping[str, Any], draft: str | None, k: int) -> ModelSpe
 
 @contextmanager
 def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int) -> Iterator[Executor]:
-    """The models in this process, or on Ray workers.
-
-    Raises:
-        click.UsageError: a number of workers without Ray.
-    """
+    """The models in this process, or on Ray workers. Raises click.UsageError: a number of workers without Ray."""
     from evals.runs.conversations import Worker
     from evals.runs.executor import LocalExecutor
 

@@ -15,6 +15,7 @@ from evals.lossless import distribution, verdicts
 from evals.lossless.distribution import DistributionTest
 from evals.lossless.evidence import Sampling
 from evals.lossless.greedy import compare_greedy
+from evals.report.terminal import print_failures
 from evals.runs.conversations import Asking
 from evals.runs.executor import Executor, Report, collect
 from evals.runs.store import RunStore
@@ -26,7 +27,7 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class Check:
-    """What is checked. `mode`: "greedy", "sampled" or "both"."""
+    """A lossless check. `mode`: "greedy", "sampled" or "both"."""
 
     data: DataSet
     ks: tuple[int, ...]
@@ -102,7 +103,7 @@ def print_check(console: Console, document: Json) -> None:
 
 
 def _reach(document: Json) -> list[str]:
-    """What a PASS is worth: the defects that would have been found, where, and those that it is blind for."""
+    """What a PASS shows: the defects that would have been found, where, and those that would not."""
     if "sampled" not in document:
         return ["greedy only: nothing is said of sampling"]
     return [text for fit in document["sampled"]["arms"] if fit["k"] for text in _reach_of(fit)]
@@ -145,8 +146,7 @@ def _print_greedy(console: Console, greedy: Json) -> None:
         )
         if arm["divergences"]:
             console.print(_divergence_table(arm["divergences"]))
-    for failure in greedy["failures"]:
-        console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
+    print_failures(console, greedy["failures"])
     console.print(greedy["definition"], style="dim", highlight=False)
 
 
