@@ -15,7 +15,6 @@ from evals.lossless import distribution, verdicts
 from evals.lossless.distribution import DistributionTest
 from evals.lossless.evidence import Sampling
 from evals.lossless.greedy import compare_greedy
-from evals.report.terminal import print_failures
 from evals.runs.conversations import Asking
 from evals.runs.executor import Executor, Report, collect
 from evals.runs.store import RunStore
@@ -146,7 +145,8 @@ def _print_greedy(console: Console, greedy: Json) -> None:
         )
         if arm["divergences"]:
             console.print(_divergence_table(arm["divergences"]))
-    print_failures(console, greedy["failures"])
+    for failure in greedy["failures"]:
+        console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
     console.print(greedy["definition"], style="dim", highlight=False)
 
 

@@ -144,7 +144,8 @@ def print_acceptance(console: Console, document: Json, explain: bool = False) ->
         title = f"{arms[1]['name']} less {arms[0]['name']}, paired"
         _print_table(console, title, _difference_table(document["differences"]))
     _print_identity(console, arms)
-    print_failures(console, document["failures"])
+    for failure in document["failures"]:
+        console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
     for name in document["not_measured"]:
         text = "no draft was verified; acceptance and equal answers say nothing here. Raise --max-new-tokens"
         console.print(f"{name}: NOT MEASURED, {text}", style="bold yellow", highlight=False)
@@ -278,12 +279,6 @@ def _print_identity(console: Console, arms: Sequence[Json]) -> None:
             console.print(
                 f"{arm['name']}: {found['identical']} of {found['questions']} answers equal the target alone's"
             )
-
-
-def print_failures(console: Console, failures: Sequence[Json]) -> None:
-    """Print a line for each question that failed."""
-    for failure in failures:
-        console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
 
 
 def _print_definitions(console: Console, document: Json) -> None:

@@ -123,11 +123,11 @@ def load_model(model: str, draft: str, options: LoadOptions) -> SpeculativeModel
     Raises:
         InvalidInputError: no head is wanted, and the model is one. Others: see `SpeculativeModel.from_pretrained`.
     """
-    from specdec.loading.builtin import has_builtin_head
+    from specdec.loading.builtin import BUILTIN_HEADS, builtin_name
     from specdec.loading.pairs import pair_of
     from specdec.model import SpeculativeModel
 
-    auto_without_head = draft == "auto" and not has_builtin_head(model)
+    auto_without_head = draft == "auto" and builtin_name(model) not in BUILTIN_HEADS
     head = None if draft == "none" or auto_without_head else draft
     refusal = f"--draft none: --model {model} is a draft head; to run its target alone give --model "
     if draft == "none" and (pair := pair_of(model, None, options.revision)).named_by is not None:
