@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from attention.errors import InvalidInputError
-from attention.spec import AttentionSpec
 from drafters.base import FINAL_NORM, Attend
 from drafters.checkpoints.config_fields import (
     Field,
@@ -48,46 +47,25 @@ from drafters.eagle3.layout import (
     resolve_sizes,
 )
 from drafters.eagle3.overrides import KEYS, Eagle3Overrides
-from drafters.eagle3.spec import attention_specs, check_windows
+from drafters.eagle3.spec import LayerSpec, check_windows
 from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.loops.base import LoopSize
 from drafters.loops.chain import ChainLoop
 from drafters.loops.chain_passes import EaglePasses
-from drafters.rope import RopeSpec, Rotary
+from drafters.rope import Rotary
 
 
-@dataclass(frozen=True)
-class Eagle1Spec:
-    """One EAGLE-1 (or EAGLE-2, which has the same weights) head, as its own checkpoint defines it.
+@dataclass(frozen=True, kw_only=True)
+class Eagle1Spec(LayerSpec):
+    """One EAGLE-1 (or EAGLE-2, which has the same weights) head, as its own checkpoint defines it. H is the target's.
 
     Attributes:
-        hidden_size: H, the target's. intermediate_size: width of the MLP. vocab_size: V.
-        num_heads, num_kv_heads, head_dim: Hq, Hkv, D.
-        rms_norm_eps, rope: from the head's configuration.
         first_norm: the first layer has a norm before its attention (the published heads have none).
-        fc_bias, qkv_bias, o_bias, mlp_bias: biases of `fc`; of q, k and v, of the attention's output, of the MLP, in
-            every layer. qk_norm: RMSNorm per head on q and k before RoPE.
-        num_layers: decoder layers. windowed_layers, window: those whose queries see `window` positions only, their own
-            included.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
     rms_norm_eps: float = 1e-6
-    rope: RopeSpec = field(default_factory=RopeSpec)
     fc_bias: bool = True
     first_norm: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    num_layers: int = 1
-    windowed_layers: tuple[int, ...] = ()
-    window: int | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes that contradict each other."""
@@ -100,11 +78,6 @@ class Eagle1Spec:
                 "query heads must be a multiple of key heads, and head_dim even"
             )
         check_windows(self.windowed_layers, self.window, self.num_layers)
-
-    @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """What each attention layer of the head needs of a kernel."""
-        return attention_specs(self)
 
 
 class Eagle1Head(nn.Module):

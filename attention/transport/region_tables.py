@@ -363,8 +363,11 @@ class Descriptors:
         return found
 
     def index(self, blocks: Mapping[str, Sequence[int]]) -> np.ndarray:
-        """[n] int64 rows of a transfer of each group's blocks. Raises HandoffMismatchError: a block is not in its
-        region."""
+        """[n] int64 rows of a transfer of each group's blocks.
+
+        Raises:
+            HandoffMismatchError: a block is not in its region.
+        """
         places = []
         for first, region in zip(self._first[:-1].tolist(), self._regions, strict=True):
             own = np.asarray(blocks[region.group], np.int64)

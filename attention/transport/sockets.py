@@ -55,7 +55,11 @@ class SocketTransport:
     name = "sockets"
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """host: to listen on, which peers reach. port: 0 for any free one. Raises InvalidInputError: no such values."""
+        """host: to listen on, which peers reach. port: 0 for any free one.
+
+        Raises:
+            InvalidInputError: no such values.
+        """
         if not isinstance(host, str):
             raise InvalidInputError(f"host={host!r}: allowed is a name or address of this host, a string")
         if type(port) is not int or not 0 <= port <= _LAST_PORT:

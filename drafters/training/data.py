@@ -114,8 +114,11 @@ class AnswerSet:
         return _flatten([self.sequence(int(i)) for i in indices], self.answer_starts[indices])
 
     def split(self, held_out: int, seed: int) -> tuple[AnswerSet, AnswerSet]:
-        """Split off `held_out` sequences at random: (rest, held out). Raises InvalidInputError: one side would be
-        empty."""
+        """Split off `held_out` sequences at random: (rest, held out).
+
+        Raises:
+            InvalidInputError: one side would be empty.
+        """
         if not 0 < held_out < len(self):
             raise InvalidInputError(f"of {len(self)} sequences 1 to {len(self) - 1} can be held out, not {held_out}")
         order = np.random.default_rng(seed).permutation(len(self))
@@ -173,8 +176,11 @@ class AnswerStore:
     """
 
     def __init__(self, path: Path, key: str) -> None:
-        """Read `path`, if it exists. key: identifies prompts, target and limits. Raises RunFolderError: the file cannot
-        be read or repaired."""
+        """Read `path`, if it exists. key: identifies prompts, target and limits.
+
+        Raises:
+            RunFolderError: the file cannot be read or repaired.
+        """
         self.path = path
         self._key = key
         self.answers: dict[int, list[int]] = {}

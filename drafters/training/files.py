@@ -20,8 +20,11 @@ _PARTIAL, _OLD = ".partial", ".old"
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a whole file or nothing: to a temporary file, synced to the disk, then renamed. Raises RunFolderError: it
-    cannot be written; an earlier file of that name stays."""
+    """Write a whole file or nothing: to a temporary file, synced to the disk, then renamed.
+
+    Raises:
+        RunFolderError: it cannot be written; an earlier file of that name stays.
+    """
     partial = path.with_name(f".{path.name}{_PARTIAL}")
     try:
         with partial.open("wb") as out:

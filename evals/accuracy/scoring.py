@@ -109,7 +109,11 @@ def pass_at_1(references: Sequence[str], predictions: Sequence[Sequence[str]]) -
 
 
 def check_programs_run() -> None:
-    """Check that right and wrong programs can be told apart here. Raises SpecdecError: they cannot."""
+    """Check that right and wrong programs can be told apart here.
+
+    Raises:
+        SpecdecError: they cannot.
+    """
     if not passes("assert 1 + 1 == 2\n") or passes("assert 1 + 1 == 3\n"):
         raise SpecdecError(
             "programs cannot be run on this machine: a right one does not pass, or a wrong one does. Every answer "

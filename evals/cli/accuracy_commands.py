@@ -146,8 +146,11 @@ def _plan(options: dict[str, Any], tasks: tuple[str, ...]) -> AccuracyPlan:
 
 
 def _data_dir(data: Path | None) -> Path | None:
-    """The folder of local data; of a file, its folder. Raises DataError: it does not exist, or the file is not
-    test.jsonl."""
+    """The folder of local data; of a file, its folder.
+
+    Raises:
+        DataError: it does not exist, or the file is not test.jsonl.
+    """
     from evals.data.datasets import data_folder
     from evals.errors import DataError
 

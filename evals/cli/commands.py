@@ -199,8 +199,8 @@ def _side(text: str, options: dict[str, Any]) -> tuple[ModelSpec, int]:
 def _one_model(sides: list[tuple[ModelSpec, int]]) -> ModelSpec | None:
     """One model for both sides when they differ in K only, else None."""
     (left, k_left), (right, k_right) = sides
-    most = {"num_speculative_tokens": max(k_left, k_right)}
-    left, right = (replace(spec, options=replace(spec.options, **most)) for spec in (left, right))
+    k = max(k_left, k_right)
+    left, right = (replace(spec, options=replace(spec.options, num_speculative_tokens=k)) for spec in (left, right))
     return left if left == right else None
 
 

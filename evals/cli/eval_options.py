@@ -167,7 +167,11 @@ def make_spec(options: Mapping[str, Any], draft: str | None, k: int) -> ModelSpe
 
 @contextmanager
 def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int) -> Iterator[Executor]:
-    """The models in this process, or on Ray workers. Raises click.UsageError: a number of workers without Ray."""
+    """The models in this process, or on Ray workers.
+
+    Raises:
+        click.UsageError: a number of workers without Ray.
+    """
     from evals.runs.conversations import Worker
     from evals.runs.executor import LocalExecutor
 

@@ -129,7 +129,11 @@ def load(name: str, *, data_dir: Path | None = None, limit: int | None = None, s
 
 
 def data_folder(data_dir: Path | None) -> Path | None:
-    """The folder with local data: the argument, else $SPECDEC_DATA, else None. Raises DataError: it does not exist."""
+    """The folder with local data: the argument, else $SPECDEC_DATA, else None.
+
+    Raises:
+        DataError: it does not exist.
+    """
     given = data_dir or (Path(os.environ[DATA_VARIABLE]) if os.environ.get(DATA_VARIABLE) else None)
     if given is not None and not given.is_dir():
         raise DataError(f"the data folder {given} does not exist; pass --data-dir or set {DATA_VARIABLE}")
@@ -137,8 +141,11 @@ def data_folder(data_dir: Path | None) -> Path | None:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
-    """Yield (line number, object) of a JSON Lines file without blank lines. Raises DataError: no file, or a line is no
-    JSON object."""
+    """Yield (line number, object) of a JSON Lines file without blank lines.
+
+    Raises:
+        DataError: no file, or a line is no JSON object.
+    """
     if not path.is_file():
         raise DataError(f"the file {path} does not exist")
     with path.open("rb") as lines:
@@ -168,8 +175,11 @@ def _named(name: str, data_dir: Path | None) -> DataSet:
 
 
 def _whole(data: DataSet, known: Named, place: str) -> DataSet:
-    """The set itself, if complete: results of a part are not those of the set. Raises DataError: it has another number
-    of questions."""
+    """The set itself, if complete: results of a part are not those of the set.
+
+    Raises:
+        DataError: it has another number of questions.
+    """
     if len(data.questions) != known.questions:
         raise DataError(
             f"{data.name!r} has {known.questions} questions, {place} holds {len(data.questions)}: it is cut off or "

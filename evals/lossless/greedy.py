@@ -35,8 +35,11 @@ class Replay:
     transformers' eager attention and experts."""
 
     def __init__(self, hf_model: Any, device: torch.device | None = None) -> None:
-        """hf_model: undivided. device: of the copy, default the model's. Raises OutOfDeviceMemoryError: there is no
-        room for the copy."""
+        """hf_model: undivided. device: of the copy, default the model's.
+
+        Raises:
+            OutOfDeviceMemoryError: there is no room for the copy.
+        """
         self.dtype = _higher(hf_model.dtype)
         place = hf_model.device if device is None else device
         check_room(hf_model.config, self.dtype, place)
@@ -102,8 +105,11 @@ def _higher(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_room(config: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Check that a GPU has room for a copy, before it is made. Raises OutOfDeviceMemoryError: with needed and free
-    memory."""
+    """Check that a GPU has room for a copy, before it is made.
+
+    Raises:
+        OutOfDeviceMemoryError: with needed and free memory.
+    """
     if device.type != "cuda":
         return
     with torch.device("meta"):

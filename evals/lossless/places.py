@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from evals.data.datasets import Question
 from evals.lossless.evidence import DEFECTS, Defect, Sampling, kept, softened
+from evals.lossless.greedy import Replay
 
 TEMPERATURES = (1.0, 2.0, 4.0)
 WINDOW = 64
@@ -25,13 +25,6 @@ ENOUGH = 30.0
 LEAST = 0.5
 """Expected log likelihood ratio below which a place shows nothing."""
 _MOST_QUESTIONS, _CHUNK, _CANDIDATES = 64, 8, 64
-
-
-class ScoresText(Protocol):
-    """The target in higher precision, see `evals.lossless.greedy.Replay`."""
-
-    def all_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Logits after every one of `token_ids`: [T, V]."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +119,7 @@ Answer = Callable[[Sequence[Question]], Sequence[tuple[Question, Sequence[int], 
 
 
 def search(
-    answer: Answer, scores: ScoresText, questions: Sequence[Question], wanted: int, trials: Sequence[Trial]
+    answer: Answer, scores: Replay, questions: Sequence[Question], wanted: int, trials: Sequence[Trial]
 ) -> Search:
     """Find `wanted` places for each trial, of different questions where possible.
 
@@ -156,7 +149,7 @@ def _chosen(texts: Sequence[_Text], trial: Trial, wanted: int) -> Chosen:
     return enough or max(found, key=lambda one: sum(min(place.telling, ENOUGH) for place in one.places))
 
 
-def _read(answer: Answer, scores: ScoresText, questions: Sequence[Question]) -> list[_Text]:
+def _read(answer: Answer, scores: Replay, questions: Sequence[Question]) -> list[_Text]:
     texts = []
     for question, prompt, new in answer(questions):
         new = list(new)[:WINDOW]

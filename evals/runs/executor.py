@@ -243,8 +243,11 @@ class RayExecutor:
 
 
 def _result(reference: Any) -> list[Answer] | None:
-    """The answers of a finished call; None when its worker died. Raises WorkerError: the call raised, as it would
-    elsewhere."""
+    """The answers of a finished call; None when its worker died.
+
+    Raises:
+        WorkerError: the call raised, as it would elsewhere.
+    """
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 
@@ -258,8 +261,11 @@ def _result(reference: Any) -> list[Answer] | None:
 
 
 def _gpus_per_worker(device: str | None, workers: int, ranks: int) -> int:
-    """`ranks` where workers use CUDA, 0 otherwise. Raises WorkerError: the cluster has too few GPUs, so workers would
-    wait for ever."""
+    """`ranks` where workers use CUDA, 0 otherwise.
+
+    Raises:
+        WorkerError: the cluster has too few GPUs, so workers would wait for ever.
+    """
     import ray
 
     available = ray.cluster_resources().get("GPU", 0.0)

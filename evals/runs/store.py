@@ -108,8 +108,11 @@ class RunStore:
         self._lock.release()
 
     def add(self, answers: Iterable[Answer]) -> None:
-        """Append answers; they are on disk when this returns. Raises OutputError: they cannot be written; earlier ones
-        stay readable."""
+        """Append answers; they are on disk when this returns.
+
+        Raises:
+            OutputError: they cannot be written; earlier ones stay readable.
+        """
         answers = list(answers)
         lines = [json.dumps({"key": self.key, "answer": to_json(answer)}, ensure_ascii=False) for answer in answers]
         with _named(self._path), self._path.open("ab") as out:
@@ -213,7 +216,11 @@ def _short(value: Any) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or nothing; a pipe or device is written directly. Raises OutputError: it cannot be written."""
+    """Write a whole file or nothing; a pipe or device is written directly.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
     with _named(path):
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
@@ -230,7 +237,11 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file or folder can be made at `path`; leaves nothing behind. Raises OutputError: it cannot."""
+    """Check that a file or folder can be made at `path`; leaves nothing behind.
+
+    Raises:
+        OutputError: it cannot.
+    """
     folder = path if path.is_dir() else path.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

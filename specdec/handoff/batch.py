@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,24 +13,15 @@ import torch
 from attention.cache.prefix import NOTHING
 from attention.checking import CHECKS
 from drafters.loops.base import Draft
-from specdec.config import EngineConfig
+from specdec.engine.engine import Engine
 from specdec.engine.faults import raised_twice
 from specdec.engine.guests import DraftsOf
-from specdec.engine.scheduler import Scheduler
 from specdec.execution.round import Round
 from specdec.handoff.held import HeldPages, release_pages
 from specdec.handoff.moved import Arrival, Departed, Departure, MovedRequest, Pages
 from specdec.handoff.tensors import Arrived, RowTensors
 from specdec.requests.request import Request, Update
-from specdec.rounds.rows import RowTable, Schedule
-
-
-class Batch(Protocol):
-    """The parts of an `Engine` that hold rows and pages."""
-
-    scheduler: Scheduler
-    table: RowTable
-    config: EngineConfig
+from specdec.rounds.rows import Schedule
 
 
 class Arrivals:
@@ -50,7 +40,7 @@ class Arrivals:
         """Forget all arrivals, when all rows are made anew and all requests read their tokens again."""
         self._waiting, self._entered = {}, []
 
-    def discard(self, batch: Batch, request: Request) -> None:
+    def discard(self, batch: Engine, request: Request) -> None:
         """Free the pages of a request that waits no longer. Idempotent."""
         arrival = self._waiting.pop(request, None)
         request.has_pages = False
@@ -62,7 +52,7 @@ class Arrivals:
         entered, self._entered = self._entered, []
         return tensors.receive(round_, draft, entered) if entered else draft
 
-    def enter(self, batch: Batch, schedule: Schedule, tensors: RowTensors) -> Schedule:
+    def enter(self, batch: Engine, schedule: Schedule, tensors: RowTensors) -> Schedule:
         """See `Guests.enter`. Open rows before other requests get theirs, since these hold pages already.
 
         Each verifies its bonus token at once, and the drafts that it has brought.
@@ -98,7 +88,7 @@ class Arrivals:
             int(np.count_nonzero(counts)),
         )
 
-    def _may_go_on(self, batch: Batch, request: Request) -> bool:
+    def _may_go_on(self, batch: Engine, request: Request) -> bool:
         """Whether a request's next tokens can use the keys that came.
 
         Where all its tokens are read again at just this length, as a longrope model may, it waits like others.
@@ -108,7 +98,7 @@ class Arrivals:
         self.discard(batch, request)
         return False
 
-    def _open(self, batch: Batch, request: Request, computed: int, drafts: int) -> bool:
+    def _open(self, batch: Engine, request: Request, computed: int, drafts: int) -> bool:
         """Open a row for a request, with its pages. False: its parameters do not fit."""
         scheduler = batch.scheduler
         fault = raised_twice(partial(scheduler.open_row, request, computed, computed))
@@ -156,7 +146,7 @@ class Departures:
         self._leaving = {}
         self._seconds = {request: self._seconds[request] for request in waiting if request in self._seconds}
 
-    def leave(self, batch: Batch, owners: Sequence[Request | None], tensors: RowTensors, drafts_of: DraftsOf) -> None:
+    def leave(self, batch: Engine, owners: Sequence[Request | None], tensors: RowTensors, drafts_of: DraftsOf) -> None:
         """Take requests with a first token out of the batch, with their drafts for the next engine's first
         verification.
 
@@ -192,7 +182,7 @@ class Departures:
 
 
 def _copies(
-    batch: Batch, schedule: Schedule, tensors: RowTensors, drafts_of: DraftsOf
+    batch: Engine, schedule: Schedule, tensors: RowTensors, drafts_of: DraftsOf
 ) -> list[dict[str, torch.Tensor]]:
     """Copies of each row's drafts, and of the distributions they were drawn from."""
     draft, places = drafts_of(schedule)
@@ -201,7 +191,7 @@ def _copies(
     return [tensors.drafts_of(draft, place, count, drawn) for place, count, drawn in each]
 
 
-def leaving_drafts(batch: Batch, leaving: Sequence[Request]) -> tuple[Schedule, list[Request]]:
+def leaving_drafts(batch: Engine, leaving: Sequence[Request]) -> tuple[Schedule, list[Request]]:
     """The leaving requests that draft, and the schedule of the draft loop that is launched before they go.
 
     Pages of the head are reserved for it; none of the target, since nothing of theirs is verified here.
@@ -218,7 +208,7 @@ def leaving_drafts(batch: Batch, leaving: Sequence[Request]) -> tuple[Schedule, 
     return Schedule(rows, np.ones_like(rows), drafts), [r for r, d in zip(leaving, own, strict=True) if d]
 
 
-def take_out(batch: Batch, request: Request) -> Pages:
+def take_out(batch: Engine, request: Request) -> Pages:
     """Take a running request out of the batch; returns its pages, which no row owns now. Its row is free at once."""
     scheduler, table, row = batch.scheduler, batch.table, request.row
     computed = int(table.computed[row])

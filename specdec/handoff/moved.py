@@ -97,7 +97,8 @@ class Departure:
     """A request that left its engine.
 
     Attributes:
-        moved: the request. lease: under which its pages are held. pages: in each pool.
+        moved: the request. lease: under which its pages are held.
+        pages: in each pool.
         tensors: on the host, what a round in its next engine starts from besides pages, by name: "drafts" [n] int64,
             "draft_probs" [n, Vd] float32 where they were drawn, "carried" of a draft loop that carries something from
             round to round, "state.0", … of recurrent layers.
@@ -135,7 +136,11 @@ class Departed(Update):
 
 @dataclass(frozen=True)
 class Leaving(Submission):
-    """A request that leaves its engine with its first token; its pages are held for `seconds` then."""
+    """A request that leaves its engine with its first token.
+
+    Attributes:
+        seconds: for which its pages are held then.
+    """
 
     seconds: float
 

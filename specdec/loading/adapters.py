@@ -176,7 +176,14 @@ def _config(checkpoint: Checkpoint, what: str) -> Mapping[str, Any] | None:
 
 
 def import_peft(name: str) -> Any:
-    """The package peft. name: of the adapter that needs it. Raises ModelLoadError: it is not installed."""
+    """The package peft.
+
+    Args:
+        name: of the adapter that needs it.
+
+    Raises:
+        ModelLoadError: it is not installed.
+    """
     try:
         import peft
     except ImportError as error:

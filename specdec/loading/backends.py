@@ -58,7 +58,11 @@ _NO_REASON = (InvariantError, KernelBuildError)
 
 
 class Graphs:
-    """The attempt to run a target's rounds from CUDA graphs. `state`: "on", or "off: " and the reason."""
+    """The attempt to run a target's rounds from CUDA graphs.
+
+    Attributes:
+        state: "on", or "off: " and the reason.
+    """
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig, choice: GraphChoice) -> None:
         self._parts = (target, drafter, config)
@@ -348,7 +352,11 @@ def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
 
 
 def check_format_fits(probed: TargetProbe, format: KVFormat) -> None:
-    """Check that a target with an 8-bit KV cache has a cache. Raises InvalidInputError: no layer attends."""
+    """Check that a target with an 8-bit KV cache has a cache.
+
+    Raises:
+        InvalidInputError: no layer attends.
+    """
     if format.dtype is not None and not probed.calls:
         raise InvalidInputError(
             f"kv_cache_dtype='fp8': no layer of {type(probed.model).__name__} attends, so it has no KV cache; give "

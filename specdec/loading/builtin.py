@@ -23,7 +23,11 @@ def builtin_names() -> tuple[str, ...]:
 
 
 def builtin_path(name: str) -> Path:
-    """The folder of a built-in model, for `from_pretrained`. Raises InvalidInputError: there is none of that name."""
+    """The folder of a built-in model, for `from_pretrained`.
+
+    Raises:
+        InvalidInputError: there is none of that name.
+    """
     if name not in builtin_names():
         raise InvalidInputError(
             f"There is no built-in model {name!r}. Built in are: {', '.join(builtin_names()) or 'none'}. "

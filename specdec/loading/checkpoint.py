@@ -57,8 +57,11 @@ def check_weight_files(folder: Path, what: str) -> None:
 
 
 def check_no_pointers(folder: Path, what: str) -> None:
-    """Check that a folder's weights are no git-lfs pointers. Raises ModelLoadError: they are; says how to get the
-    files."""
+    """Check that a folder's weights are no git-lfs pointers.
+
+    Raises:
+        ModelLoadError: they are; says how to get the files.
+    """
     files = sorted(f for f in folder.iterdir() if f.suffix in (".safetensors", ".bin") and f.is_file())
     pointers = [file.name for file in files if is_lfs_pointer(file)]
     if pointers:

@@ -100,7 +100,9 @@ def divide_cache(
     """Tokens of the KV cache: `asked` in the first group; else max_num_seqs rows of max_model_len, or what fits.
 
     That is what the GPU has left, and on CPU 1 GiB. A model without attention has no KV cache, and all the tokens.
-    state_bytes: of the recurrent states of all rows, which come first.
+
+    Args:
+        state_bytes: of the recurrent states of all rows, which come first.
 
     Raises:
         CacheTooSmallError: the device has no room for a cache, or not for the given one.

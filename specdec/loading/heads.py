@@ -120,7 +120,11 @@ _NO_EAGLE = (
 
 
 def resolve_head(draft: str | Path, target_name: str | None) -> str:
-    """The head's folder or hub name; "auto" is the head built in with the target. Raises HeadLoadError: it has none."""
+    """The head's folder or hub name; "auto" is the head built in with the target.
+
+    Raises:
+        HeadLoadError: it has none.
+    """
     if str(draft) != AUTO_HEAD:
         return resolve(draft)
     head = BUILTIN_HEADS.get(builtin_name(target_name) or "")
@@ -146,8 +150,11 @@ def target_facts(probed: TargetProbe) -> TargetFacts:
 
 
 def _shared(module: Any, what: str, model: Any) -> torch.Tensor:
-    """The weight of an embedding that a head may share; of a quantised one a copy in floating point. Raises
-    HeadLoadError: only its library can read it."""
+    """The weight of an embedding that a head may share; of a quantised one a copy in floating point.
+
+    Raises:
+        HeadLoadError: only its library can read it.
+    """
     weight = dense_weight(module)
     if weight is None:
         raise HeadLoadError(
@@ -213,7 +220,11 @@ def _warn_of_unknown_keys(report: HeadReport | None) -> None:
 
 
 def check_without_head(convention: MtpConvention, overrides: Mapping[str, Any] | None) -> None:
-    """Check that no option of reading a head is given without one. Raises InvalidInputError: one is."""
+    """Check that no option of reading a head is given without one.
+
+    Raises:
+        InvalidInputError: one is.
+    """
     _check_no_convention(convention, "there is no draft head")
     _check_no_overrides(overrides, "there is no draft head")
 

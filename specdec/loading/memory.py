@@ -43,8 +43,11 @@ def check_counts(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: 
 
 
 def check_page_size(page_size: int, max_model_len: int | None) -> None:
-    """Check that a request can fill a page. Raises InvalidInputError: pages are longer than requests, and than
-    usual."""
+    """Check that a request can fill a page.
+
+    Raises:
+        InvalidInputError: pages are longer than requests, and than usual.
+    """
     most = max(max_model_len or page_size, _LARGEST_USUAL_PAGE)
     if page_size > most:
         raise InvalidInputError(
@@ -54,8 +57,11 @@ def check_page_size(page_size: int, max_model_len: int | None) -> None:
 
 
 def check_tables_fit(rows: int, length: int) -> None:
-    """Check that a token table [max_num_seqs, max_model_len] fits into the machine's memory. Raises InvalidInputError:
-    it does not."""
+    """Check that a token table [max_num_seqs, max_model_len] fits into the machine's memory.
+
+    Raises:
+        InvalidInputError: it does not.
+    """
     needed, total = rows * (length + 1) * _ID_BYTES, host_bytes()
     if total is not None and needed > total:
         raise InvalidInputError(
@@ -113,7 +119,11 @@ def _check_all_fit(config: EngineConfig, device: torch.device, cache_bytes: int,
 
 
 def check_weights_fit(model: torch.nn.Module, device: torch.device, name: str) -> None:
-    """Check that a GPU has room for a model's weights before it is moved. Raises ModelLoadError: it has not."""
+    """Check that a GPU has room for a model's weights before it is moved.
+
+    Raises:
+        ModelLoadError: it has not.
+    """
     if device.type != "cuda":
         return
     # What is on a GPU already needs no room: a model may be there in part.
@@ -178,8 +188,11 @@ def check_cache_fits(
 
 @contextmanager
 def memory_named(device: torch.device, cache_tokens: int, cache_bytes: int) -> Iterator[None]:
-    """Name what took the memory when it runs out while the engine is built. Raises OutOfDeviceMemoryError: for torch's
-    and numpy's."""
+    """Name what took the memory when it runs out while the engine is built.
+
+    Raises:
+        OutOfDeviceMemoryError: for torch's and numpy's.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError

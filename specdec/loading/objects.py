@@ -27,7 +27,11 @@ _WRAPPERS = {
 
 
 def check_target_type(target: Any) -> None:
-    """Check that a target is a name or a loaded model. Raises InvalidInputError: names what it is."""
+    """Check that a target is a name or a loaded model.
+
+    Raises:
+        InvalidInputError: names what it is.
+    """
     names = {kind.__name__ for kind in type(target).__mro__}
     found = next((text for name, text in _WRAPPERS.items() if name in names), None)
     if found is not None:
@@ -110,7 +114,11 @@ def check_head_type(draft: Any) -> None:
 
 
 def check_head_place(head: Any, model: PreTrainedModel) -> None:
-    """Check that a loaded head has the target's device and dtype. Raises HeadMismatchError: names both."""
+    """Check that a loaded head has the target's device and dtype.
+
+    Raises:
+        HeadMismatchError: names both.
+    """
     weights = list(head.parameters()) if isinstance(head, torch.nn.Module) else []
     dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
     places = {weight.device for weight in weights}

@@ -119,8 +119,11 @@ def method_of(stored: Mapping[str, Any]) -> str | None:
 
 
 def check_packages(method: str, what: str) -> None:
-    """Check that a method's packages are installed. Raises ModelLoadError: `what` cannot be loaded; names what to
-    install."""
+    """Check that a method's packages are installed.
+
+    Raises:
+        ModelLoadError: `what` cannot be loaded; names what to install.
+    """
     missing = [package.missing for package in PACKAGES.get(method, ()) if package.missing]
     if missing:
         several = "s" if len(missing) > 1 else ""

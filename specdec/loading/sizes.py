@@ -45,8 +45,11 @@ def resolve_device(device: Any) -> torch.device:
 
 
 def resolve_dtype(dtype: Any, device: torch.device) -> torch.dtype | str:
-    """A torch dtype; "auto" is float32 on CPU and the checkpoint's own on a GPU. Raises InvalidInputError: no dtype of
-    models."""
+    """A torch dtype; "auto" is float32 on CPU and the checkpoint's own on a GPU.
+
+    Raises:
+        InvalidInputError: no dtype of models.
+    """
     if isinstance(dtype, str) and dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
