@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -231,7 +232,7 @@ def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> 
     try:
         sizes = TargetSizes(target.hidden_size, target_vocab_size(folder, target, overrides), target.num_layers)
         spec, fields = _resolve(folder, shapes, sizes, overrides)
-        own = {_own_name(parameter): full for parameter, full in names.items()}
+        own = {re.sub(r"^midlayer\.", "layers.0.", parameter): full for parameter, full in names.items()}
         meta = torch.empty(spec.vocab_size, spec.hidden_size, device="meta")
         expected = {name: tuple(tensor.shape) for name, tensor in _empty_head(spec, meta, meta).state_dict().items()}
         check_tensors({parameter: folder.tensors[full].shape for parameter, full in own.items()}, expected)
@@ -239,17 +240,11 @@ def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> 
         raise HeadMismatchError(f"{folder.path}: {error}") from error
     except (HeadLoadError, InvalidInputError) as error:
         raise HeadLoadError(f"{folder.path}: {error}") from error
-    ignored = [*ignored_field(stray), *_unread(unread)]
+    ignored = list(ignored_field(stray))
+    if unread:
+        reason = "the target's embedding is read in its place, as the reference code does"
+        ignored.append(Field("ignored embedding", ", ".join(unread), reason))
     return _Opened(folder, own, spec, (*fields, *ignored, *unread_fields(folder.config, KEYS)))
-
-
-def _unread(names: list[str]) -> list[Field]:
-    reason = "the target's embedding is read in its place, as the reference code does"
-    return [Field("ignored embedding", ", ".join(names), reason)] if names else []
-
-
-def _own_name(canonical: str) -> str:
-    return "layers.0." + canonical.removeprefix("midlayer.") if canonical.startswith("midlayer.") else canonical
 
 
 def _resolve(

@@ -266,7 +266,8 @@ def _load_module(
     stored = folder.load(full for rest, full in names.items() if rest not in shared)
     weights = {family.rename(rest): stored[full] for rest, full in names.items() if rest not in shared}
     weights = as_modules_are_named(weights, target.config.model_type)
-    weights = stack_experts(dequantise(weights, _block_size(folder)))
+    rows, columns = lookup(folder.config, "quantization_config.weight_block_size") or (128, 128)
+    weights = stack_experts(dequantise(weights, (int(rows), int(columns))))
     mixers = mixers_of(target.config) if family.numbered else ()
     attention = "full_attention" if mixers else attention_of(target.config, module)[0]
     head = MtpHead(_spec(family, weights, convention, mixers, attention), target, torch.device("meta"))
@@ -301,11 +302,6 @@ def _spec(
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     """Routing biases stay float32, as transformers keeps them."""
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
-
-
-def _block_size(folder: CheckpointFolder) -> tuple[int, int]:
-    rows, columns = lookup(folder.config, "quantization_config.weight_block_size") or (128, 128)
-    return int(rows), int(columns)
 
 
 def _check_shared(folder: CheckpointFolder, name: str, shared: torch.Tensor, what: str) -> None:

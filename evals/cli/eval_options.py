@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import DEFAULT_MODEL, added, load_options, load_options_of
+from specdec.cli.options import DEFAULT_MODEL, added, check_sampling, load_options, load_options_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,10 +126,7 @@ def make_asking(options: Mapping[str, Any]) -> Asking:
     from specdec.requests.sampling import SamplingParams
 
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
-    for name, off in (("top_k", 0), ("top_p", 1.0)):
-        if options["temperature"] == 0 and options[name] != off:
-            flag = f"--{name.replace('_', '-')} {options[name]}"
-            raise click.UsageError(f"{flag} decides nothing at temperature 0; leave it out, or give --temperature")
+    check_sampling(options)
     # The configurations are asked the same questions one after the other: none may find what another has left.
     params = SamplingParams(**{name: options[name] for name in names}, cache_prefix=False)
     return Asking(params, not options["no_chat_template"], options["system"], options["seed"])

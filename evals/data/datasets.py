@@ -91,15 +91,13 @@ class Named:
     questions: int
 
 
-def _spec_bench_task(category: str) -> str:
-    return "mt_bench" if category in MT_BENCH_CATEGORIES else category
-
-
 NAMED: Mapping[str, Named] = {
     "mt_bench": Named(
         "mt_bench/question.jsonl", ("HuggingFaceH4/mt_bench_prompts", None, "train"), lambda _: "mt_bench", 80
     ),
-    "spec_bench": Named("spec_bench/question.jsonl", None, _spec_bench_task, 480),
+    "spec_bench": Named(
+        "spec_bench/question.jsonl", None, lambda said: "mt_bench" if said in MT_BENCH_CATEGORIES else said, 480
+    ),
     "gsm8k": Named("gsm8k/test.jsonl", ("openai/gsm8k", "main", "test"), lambda _: "gsm8k", 1319),
     "humaneval": Named(
         "humaneval/HumanEval.jsonl", ("openai/openai_humaneval", None, "test"), lambda _: "humaneval", 164

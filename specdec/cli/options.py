@@ -38,6 +38,14 @@ def added(options: Iterable[Callable[[Any], Any]]) -> Callable[[_Command], _Comm
     return add
 
 
+def check_sampling(options: Mapping[str, Any]) -> None:
+    """Raises click.UsageError: an option of sampling that would do nothing at temperature 0."""
+    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        if options["temperature"] == 0 and options.get(name, off) != off:
+            flag = f"--{name.replace('_', '-')} {options[name]}"
+            raise click.UsageError(f"{flag} decides nothing at temperature 0; leave it out, or give --temperature")
+
+
 def offered(command: str, kind: type[LoadOptions] = LoadOptions) -> list[str]:
     """Names of the load options that a command ("run", "eval" or "train") offers."""
     return [each.name for each in fields(kind) if command in option_of(each).commands]

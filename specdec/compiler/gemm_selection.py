@@ -219,7 +219,7 @@ class Selection:
         """Choose for every shape. Few tokens come first: most rounds have few, and timing those takes least time; of
         as many tokens the weights that take longest to read."""
         started, kept, new = self._clock(), self._store.read(), {}
-        largest_first = sorted(wanted, key=_bytes_read, reverse=True)
+        largest_first = sorted(wanted, key=lambda each: sum(weight.nbytes for weight in each.weights), reverse=True)
         pairs = [(shape, each) for each in largest_first for shape in each.shapes()]
         for shape, each in sorted(pairs, key=lambda pair: pair[0].tokens):
             self.tally.shapes += 1
@@ -270,10 +270,6 @@ def select_products(wanted: Sequence[Wanted]) -> str:
     said = f"{selection.tally}, cuBLASLt {library.version}"
     log.info("matmul algorithms: %s", said)
     return said
-
-
-def _bytes_read(wanted: Wanted) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in wanted.weights)
 
 
 def choose_products(readers: Iterable[tuple[object, Iterable[int]]], batch_invariant: bool = False) -> str:

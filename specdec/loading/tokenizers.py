@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def open_tokenizer(tokenizer: Any, checkpoint: Checkpoint | None) -> Any:
             "hub name of one"
         )
     return tokenizer
+
+
+def as_chats(tokenizer: Any, prompts: Iterable[Any]) -> list[Any]:
+    """Texts as the user's words of a chat, where the tokenizer has a template for chats."""
+    if not getattr(tokenizer, "chat_template", None):
+        return list(prompts)
+    return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
 
 
 def _with_own_files(checkpoint: Checkpoint) -> Checkpoint:
