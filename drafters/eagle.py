@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,10 +25,10 @@ from drafters.checkpoints.config_fields import (
     unread_fields,
 )
 from drafters.checkpoints.layouts import Layout, require
-from drafters.checkpoints.tensor_files import CheckpointFolder, read_json
+from drafters.checkpoints.tensor_files import CheckpointFolder, filled, read_json
 from drafters.eagle3.checkpoint import (
+    Opened,
     TargetFacts,
-    check_finite,
     check_kind,
     describe_eagle3,
     ignored_field,
@@ -169,22 +168,6 @@ _NO_OVERRIDES = Eagle3Overrides()
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A head's folder resolved against a target, nothing loaded yet; names: parameter -> in the files."""
-
-    folder: CheckpointFolder
-    names: Mapping[str, str]
-    spec: Eagle1Spec
-    fields: tuple[Field, ...]
-
-    @property
-    def report(self) -> HeadReport:
-        """What it was resolved to."""
-        sizes = (torch.Size(self.folder.tensors[name].shape).numel() for name in self.names.values())
-        return HeadReport(self.folder.path, "EAGLE-1/2, SafeAILab layout", self.fields, sum(sizes))
-
-
 def load_eagle1(
     path: str | Path,
     target: TargetFacts,
@@ -199,14 +182,11 @@ def load_eagle1(
     Args, Raises: as `drafters.eagle3.checkpoint.load_eagle3`; of the overrides, keys of config.json alone.
     """
     opened = _open(path, target, overrides)
-    head = _empty_head(opened.spec, target.embedding, target.lm_head)
-    stored = opened.folder.load(opened.names.values())
-    weights = {parameter: stored[name].to(device=device, dtype=dtype) for parameter, name in opened.names.items()}
-    check_finite(weights)
-    head.load_state_dict(weights, assign=True)
+    cast = {parameter: tensor.to(device=device, dtype=dtype) for parameter, tensor in opened.load().items()}
+    head = filled(_empty_head(opened.spec, target.embedding, target.lm_head), cast)
     head.checkpoint_report = opened.report
     log.info("%s", head.checkpoint_report)
-    return head.eval().requires_grad_(False)
+    return head
 
 
 def describe_eagle1(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
@@ -218,7 +198,7 @@ def describe_eagle1(path: str | Path, target: TargetFacts, overrides: Eagle3Over
     return _open(path, target, overrides).report
 
 
-def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
+def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> Opened[Eagle1Spec]:
     folder, layout, short, stray = open_head(path)
     require(layout, Layout.EAGLE1, folder.config, short)
     if overrides.aux_layers is not None or overrides.feedback is not None:
@@ -244,7 +224,8 @@ def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> 
     if unread:
         reason = "the target's embedding is read in its place, as the reference code does"
         ignored.append(Field("ignored embedding", ", ".join(unread), reason))
-    return _Opened(folder, own, spec, (*fields, *ignored, *unread_fields(folder.config, KEYS)))
+    fields += (*ignored, *unread_fields(folder.config, KEYS))
+    return Opened(folder, "EAGLE-1/2, SafeAILab layout", own, spec, fields)
 
 
 def _resolve(

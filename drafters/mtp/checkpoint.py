@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from drafters.checkpoints.config_fields import Field, HeadReport, by_presence, check_tensors, lookup
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
-from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder
+from drafters.checkpoints.tensor_files import CheckpointFolder, filled, open_folder
 from drafters.errors import HeadLoadError
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.families import (
@@ -274,11 +274,7 @@ def _load_module(
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     check_tensors({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected)
     cast = {name: t.to(device, _dtype_of(name, dtype)) for name, t in weights.items()}
-    broken = [name for name, tensor in cast.items() if not bool(torch.isfinite(tensor).all())]
-    if broken:
-        raise HeadLoadError(f"tensors with NaN or infinity: {', '.join(broken)}")
-    head.load_state_dict(cast, assign=True)
-    return head.eval().requires_grad_(False)
+    return filled(head, cast)
 
 
 def _spec(
