@@ -12,7 +12,7 @@ from torch import nn
 from attention.cache.kv_cache import bytes_per_token
 from benchmarks.shapes import COPY_BYTES_PER_S, MATMUL_FLOPS
 from drafters.mtp.head import MtpHead
-from specdec.parallel.collectives import GroupCollectives
+from specdec.parallel.collectives import Collectives
 from specdec.parallel.shares import DividedRows
 
 _REPLAYS = 20
@@ -79,7 +79,7 @@ def exchanges_ms(engine: Any, tokens: int, rows: int) -> dict[str, Any]:
     ids = torch.zeros(rows, 8, dtype=torch.int64, device=target.device)
     found: dict[str, Any] = {"sums": sums}
     found["sums_ms"] = _timed(lambda: [collectives.sum(x) for _ in range(sums)])
-    found["sums_by_group_ms"] = _timed(lambda: [GroupCollectives.sum(collectives, x) for _ in range(sums)])
+    found["sums_by_group_ms"] = _timed(lambda: [Collectives.sum(collectives, x) for _ in range(sums)])
     found["gather_ms"] = _timed(lambda: collectives.gather(logits))
     sent = 2 if engine.config.num_speculative_tokens else 1
     found["broadcasts_ms"] = _timed(lambda: [collectives.from_first(ids) for _ in range(sent)])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from attention.errors import InvalidInputError
-from attention.spec import AttentionSpec
 from drafters.base import FINAL_NORM, Attend
 from drafters.checkpoints.config_fields import (
     Field,
@@ -26,10 +25,10 @@ from drafters.checkpoints.config_fields import (
     unread_fields,
 )
 from drafters.checkpoints.layouts import Layout, require
-from drafters.checkpoints.tensor_files import CheckpointFolder, read_json
+from drafters.checkpoints.tensor_files import CheckpointFolder, filled, read_json
 from drafters.eagle3.checkpoint import (
+    Opened,
     TargetFacts,
-    check_finite,
     check_kind,
     describe_eagle3,
     ignored_field,
@@ -48,46 +47,25 @@ from drafters.eagle3.layout import (
     resolve_sizes,
 )
 from drafters.eagle3.overrides import KEYS, Eagle3Overrides
-from drafters.eagle3.spec import attention_specs, check_windows
+from drafters.eagle3.spec import LayerSpec, check_windows
 from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.loops.base import LoopSize
 from drafters.loops.chain import ChainLoop
 from drafters.loops.chain_passes import EaglePasses
-from drafters.rope import RopeSpec, Rotary
+from drafters.rope import Rotary
 
 
-@dataclass(frozen=True)
-class Eagle1Spec:
-    """One EAGLE-1 (or EAGLE-2, which has the same weights) head, as its own checkpoint defines it.
+@dataclass(frozen=True, kw_only=True)
+class Eagle1Spec(LayerSpec):
+    """One EAGLE-1 (or EAGLE-2, which has the same weights) head, as its own checkpoint defines it. H is the target's.
 
     Attributes:
-        hidden_size: H, the target's. intermediate_size: width of the MLP. vocab_size: V.
-        num_heads, num_kv_heads, head_dim: Hq, Hkv, D.
-        rms_norm_eps, rope: from the head's configuration.
         first_norm: the first layer has a norm before its attention (the published heads have none).
-        fc_bias, qkv_bias, o_bias, mlp_bias: biases of `fc`; of q, k and v, of the attention's output, of the MLP, in
-            every layer. qk_norm: RMSNorm per head on q and k before RoPE.
-        num_layers: decoder layers. windowed_layers, window: those whose queries see `window` positions only, their own
-            included.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
     rms_norm_eps: float = 1e-6
-    rope: RopeSpec = field(default_factory=RopeSpec)
     fc_bias: bool = True
     first_norm: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    num_layers: int = 1
-    windowed_layers: tuple[int, ...] = ()
-    window: int | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes that contradict each other."""
@@ -100,11 +78,6 @@ class Eagle1Spec:
                 "query heads must be a multiple of key heads, and head_dim even"
             )
         check_windows(self.windowed_layers, self.window, self.num_layers)
-
-    @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """What each attention layer of the head needs of a kernel."""
-        return attention_specs(self)
 
 
 class Eagle1Head(nn.Module):
@@ -195,22 +168,6 @@ _NO_OVERRIDES = Eagle3Overrides()
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A head's folder resolved against a target, nothing loaded yet; names: parameter -> in the files."""
-
-    folder: CheckpointFolder
-    names: Mapping[str, str]
-    spec: Eagle1Spec
-    fields: tuple[Field, ...]
-
-    @property
-    def report(self) -> HeadReport:
-        """What it was resolved to."""
-        sizes = (torch.Size(self.folder.tensors[name].shape).numel() for name in self.names.values())
-        return HeadReport(self.folder.path, "EAGLE-1/2, SafeAILab layout", self.fields, sum(sizes))
-
-
 def load_eagle1(
     path: str | Path,
     target: TargetFacts,
@@ -225,14 +182,11 @@ def load_eagle1(
     Args, Raises: as `drafters.eagle3.checkpoint.load_eagle3`; of the overrides, keys of config.json alone.
     """
     opened = _open(path, target, overrides)
-    head = _empty_head(opened.spec, target.embedding, target.lm_head)
-    stored = opened.folder.load(opened.names.values())
-    weights = {parameter: stored[name].to(device=device, dtype=dtype) for parameter, name in opened.names.items()}
-    check_finite(weights)
-    head.load_state_dict(weights, assign=True)
+    cast = {parameter: tensor.to(device=device, dtype=dtype) for parameter, tensor in opened.load().items()}
+    head = filled(_empty_head(opened.spec, target.embedding, target.lm_head), cast)
     head.checkpoint_report = opened.report
     log.info("%s", head.checkpoint_report)
-    return head.eval().requires_grad_(False)
+    return head
 
 
 def describe_eagle1(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
@@ -244,7 +198,7 @@ def describe_eagle1(path: str | Path, target: TargetFacts, overrides: Eagle3Over
     return _open(path, target, overrides).report
 
 
-def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
+def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> Opened[Eagle1Spec]:
     folder, layout, short, stray = open_head(path)
     require(layout, Layout.EAGLE1, folder.config, short)
     if overrides.aux_layers is not None or overrides.feedback is not None:
@@ -258,7 +212,7 @@ def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> 
     try:
         sizes = TargetSizes(target.hidden_size, target_vocab_size(folder, target, overrides), target.num_layers)
         spec, fields = _resolve(folder, shapes, sizes, overrides)
-        own = {_own_name(parameter): full for parameter, full in names.items()}
+        own = {re.sub(r"^midlayer\.", "layers.0.", parameter): full for parameter, full in names.items()}
         meta = torch.empty(spec.vocab_size, spec.hidden_size, device="meta")
         expected = {name: tuple(tensor.shape) for name, tensor in _empty_head(spec, meta, meta).state_dict().items()}
         check_tensors({parameter: folder.tensors[full].shape for parameter, full in own.items()}, expected)
@@ -266,17 +220,12 @@ def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> 
         raise HeadMismatchError(f"{folder.path}: {error}") from error
     except (HeadLoadError, InvalidInputError) as error:
         raise HeadLoadError(f"{folder.path}: {error}") from error
-    ignored = [*ignored_field(stray), *_unread(unread)]
-    return _Opened(folder, own, spec, (*fields, *ignored, *unread_fields(folder.config, KEYS)))
-
-
-def _unread(names: list[str]) -> list[Field]:
-    reason = "the target's embedding is read in its place, as the reference code does"
-    return [Field("ignored embedding", ", ".join(names), reason)] if names else []
-
-
-def _own_name(canonical: str) -> str:
-    return "layers.0." + canonical.removeprefix("midlayer.") if canonical.startswith("midlayer.") else canonical
+    ignored = list(ignored_field(stray))
+    if unread:
+        reason = "the target's embedding is read in its place, as the reference code does"
+        ignored.append(Field("ignored embedding", ", ".join(unread), reason))
+    fields += (*ignored, *unread_fields(folder.config, KEYS))
+    return Opened(folder, "EAGLE-1/2, SafeAILab layout", own, spec, fields)
 
 
 def _resolve(

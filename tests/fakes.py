@@ -29,6 +29,8 @@ from drafters.base import Attend, Head
 from drafters.loops.base import LoopSize
 from drafters.loops.chain import ChainLoop
 from specdec.handoff.moving import moving_requests
+from specdec.loading import targets
+from specdec.loading.checkpoint import find_checkpoint
 from specdec.selftest.twin import enlarge as enlarge
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits + " ."
@@ -49,6 +51,11 @@ TINY: dict[str, Any] = {
     "pad_token_id": None,
 }
 """The sizes of a tiny model, as most configurations name them."""
+
+
+def load_target(name: Any, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
+    """The target that `specdec.loading.targets.load_target` loads from a folder, without how its weights are stored."""
+    return targets.load_target(find_checkpoint(name), dtype, device)[0]
 
 
 def examples(whole: int) -> int:

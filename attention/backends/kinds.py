@@ -60,12 +60,8 @@ def _batch_invariant(device: torch.device) -> AttentionBackend:
     return InvariantBackend()
 
 
-def _automatic(device: torch.device) -> AttentionBackend:
-    return KINDS[chosen("auto", device)].make(device)
-
-
 KINDS: dict[str, BackendKind] = {
-    "auto": BackendKind(_automatic),
+    "auto": BackendKind(lambda device: KINDS[chosen("auto", device)].make(device)),
     "torch": BackendKind(_torch),
     "flashinfer": BackendKind(
         _flashinfer,

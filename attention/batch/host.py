@@ -140,7 +140,8 @@ class HostBatch:
         require(self.slot_mapping.shape == (tokens,), "slot_mapping must be [T]")
         require(int(self.page_counts.max(initial=0)) <= self.block_table.shape[1], "block_table is too narrow")
         owner = np.repeat(np.arange(rows), self.query_lens)
-        expected = slots_of(self.block_table, owner, self._cache_positions(owner), self.page_size)
+        positions = self.num_computed_tokens[owner] + np.arange(self.num_tokens) - self.query_start_loc[owner]
+        expected = slots_of(self.block_table, owner, positions, self.page_size)
         own = (expected == self.slot_mapping) | (self.slot_mapping == 0)
         require(bool(own.all()), "a slot is neither the one its row owns at that position nor the null slot")
         for extra in self.extras:
@@ -157,10 +158,6 @@ class HostBatch:
         if lowest < 0 or highest >= num_pages:
             wrong = lowest if lowest < 0 else highest
             raise InvariantError(f"page {wrong} in the block table: the pool has pages 0 … {num_pages - 1}")
-
-    def _cache_positions(self, owner: np.ndarray) -> np.ndarray:
-        within = np.arange(self.num_tokens) - self.query_start_loc[:-1][owner]
-        return self.num_computed_tokens[owner] + within
 
 
 def rows_batch(

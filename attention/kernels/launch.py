@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -90,7 +89,5 @@ class CompiledAtOnce:
     def __enter__(self) -> None:
         self._token = active_mode.set(None)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         active_mode.reset(self._token)

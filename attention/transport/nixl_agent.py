@@ -1,12 +1,12 @@
-"""Over NIXL (extra `[transfer]`): a one-sided READ of the source's pages, by RDMA, NVLink, shared memory or TCP.
+"""Transport over NIXL (extra `[transfer]`): one-sided READs of a source's pages, by RDMA, NVLink, shared memory or TCP.
 
-What NIXL leaves to us, each seen in 1.5.1 (notes of this repository's first measurements):
+What NIXL leaves to its caller, each seen in 1.5.1 (notes of this repository's first measurements):
 
-- A READ has no timeout: of a peer that hangs it says "PROC" for ever. So every read has a deadline here.
-- A released read may go on writing for as long as it likes. So one that is late is *not* released: it is asked again
-  and again, and its blocks are not used before it is done or failed for certain (`settled`).
+- A READ has no timeout: with a peer that hangs its state stays "PROC". So every read here has a deadline.
+- A released read may go on writing for any time. So a late read is *not* released: its state is asked for again and
+  again, and its blocks are not used before it is done or has certainly failed (`settled`).
 - A dead peer is an error in 0.1-0.3 s, with part of the data written: blocks are garbage unless the read is done.
-- A source that frees memory under a read of TCP crashes. So pages are held until the reader says that it is done, or
+- A source that frees memory during a TCP read crashes. So pages are held until the reader reports that it is done, or
   its lease is over by more than the reader's clock may differ.
 - The agent's own exchange (listener, serialised descriptors) has no authentication, and unpickles. Neither is used:
   agents are added from the region table, which is JSON.
@@ -27,10 +27,10 @@ from attention.transport.region_tables import Bound, Descriptors, RankTable, Seg
 from attention.transport.transports import Blocks, ReadPlan, synchronize
 
 _PROMPTLY = 2e-4
-"""Seconds between two questions whether a read is done, at first; then a tenth of the time that it has taken."""
+"""Seconds between two polls of a read, at first; later a tenth of the time since it began."""
 
 _late_for_good: list[NixlRead] = []
-"""Reads whose engine was closed before they ended: they hold the memory that they may still write to."""
+"""Reads that had not ended when their engine was closed; they keep the memory alive that they may still write to."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class NixlTransport:
         errors: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
         try:
             self._agent = self._api.nixl_agent(engine, self._api.nixl_agent_config(backends=self._backends))
-            whole = [(*_extent(bound), number, "") for bound in bounds]
+            regions = [bound.region for bound in bounds]  # each without what lies between its last block and the next
+            whole = [(r.base, (r.num_blocks - 1) * r.block_stride + r.block_bytes, number, "") for r in regions]
             self._registered = self._agent.register_memory(whole, self._memory) if whole else None
             metadata = self._agent.get_agent_metadata()
         except errors as error:
@@ -91,10 +92,10 @@ class NixlTransport:
         return {"agent": engine, "metadata": base64.b64encode(metadata).decode()}
 
     def grant(self, lease: str, blocks: Blocks) -> None:
-        """See `Transport.grant`: memory is registered, so whoever has the table can read all of it."""
+        """See `Transport.grant`: all memory is registered, so a reader with the table can read all of it."""
 
     def revoke(self, lease: str) -> None:
-        """See `Transport.revoke`: NIXL cannot; the reader's deadline ends before the lease does."""
+        """See `Transport.revoke`: NIXL cannot revoke; the reader's deadline ends before the lease does."""
 
     def read(self, plan: ReadPlan) -> NixlRead:
         with self._lock:
@@ -112,8 +113,8 @@ class NixlTransport:
                         handles.append(self._agent.make_prepped_xfer("READ", *lists))
                         self._agent.transfer(handles[-1])
             except errors as error:
-                self._forget(plan.source.engine)
-                failed = error  # of several ranks others may be writing already: said once nothing does any more
+                self.failed(plan.source.engine)
+                failed = error  # other ranks may be writing already: raised once none is
             return NixlRead(self, self._agent, handles, plan, self._bounds, self._lock, failed)
 
     def _peer(self, plan: ReadPlan, rank: RankTable, segments: tuple[Segment, ...]) -> _Peer:
@@ -122,7 +123,7 @@ class NixlTransport:
         if known is not None and known.segments == segments:
             return known
         if known is not None:
-            self._forget(plan.source.engine)
+            self.failed(plan.source.engine)
         agent = self._agent.add_remote_agent(base64.b64decode(rank.address["metadata"]))
         agent = agent.decode() if isinstance(agent, bytes) else agent
         local, remote = Descriptors(segments, plan.local, True), Descriptors(segments, rank, False)
@@ -133,22 +134,19 @@ class NixlTransport:
         return self._peers[key]
 
     def late(self, read: NixlRead) -> None:
-        """Keep a read that did not come in time: dropping its handle would release it."""
+        """Keep a read that missed its deadline: dropping its handle would release it."""
         with self._lock:
             self._late.append(read)
 
     def failed(self, engine: str) -> None:
-        """Let go of a source that is gone; the same engine never comes back."""
+        """Remove the agents of a source that is gone; the same engine never comes back."""
         with self._lock:
-            self._forget(engine)
-
-    def _forget(self, engine: str) -> None:
-        for key in [key for key in self._peers if key[0] == engine]:
-            peer = self._peers.pop(key)
-            try:
-                self._agent.remove_remote_agent(peer.agent)
-            except self._errors:
-                continue  # it is gone already
+            for key in [key for key in self._peers if key[0] == engine]:
+                peer = self._peers.pop(key)
+                try:
+                    self._agent.remove_remote_agent(peer.agent)
+                except self._errors:
+                    continue  # it is gone already
 
     def finish(self, plan: ReadPlan) -> None:
         with self._lock:
@@ -168,7 +166,7 @@ class NixlTransport:
         return [note.decode(errors="replace") for own in notes.values() for note in own]
 
     def close(self) -> None:
-        """See `Transport.close`. A read that is late keeps the agent, and the memory it may write to, for good."""
+        """See `Transport.close`. A late read keeps the agent, and the memory it may write to, for good."""
         with self._lock:
             agent, self._agent = self._agent, None
             if agent is None:
@@ -217,7 +215,8 @@ class NixlRead:
                 )
             time.sleep(min(max(_PROMPTLY, (now - started) / 10), deadline - now))
         if self._error is not None:
-            raise TransferError(f"engine {self._plan.source.engine} is gone: {_words(self._error)}") from self._error
+            text = f"{type(self._error).__name__}: {self._error}"
+            raise TransferError(f"engine {self._plan.source.engine} is gone: {text}") from self._error
         synchronize([bound.bytes for bound in self._bounds[:1]])
 
     @property
@@ -242,17 +241,7 @@ class NixlRead:
         return False
 
 
-def _extent(bound: Bound) -> tuple[int, int]:
-    """Address and bytes of a region, without what lies between its last block and the next."""
-    region = bound.region
-    return region.base, (region.num_blocks - 1) * region.block_stride + region.block_bytes
-
-
 def _errors(api: Any) -> tuple[type[Exception], ...]:
-    """NIXL's exceptions: its module of bindings has them, and no common root."""
+    """NIXL's exceptions, which have no common base class: all those of its module of bindings."""
     bindings = sys.modules[api.nixl_agent.__module__].nixlBind
     return tuple(v for v in vars(bindings).values() if isinstance(v, type) and issubclass(v, Exception))
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

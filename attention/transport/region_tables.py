@@ -1,4 +1,4 @@
-"""Where an engine's keys and values lie, as plain tables, and which bytes one engine reads from another.
+"""Tables of where an engine's keys and values lie, and the plan of which bytes one engine reads from another.
 
 A **region** is the keys, the values or the latents (MLA) of one layer on one rank: pages of equal size at equal
 distances. With T tokens a page, H heads on this rank, D elements a head of e bytes, head h of page b begins at
@@ -6,13 +6,13 @@ distances. With T tokens a page, H heads on this rank, D elements a head of e by
     base + b·block_stride + (h - head0)·T·D·e        HND: the heads of a page lie one after the other
     base + b·block_stride, every H·D·e bytes D·e     NHD: those of a token do, so a head is in T pieces
 
-Ranks of a tensor-parallel engine hold ranges of the model's heads, [head0, head0 + heads); one that is replicated has
-the same range on several ranks, and a latent is head 0 on all of them. So who reads what follows from the ranges alone
-(`plan`): more ranks to fewer, fewer to more, replicated heads, and layers of a head with other numbers are one rule.
-Keys and values are planned apart: half a page's bytes, cut through the middle, would be all keys and no values.
+Ranks of a tensor-parallel engine hold ranges of the model's heads, [head0, head0 + heads); replicated heads have the
+same range on several ranks, and a latent is head 0 on all of them. So the ranges alone decide who reads what (`plan`):
+more ranks to fewer, fewer to more, replicated heads, and layers with other numbers of heads are one rule. Keys and
+values are planned apart: the first half of a page's bytes would be all keys and no values.
 
-Why not NHD between ranks that hold different heads: n of H heads of a page are T pieces of n·D·e bytes, and one piece
-of T·n·D·e bytes there is T·n/H tokens of *all* heads: of the right length, and wrong. It is refused by name.
+NHD pages do not move between ranks that hold different heads: n of H heads of a page are T pieces of n·D·e bytes, and
+one piece of T·n·D·e bytes there is T·n/H tokens of *all* heads: of the right length, and wrong. It is refused by name.
 
 Source: github.com/vllm-project/vllm#18833 (HND for transfers), #20189 (ranks of different sizes).
 """
@@ -34,9 +34,9 @@ from attention.errors import HandoffMismatchError
 
 _DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
 VERSION = 4
-"""Of the tables. An engine that reads another version refuses by name."""
+"""Version of the tables. An engine that expects another one refuses them by name."""
 _MOST = 2**63
-"""Beyond every address, and every number that numpy and torch count with."""
+"""Larger than every address, and than every integer of numpy and torch."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class Region:
 
 @dataclass(frozen=True)
 class RankTable:
-    """What one rank of an engine holds.
+    """The regions of one rank of an engine.
 
     Attributes:
         rank: its number, from 0. device: "cpu" or "cuda:0".
         regions: in the order of groups, then layers, keys before values.
-        address: how a transport reaches the rank, in its own words.
+        address: how a transport reaches the rank, in that transport's format.
     """
 
     rank: int
@@ -98,14 +98,13 @@ class RankTable:
 
 @dataclass(frozen=True)
 class EngineTable:
-    """What an engine tells those that read from it.
+    """What an engine tells the engines that read from it.
 
     Attributes:
-        engine: a name that no other engine has, ever.
-        transport: the name of what its ranks' addresses are for.
+        engine: a name that no other engine has, ever. transport: the name of the transport of its ranks' addresses.
         fingerprint: by name, what must be equal in both engines: weights of the target and of the head, scales of an
             fp8 cache, how drafts are made.
-        ranks: of the engine, by rank.
+        ranks: by rank.
     """
 
     engine: str
@@ -116,7 +115,7 @@ class EngineTable:
 
     def to_json(self) -> str:
         """Plain JSON: no code runs when it is read."""
-        return json.dumps(asdict(replace(self, ranks=())) | {"ranks": [_rank_dict(rank) for rank in self.ranks]})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> EngineTable:
@@ -140,11 +139,6 @@ class EngineTable:
             raise HandoffMismatchError(f"this is no region table: {type(error).__name__}: {error}") from error
 
 
-def _rank_dict(rank: RankTable) -> dict[str, Any]:
-    regions = [asdict(region) for region in rank.regions]
-    return {"rank": rank.rank, "device": rank.device, "regions": regions, "address": dict(rank.address)}
-
-
 def _rank_of(given: Mapping[str, Any]) -> RankTable:
     _check_kinds(given, rank=int, device=str, regions=list, address=dict)
     regions = tuple(_checked(Region(**region)) for region in given["regions"])
@@ -154,14 +148,14 @@ def _rank_of(given: Mapping[str, Any]) -> RankTable:
 
 
 def _check_kinds(given: Mapping[str, Any], **kinds: type) -> None:
-    """Raises TypeError: a value is of another kind."""
+    """Check the types of some values. Raises TypeError: a value has another type."""
     for name, kind in kinds.items():
         if type(given[name]) is not kind:
             raise TypeError(f"{name} is {type(given[name]).__name__}, and has to be {kind.__name__}")
 
 
 def _checked(region: Region) -> Region:
-    """Raises HandoffMismatchError for values that cannot be those of a region."""
+    """The region itself. Raises HandoffMismatchError: its values cannot be those of a region."""
     given, kinds = vars(region), Region.__annotations__
     bad = {name: value for name, value in given.items() if type(value).__name__ != kinds[name]}
     counts = {name: value for name, value in given.items() if kinds[name] == "int"}
@@ -180,22 +174,19 @@ class Bound:
     bytes: torch.Tensor
 
 
-def bind(
-    name: str, group: CacheGroup, layers: Sequence[LayerKV], head0: int = 0, own_part: int = 0
-) -> tuple[Bound, ...]:
+def bind(name: str, group: CacheGroup, layers: Sequence[LayerKV], own_part: int = 0) -> tuple[Bound, ...]:
     """The regions of a cache group on this rank: of every layer the keys, then the values; MLA's latents alone.
 
     Args:
         name: of the group, the same in every engine of the model; page numbers of the group are the regions' blocks.
-        head0: the first of the model's heads that this rank holds; latents are whole on every rank.
-        own_part: which part of each layer's heads that is, where parts are of equal size: with 2 heads a layer here,
-            part 3 begins at head 6.
+        own_part: which part of each layer's heads this rank holds, in parts of equal size: with 2 heads a layer here,
+            part 3 begins at head 6. Latents are whole on every rank.
     """
     found: list[Bound] = []
     for number, layer in enumerate(layers):
         parts = {"latents": layer.keys} if layer.value_in_key else {"keys": layer.keys, "values": layer.values}
         for part, tensor in parts.items():
-            first = 0 if layer.value_in_key else head0 + own_part * tensor.shape[layer.slot_and_head[1]]
+            first = 0 if layer.value_in_key else own_part * tensor.shape[layer.slot_and_head[1]]
             found.append(_bound(f"{name}/{number}/{part}", name, tensor, layer, first, group.page_size))
     return tuple(found)
 
@@ -229,7 +220,7 @@ class Segment:
     """`length` bytes of every block, read from one place of a remote block to one of a local block.
 
     Attributes:
-        rank: of the source. remote, local: places of the regions in their tables.
+        rank: of the source. remote, local: indices of the regions in their tables.
         remote_offset, local_offset: from the beginning of a block.
     """
 
@@ -242,10 +233,10 @@ class Segment:
 
 
 def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[Segment, ...]:
-    """What a rank reads: every region of its own, head by head from the rank of the source that holds it.
+    """The bytes that a rank reads: every region of its own, head by head from the rank of the source that holds it.
 
     Where several ranks hold a head, local ranks take turns, among those that hold just the same heads where there are
-    any. The order of the segments is that of the local regions.
+    any. Segments are in the order of the local regions.
 
     Raises:
         HandoffMismatchError: nothing was read; a region is missing, has another dtype, page size, head size or layout,
@@ -266,8 +257,8 @@ def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[Segment, ...]:
 
 
 def _sources(rank: int, region: Region, sources: Sequence[RankTable]) -> list[tuple[int, int, RankTable]]:
-    """(first head, head after the last, who has them) for all heads of a local region, in as few pieces as there are
-    source ranks. Raises HandoffMismatchError: nobody has one."""
+    """(first head, head after the last, rank that has them) for all heads of a local region, in as few pieces as there
+    are source ranks. Raises HandoffMismatchError: no rank has one of them."""
     having = [source for source in sources if region.name in source.by_name]
     if not having:
         raise HandoffMismatchError(f"region {region.name}: the source has none of that name")
@@ -289,7 +280,7 @@ def _sources(rank: int, region: Region, sources: Sequence[RankTable]) -> list[tu
 
 
 def _check_stored(here: Region, there: Region) -> None:
-    """Raises HandoffMismatchError: the two sides store something else."""
+    """Compare how both sides store a region. Raises HandoffMismatchError: they differ."""
     for name in ("dtype", "page_size", "head_dim", "head_bytes", "group"):
         ours, theirs = getattr(here, name), getattr(there, name)
         if ours != theirs:
@@ -318,7 +309,7 @@ def _words(region: Region) -> str:
 
 
 def merged(segments: Sequence[Segment], local: RankTable, sources: Sequence[RankTable]) -> tuple[Segment, ...]:
-    """Segments joined that follow each other in every block on both sides: keys and values of one tensor
+    """Segments, joined where they follow each other in every block on both sides: keys and values of one tensor
     [pages, 2, …] are one segment between ranks of the same heads, and two between others."""
     ranks = {source.rank: source for source in sources}
     found: list[Segment] = []
@@ -334,12 +325,10 @@ def merged(segments: Sequence[Segment], local: RankTable, sources: Sequence[Rank
 def _follows(last: Segment, next_: Segment, local: RankTable, ranks: Mapping[int, RankTable]) -> bool:
     if last.rank != next_.rank:
         return False
+    theirs = ranks[last.rank].regions
     sides = (
         (local.regions[last.local], last.local_offset, local.regions[next_.local], next_.local_offset),
-        (
-            *(ranks[last.rank].regions[last.remote], last.remote_offset),
-            *(ranks[next_.rank].regions[next_.remote], next_.remote_offset),
-        ),
+        (theirs[last.remote], last.remote_offset, theirs[next_.remote], next_.remote_offset),
     )
     for before, offset, after, own in sides:
         same = before.block_stride == after.block_stride and before.group == after.group
@@ -350,9 +339,9 @@ def _follows(last: Segment, next_: Segment, local: RankTable, ranks: Mapping[int
 
 
 class Descriptors:
-    """The one order of descriptors of a plan on one side: segment after segment, of each all blocks of its region.
+    """A plan's descriptors on one side in one order: segment after segment, for each all blocks of its region.
 
-    What is registered, what a peer is added with and where a transfer's descriptors stand all come from here.
+    What is registered, what a peer is added with and the indices of a transfer's descriptors all come from here.
     """
 
     def __init__(self, segments: Sequence[Segment], table: RankTable, local: bool) -> None:
@@ -374,10 +363,10 @@ class Descriptors:
         return found
 
     def index(self, blocks: Mapping[str, Sequence[int]]) -> np.ndarray:
-        """[n] int64 rows of a transfer of these blocks of each group, segment after segment.
+        """[n] int64 rows of a transfer of each group's blocks.
 
         Raises:
-            HandoffMismatchError: a block is outside of its region.
+            HandoffMismatchError: a block is not in its region.
         """
         places = []
         for first, region in zip(self._first[:-1].tolist(), self._regions, strict=True):
@@ -389,7 +378,7 @@ class Descriptors:
 
 
 def check_fingerprints(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
-    """Raises HandoffMismatchError: the two engines would not compute the same, and what differs."""
+    """Compare fingerprints. Raises HandoffMismatchError: something differs, so tokens might; names it."""
     for name in dict.fromkeys([*here, *there]):
         if here.get(name) != there.get(name):
             raise HandoffMismatchError(

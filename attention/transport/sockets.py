@@ -1,10 +1,9 @@
-"""Between processes, on one host or several, by plain TCP: no package is needed. The slow, simple way.
+"""Transport between processes, on one host or several, by plain TCP: simple and slow, and needs no package.
 
-The engine that holds pages answers on a thread of its own. A question is one line of JSON, {"lease", "segments":
+The engine that holds pages answers on a thread of its own. A request is one line of JSON, {"lease", "segments":
 [[region, offset, length], …], "blocks": {group: [page, …]}}; the answer a line {"bytes": n} or {"error": text}, then
-the segments' bytes in order. {"done": lease} ends a lease. Questions are answered for blocks of their lease only;
-whoever knows a lease (128 random bits) may read them. Nothing is encrypted, so it listens on 127.0.0.1 unless told
-otherwise.
+the segments' bytes in order. {"done": lease} ends a lease. Only blocks of the given lease are sent; anybody who knows
+a lease (128 random bits) may read them. Nothing is encrypted, so it listens on 127.0.0.1 unless told otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from attention.transport.transports import Blocks, ReadPlan, put, synchronize, t
 _LONGEST_LINE = 2**24
 _LAST_PORT = 2**16 - 1
 _IDLE = 60.0
-"""Seconds after which a server lets go of a peer that says nothing."""
+"""Seconds of silence after which the server closes a connection."""
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -56,10 +55,10 @@ class SocketTransport:
     name = "sockets"
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """host: the address to listen on, which peers must reach. port: 0 for any that is free.
+        """host: to listen on, which peers reach. port: 0 for any free one.
 
         Raises:
-            InvalidInputError: another type, or no port.
+            InvalidInputError: no such values.
         """
         if not isinstance(host, str):
             raise InvalidInputError(f"host={host!r}: allowed is a name or address of this host, a string")
@@ -92,18 +91,18 @@ class SocketTransport:
             self._granted[lease] = {group: frozenset(own) for group, own in blocks.items()}
 
     def revoke(self, lease: str) -> None:
-        """See `Transport.revoke`. Waits for the bytes of an answer to be gathered."""
+        """See `Transport.revoke`. Waits until an answer that is under way has copied its bytes."""
         with self._lock:
             self._granted.pop(lease, None)
 
     def answer(self, question: Mapping[str, Any]) -> list[bytes]:
-        """The answer to one question of a peer; pieces of bytes."""
+        """The answer to one request of a peer, as pieces of bytes."""
         if "done" in question:
             with self._lock:
                 if str(question["done"]) in self._granted:
                     self._finished.append(str(question["done"]))
             return []
-        with self._lock:  # a lease that is revoked meanwhile waits: its pages stay until they are gathered
+        with self._lock:  # revoking the lease waits: its pages stay until they are copied
             error = self._refused(question)
             if error:
                 return [json.dumps({"error": error}).encode() + b"\n"]
@@ -155,7 +154,7 @@ class SocketTransport:
 
 
 class SocketRead:
-    """Bytes are written to the local blocks by the caller of `wait`, and by nobody else."""
+    """A `Read` over TCP: only the caller of `wait` writes to the local blocks."""
 
     settled = True
 
@@ -208,7 +207,7 @@ class SocketRead:
 
 
 def _connected(address: Mapping[str, Any], deadline: float) -> socket.socket:
-    """Raises TransferError: nobody listens there."""
+    """A connection to a rank. Raises TransferError: nothing listens at its address."""
     place = str(address["host"]), int(address["port"])
     try:
         peer = socket.create_connection(place, timeout=max(deadline - time.monotonic(), 1e-3))
@@ -241,7 +240,7 @@ def _line(peer: socket.socket, deadline: float) -> bytes:
 
 
 def _left(deadline: float) -> float:
-    """Raises TimeoutError when nothing is left."""
+    """Seconds until a deadline. Raises TimeoutError: it has passed."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError

@@ -1,4 +1,4 @@
-"""What every transport of pages offers, and the one between engines of one process."""
+"""The interface of transports, which copy pages of one engine into another's, and the one within a process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Blocks = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """One read of one rank.
+    """What one rank reads for one request.
 
     Attributes:
         source: the engine that holds the pages. lease: of the request there.
@@ -42,52 +42,49 @@ class ReadPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are read."""
+        """Number of bytes to read."""
         regions = self.local.regions
         return sum(s.length * len(self.local_blocks[regions[s.local].group]) for s in self.segments)
 
 
 class Read(Protocol):
-    """A read that was started."""
+    """A read that is under way."""
 
     def wait(self, deadline: float) -> None:
-        """Until every byte is there.
-
-        Args:
-            deadline: `time.monotonic` seconds.
+        """Wait until every byte is there. deadline: in `time.monotonic` seconds.
 
         Raises:
-            TransferTimeoutError: they are not by then; see `settled`.
-            TransferError: they will never be.
+            TransferTimeoutError: the deadline passed first; see `settled`.
+            TransferError: the bytes will never be there.
         """
 
     @property
     def settled(self) -> bool:
-        """Whether nothing can be written to the local blocks any more. They may be used again only then."""
+        """Whether nothing can write to the local blocks any more. Only then may they be reused."""
 
 
 class Transport(Protocol):
-    """One engine's way to others. Any thread may call it."""
+    """An engine's way to read from others and to be read. Any thread may call it."""
 
     name: str
 
     def start(self, engine: str, bounds: Sequence[Bound], device: str) -> Mapping[str, Any]:
-        """Make this rank's regions readable; its address, for `RankTable`."""
+        """Make this rank's regions readable. Returns its address, for `RankTable`."""
 
     def grant(self, lease: str, blocks: Blocks) -> None:
-        """Let whoever knows the lease read these blocks."""
+        """Allow readers that know the lease to read these blocks."""
 
     def revoke(self, lease: str) -> None:
-        """No longer, as far as the transport can prevent it. Idempotent."""
+        """Forbid it again, as far as the transport can. Idempotent."""
 
     def read(self, plan: ReadPlan) -> Read:
         """Start a read. Raises TransferError: the source cannot be reached."""
 
     def finish(self, plan: ReadPlan) -> None:
-        """Tell the source that the read is done and its pages may be used again; an error is nobody's: leases end."""
+        """Tell the source that the read is done and its pages may be reused. Errors are ignored: leases end."""
 
     def finished(self) -> list[str]:
-        """Leases of reads from here that are done, each once."""
+        """Leases whose readers have finished since the last call."""
 
     def close(self) -> None:
         """Stop serving and reading. Idempotent."""
@@ -133,10 +130,10 @@ class LocalTransport:
         return LocalRead(source, self._bounds, plan)
 
     def copy(self, bounds: Sequence[Bound], plan: ReadPlan) -> None:
-        """Copy what a plan reads from here into the regions `bounds` of the reader.
+        """Copy a plan's blocks from this engine into the reader's regions `bounds`.
 
         Raises:
-            TransferError: the pages are no longer held, or blocks of another lease are asked for.
+            TransferError: the pages are no longer held, or blocks of another lease are requested.
         """
         with self._lock:
             if plan.lease not in self._granted:
@@ -157,7 +154,7 @@ class LocalTransport:
             source.note(plan.lease)
 
     def note(self, lease: str) -> None:
-        """A reader is done."""
+        """Note that a reader has finished."""
         self._finished.append(lease)
 
     def finished(self) -> list[str]:
@@ -170,7 +167,7 @@ class LocalTransport:
 
 
 class LocalRead:
-    """A copy; it is made when it is waited for."""
+    """A `Read` within the process: `wait` makes the copy."""
 
     settled = True
 
@@ -185,7 +182,7 @@ class LocalRead:
 
 
 def taken(blocks: torch.Tensor, numbers: Sequence[int], offset: int, length: int) -> torch.Tensor:
-    """[n, length] bytes of some blocks of a region, uint8."""
+    """[n, length] uint8, bytes of some blocks of a region."""
     index = torch.tensor(list(numbers), dtype=torch.int64, device=blocks.device)
     return _wide(blocks[:, offset : offset + length]).index_select(0, index).view(torch.uint8)
 
@@ -199,12 +196,12 @@ def put(blocks: torch.Tensor, numbers: Sequence[int], segment: Segment, piece: t
 
 
 def _wide(blocks: torch.Tensor) -> torch.Tensor:
-    """A view of bytes by the eight where they lie so, which torch copies several times faster; else as they are."""
+    """A view of bytes as int64 where alignment allows, which torch copies several times faster; else the bytes."""
     lies = (blocks.data_ptr(), blocks.storage_offset(), blocks.stride(0), blocks.shape[1])
     return blocks.view(torch.int64) if not any(n % 8 for n in lies) else blocks
 
 
 def synchronize(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for what was launched on the tensors' GPUs: other streams read next what was written here."""
+    """Wait for what was launched on the tensors' GPUs, before other streams read what it wrote."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)

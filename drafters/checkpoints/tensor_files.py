@@ -7,10 +7,10 @@ import os
 import pickle
 import stat
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import constants
@@ -19,6 +19,8 @@ from huggingface_hub.utils import get_session, validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 from drafters.errors import HeadLoadError
+
+H = TypeVar("H", bound=torch.nn.Module)
 
 HUB_SECONDS = 3.0
 """How long the hub may take to answer the first request."""
@@ -313,3 +315,16 @@ def _unpickle(file: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
     ):
         raise HeadLoadError(f"{file} must hold a plain dictionary of tensors")
     return weights
+
+
+def filled(head: H, weights: Mapping[str, torch.Tensor]) -> H:
+    """A head whose parameters are these tensors from now on, ready for inference.
+
+    Raises:
+        HeadLoadError: tensors with NaN or infinity, all named (exporters leave what was never loaded as NaN).
+    """
+    broken = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
+    if broken:
+        raise HeadLoadError(f"tensors with NaN or infinity after the cast to the requested dtype: {', '.join(broken)}")
+    head.load_state_dict(weights, assign=True)
+    return head.eval().requires_grad_(False)

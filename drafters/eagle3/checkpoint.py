@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from attention.errors import InvalidInputError
 from drafters.checkpoints.config_fields import Field, HeadReport, check_tensors, lookup, unread_fields
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
-from drafters.checkpoints.tensor_files import CheckpointFolder, locate, open_folder, read_json
+from drafters.checkpoints.tensor_files import CheckpointFolder, filled, locate, open_folder, read_json
 from drafters.eagle3.formats import AUX_KEYS, flattened, format_of
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.layout import TargetSizes, canonical_names, resolve_spec, rotary_buffers, spec_to_config
@@ -28,6 +29,7 @@ from drafters.vocab import check_map, mask_of, most_frequent, offsets_of
 _MAPS = ("d2t", "t2d")
 _NO_OVERRIDES = Eagle3Overrides()
 log = logging.getLogger(__name__)
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,29 @@ class TargetFacts:
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """A head's folder resolved against a target, nothing loaded yet."""
+class Opened(Generic[S]):
+    """A head's folder resolved against a target, nothing loaded yet; names: parameter -> in the files."""
 
     folder: CheckpointFolder
+    layout: str
     names: Mapping[str, str]
-    spec: Eagle3Spec
+    spec: S
     fields: tuple[Field, ...]
 
-    def shape(self, parameter: str) -> tuple[int, ...]:
-        return self.folder.tensors[self.names[parameter]].shape
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, by parameter."""
+        return {parameter: self.folder.tensors[full].shape for parameter, full in self.names.items()}
+
+    def load(self) -> dict[str, torch.Tensor]:
+        """All tensors, by parameter."""
+        stored = self.folder.load(self.names.values())
+        return {parameter: stored[full] for parameter, full in self.names.items()}
+
+    @property
+    def report(self) -> HeadReport:
+        """What it was resolved to."""
+        sizes = (math.prod(shape) for parameter, shape in self.shapes().items() if parameter not in _MAPS)
+        return HeadReport(self.folder.path, self.layout, self.fields, sum(sizes))
 
 
 def load_eagle3(
@@ -83,16 +98,13 @@ def load_eagle3(
         HeadMismatchError: the head was made for another target.
     """
     opened = _open(path, target, overrides)
-    stored = opened.folder.load(opened.names.values())
-    weights = {parameter: stored[name] for parameter, name in opened.names.items()}
+    weights = opened.load()
     d2t = _read_map(opened, weights)
-    head = _empty_head(opened.spec, target, d2t)
     cast = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items() if name not in _MAPS}
-    check_finite(cast)
-    head.load_state_dict(cast, assign=True)
-    head.checkpoint_report = _report(opened)
+    head = filled(_empty_head(opened.spec, target, d2t), cast)
+    head.checkpoint_report = opened.report
     log.info("%s", head.checkpoint_report)
-    return head.eval().requires_grad_(False)
+    return head
 
 
 def describe_eagle3(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
@@ -101,7 +113,7 @@ def describe_eagle3(path: str | Path, target: TargetFacts, overrides: Eagle3Over
     Raises:
         HeadLoadError, HeadMismatchError: as `load_eagle3`, except for what only the values show.
     """
-    return _report(_open(path, target, overrides))
+    return _open(path, target, overrides).report
 
 
 def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
@@ -193,7 +205,7 @@ def unread_keys(folder: CheckpointFolder, overrides: Eagle3Overrides) -> tuple[F
     return unread_fields(folder.config, {*KEYS, *nested}, layers_are_chosen=overrides.aux_layers is not None)
 
 
-def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
+def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> Opened[Eagle3Spec]:
     folder, layout, short, stray = open_head(path)
     require(layout, Layout.EAGLE3, folder.config, short)
     files = folder.tensors
@@ -208,7 +220,8 @@ def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> 
         raise HeadMismatchError(f"{folder.path}: {error}") from error
     except (HeadLoadError, InvalidInputError) as error:
         raise HeadLoadError(f"{folder.path}: {error}") from error
-    opened = _Opened(folder, names, spec, (*fields, *ignored_field(stray)))
+    kind = f"EAGLE-3, {format_of(folder.config).name} layout"
+    opened = Opened(folder, kind, names, spec, (*fields, *ignored_field(stray)))
     _check_shapes(opened)
     return opened
 
@@ -224,7 +237,7 @@ def target_vocab_size(folder: CheckpointFolder, target: TargetFacts, overrides: 
     return padded if lookup(config, "vocab_size") == padded else target.vocab_size
 
 
-def _check_shapes(opened: _Opened) -> None:
+def _check_shapes(opened: Opened[Eagle3Spec]) -> None:
     spec = opened.spec
     meta = torch.device("meta")
     embedding = torch.empty(spec.vocab_size, spec.target_hidden_size, device=meta)
@@ -237,12 +250,12 @@ def _check_shapes(opened: _Opened) -> None:
     sizes = {"d2t": (spec.draft_vocab_size,), "t2d": (spec.vocab_size,)}
     expected |= {name: sizes[name] for name in _MAPS if name in opened.names}
     try:
-        check_tensors({parameter: opened.shape(parameter) for parameter in opened.names}, expected)
+        check_tensors(opened.shapes(), expected)
     except HeadLoadError as error:
         raise HeadLoadError(f"{opened.folder.path}: {error}") from error
 
 
-def _read_map(opened: _Opened, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+def _read_map(opened: Opened[Eagle3Spec], weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     d2t = weights.get("d2t")
     if d2t is None:
         return None
@@ -258,23 +271,6 @@ def _empty_head(spec: Eagle3Spec, target: TargetFacts, d2t: torch.Tensor | None)
     embedding = target.embedding[: spec.vocab_size]
     lm_head = target.lm_head[: spec.draft_vocab_size]
     return Eagle3Head(spec, embedding, lm_head, d2t, torch.device("meta"))
-
-
-def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
-    """Refuse weights with NaN or infinity (exporters leave what was never loaded as NaN).
-
-    Raises:
-        HeadLoadError: with the names of all such tensors.
-    """
-    broken = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
-    if broken:
-        raise HeadLoadError(f"tensors with NaN or infinity after the cast to the requested dtype: {', '.join(broken)}")
-
-
-def _report(opened: _Opened) -> HeadReport:
-    layout = f"EAGLE-3, {format_of(opened.folder.config).name} layout"
-    sizes = (torch.Size(opened.shape(name)).numel() for name in opened.names if name not in _MAPS)
-    return HeadReport(opened.folder.path, layout, opened.fields, sum(sizes))
 
 
 STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}

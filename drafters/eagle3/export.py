@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -137,25 +137,13 @@ def problems_of(spec: Eagle3Spec, layout: ExportLayout) -> list[str]:
     problems = [
         f"{f.name} = {getattr(spec, f.name)!r} ({_UNWRITTEN.get(f.name, 'it has no place in it')})"
         for f in fields(spec)
-        if f.name not in known and getattr(spec, f.name) != _default(f)
+        if f.name not in known and getattr(spec, f.name) != f.default
     ]
     if spec.rope.kind not in _ROPE_KINDS:
         problems.append(
             f"rope of type {spec.rope.kind!r} (computed differently there; known: {', '.join(_ROPE_KINDS)})"
         )
     return problems + [said for wrong, said in _RULES[layout] if wrong(spec)]
-
-
-def _default(field: Any) -> Any:
-    return field.default if field.default is not MISSING else field.default_factory()
-
-
-def _uneven_biases(spec: Eagle3Spec) -> bool:
-    return spec.qkv_bias != spec.o_bias
-
-
-def _one_state_of_own_width(spec: Eagle3Spec) -> bool:
-    return spec.has_fc and spec.aux_size == spec.hidden_size
 
 
 _Rule = tuple[Callable[[Eagle3Spec], bool], str]
@@ -170,7 +158,10 @@ _RULES: Mapping[ExportLayout, tuple[_Rule, ...]] = {
             lambda spec: spec.target_hidden_size != spec.hidden_size,
             "target_hidden_size other than hidden_size (its fc reads states of the head's own width)",
         ),
-        (_uneven_biases, "qkv_bias without o_bias, or the reverse (its attention_bias means both)"),
+        (
+            lambda spec: spec.qkv_bias != spec.o_bias,
+            "qkv_bias without o_bias, or the reverse (its attention_bias means both)",
+        ),
         (
             lambda spec: spec.qk_norm and spec.mlp_bias,
             "qk_norm and mlp_bias together (its qwen3 layers have no biases in the MLP)",
@@ -182,7 +173,7 @@ _RULES: Mapping[ExportLayout, tuple[_Rule, ...]] = {
             "own_embed (SGLang replaces it by the target's embedding where both are of one width)",
         ),
         (
-            _one_state_of_own_width,
+            lambda spec: spec.has_fc and spec.aux_size == spec.hidden_size,
             "one aux layer of the head's own width (SGLang tells by the width whether a state goes through fc)",
         ),
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 from attention.errors import InvalidInputError
 from drafters.base import Attend
 from drafters.checkpoints.config_fields import HeadReport
-from drafters.eagle3.spec import Attends, Eagle3Spec
+from drafters.eagle3.spec import Eagle3Spec, LayerSpec
 from drafters.errors import HeadMismatchError
 from drafters.loops.base import LoopSize
 from drafters.loops.chain import ChainLoop
@@ -21,38 +20,6 @@ from drafters.rope import Rotary, rotate
 from drafters.vocab import check_offsets, identity_offsets, ids_of, offsets_of
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
-
-
-class LayerSpec(Attends, Protocol):
-    """What decides the shape of a decoder layer; a head of any EAGLE has it."""
-
-    @property
-    def hidden_size(self) -> int:
-        """H."""
-
-    @property
-    def intermediate_size(self) -> int:
-        """Width of the MLP."""
-
-    @property
-    def rms_norm_eps(self) -> float:
-        """Of all norms."""
-
-    @property
-    def qkv_bias(self) -> bool:
-        """Whether q, k and v have biases."""
-
-    @property
-    def o_bias(self) -> bool:
-        """Whether the attention's output has one."""
-
-    @property
-    def mlp_bias(self) -> bool:
-        """Whether the MLP has them."""
-
-    @property
-    def qk_norm(self) -> bool:
-        """Whether q and k are normalised per head before RoPE."""
 
 
 class Eagle3Attention(nn.Module):

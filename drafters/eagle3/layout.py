@@ -183,6 +183,7 @@ def resolve_sizes(config: Config, target: TargetSizes) -> list[Field]:
     is_llama4 = lookup(config, "model_type") == "llama4_text"
     mlp_key = "intermediate_size_mlp" if is_llama4 else "intermediate_size"
     heads = read(config, "num_heads", int, "num_attention_heads")
+    head_dim = hidden.value // max(heads.value, 1)
     return [
         hidden,
         target_hidden,
@@ -190,7 +191,7 @@ def resolve_sizes(config: Config, target: TargetSizes) -> list[Field]:
         read(config, "intermediate_size", int, mlp_key),
         heads,
         _or_other(config, "num_kv_heads", "num_key_value_heads", heads),
-        _head_dim(config, hidden.value, heads.value),
+        read(config, "head_dim", int, default=head_dim, default_source="default: hidden_size / num_heads"),
     ]
 
 
@@ -214,11 +215,6 @@ def resolve_num_layers(config: Config, shapes: Shapes, target: TargetSizes) -> F
 
 def _or_other(config: Config, name: str, key: str, other: Field) -> Field:
     return read(config, name, int, key, default=other.value, default_source=f"default: {other.name}")
-
-
-def _head_dim(config: Config, hidden_size: int, num_heads: int) -> Field:
-    source = "default: hidden_size / num_heads"
-    return read(config, "head_dim", int, default=hidden_size // max(num_heads, 1), default_source=source)
 
 
 def _vocabulary(config: Config, shapes: Shapes) -> list[Field]:

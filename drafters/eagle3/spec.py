@@ -1,9 +1,9 @@
-"""Eagle3Spec: everything that decides the shape and the arithmetic of an EAGLE-3 head."""
+"""LayerSpec and Eagle3Spec: everything that decides the shape and the arithmetic of an EAGLE head."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from attention.errors import InvalidInputError
 from attention.spec import AttentionSpec
@@ -11,50 +11,70 @@ from drafters.base import FINAL_NORM
 from drafters.rope import RopeSpec
 
 
-@dataclass(frozen=True)
-class Eagle3Spec:
-    """One EAGLE-3 head, as its own checkpoint defines it; nothing here is taken over from the target by default.
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """The sizes and decoder layers of an EAGLE head of any kind.
 
     Attributes:
-        hidden_size, target_hidden_size: H and Ht. intermediate_size: width of the MLP.
-        num_heads, num_kv_heads, head_dim: Hq, Hkv, D. vocab_size, draft_vocab_size: V and Vd.
-        aux_layers: layer boundaries of the aux hidden states, ascending, or (FINAL_NORM,) for a head on the last state.
+        hidden_size: H. intermediate_size: width of the MLP. vocab_size: V.
+        num_heads, num_kv_heads, head_dim: Hq, Hkv, D.
         rms_norm_eps, rope: from the head's configuration.
-        input_norm: one RMSNorm over the concatenated aux hidden states before `fc`; fc_norm: one for each of them.
-        norm_before_residual: the residual is the normalised hidden state instead of the raw one.
-        feedback: what the next draft step gets: the block output or its final norm.
         fc_bias, qkv_bias, o_bias, mlp_bias: biases of `fc`; of q, k and v, of the attention's output, of the MLP, in
             every layer. qk_norm: RMSNorm per head on q and k before RoPE.
-        own_embed, own_lm_head: the head brings its own; otherwise the target's is shared.
-        num_layers: decoder layers; the first is the EAGLE-3 layer, further ones are plain pre-norm layers.
-        windowed_layers, window: layers whose queries see `window` positions only, their own included.
+        num_layers: decoder layers. windowed_layers, window: those whose queries see `window` positions only, their own
+            included.
     """
 
     hidden_size: int
-    target_hidden_size: int
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    draft_vocab_size: int
-    aux_layers: tuple[int, ...]
     rms_norm_eps: float = 1e-5
     rope: RopeSpec = field(default_factory=RopeSpec)
     fc_bias: bool = False
-    input_norm: bool = False
-    fc_norm: bool = False
-    norm_before_residual: bool = False
-    feedback: Literal["pre_norm", "post_norm"] = "pre_norm"
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    own_embed: bool = False
-    own_lm_head: bool = True
     num_layers: int = 1
     windowed_layers: tuple[int, ...] = ()
     window: int | None = None
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """What each attention layer of the head needs of a kernel."""
+        dim = self.head_dim
+        full = AttentionSpec(self.num_heads, self.num_kv_heads, dim, dim, scale=dim**-0.5)
+        near = replace(full, window=self.window)
+        return tuple(near if layer in self.windowed_layers else full for layer in range(self.num_layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Spec(LayerSpec):
+    """One EAGLE-3 head, as its own checkpoint defines it; nothing here is taken over from the target by default.
+
+    The first of its layers is the EAGLE-3 layer, further ones are plain pre-norm layers.
+
+    Attributes:
+        target_hidden_size: Ht. draft_vocab_size: Vd.
+        aux_layers: layer boundaries of the aux hidden states, ascending, or (FINAL_NORM,) for a head on the last state.
+        input_norm: one RMSNorm over the concatenated aux hidden states before `fc`; fc_norm: one for each of them.
+        norm_before_residual: the residual is the normalised hidden state instead of the raw one.
+        feedback: what the next draft step gets: the block output or its final norm.
+        own_embed, own_lm_head: the head brings its own; otherwise the target's is shared.
+    """
+
+    target_hidden_size: int
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    input_norm: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    feedback: Literal["pre_norm", "post_norm"] = "pre_norm"
+    own_embed: bool = False
+    own_lm_head: bool = True
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes or choices that contradict each other."""
@@ -102,47 +122,6 @@ class Eagle3Spec:
     def aux_size(self) -> int:
         """Width of the concatenated aux hidden states, A·Ht."""
         return len(self.aux_layers) * self.target_hidden_size
-
-    @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """What each attention layer of the head needs of a kernel."""
-        return attention_specs(self)
-
-
-class Attends(Protocol):
-    """What decides a head's attention layers; a head of any EAGLE has it."""
-
-    @property
-    def num_heads(self) -> int:
-        """Hq."""
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Hkv."""
-
-    @property
-    def head_dim(self) -> int:
-        """D."""
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-
-    @property
-    def windowed_layers(self) -> tuple[int, ...]:
-        """Layers with a sliding window."""
-
-    @property
-    def window(self) -> int | None:
-        """Its length in positions."""
-
-
-def attention_specs(spec: Attends) -> tuple[AttentionSpec, ...]:
-    """What each attention layer of a head needs of a kernel."""
-    dim = spec.head_dim
-    full = AttentionSpec(spec.num_heads, spec.num_kv_heads, dim, dim, scale=dim**-0.5)
-    near = replace(full, window=spec.window)
-    return tuple(near if layer in spec.windowed_layers else full for layer in range(spec.num_layers))
 
 
 def check_windows(layers: tuple[int, ...], window: int | None, num_layers: int) -> None:

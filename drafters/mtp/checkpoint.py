@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from drafters.checkpoints.config_fields import Field, HeadReport, by_presence, check_tensors, lookup
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
-from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder
+from drafters.checkpoints.tensor_files import CheckpointFolder, filled, open_folder
 from drafters.errors import HeadLoadError
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.families import (
@@ -266,18 +266,15 @@ def _load_module(
     stored = folder.load(full for rest, full in names.items() if rest not in shared)
     weights = {family.rename(rest): stored[full] for rest, full in names.items() if rest not in shared}
     weights = as_modules_are_named(weights, target.config.model_type)
-    weights = stack_experts(dequantise(weights, _block_size(folder)))
+    rows, columns = lookup(folder.config, "quantization_config.weight_block_size") or (128, 128)
+    weights = stack_experts(dequantise(weights, (int(rows), int(columns))))
     mixers = mixers_of(target.config) if family.numbered else ()
     attention = "full_attention" if mixers else attention_of(target.config, module)[0]
     head = MtpHead(_spec(family, weights, convention, mixers, attention), target, torch.device("meta"))
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     check_tensors({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected)
     cast = {name: t.to(device, _dtype_of(name, dtype)) for name, t in weights.items()}
-    broken = [name for name, tensor in cast.items() if not bool(torch.isfinite(tensor).all())]
-    if broken:
-        raise HeadLoadError(f"tensors with NaN or infinity: {', '.join(broken)}")
-    head.load_state_dict(cast, assign=True)
-    return head.eval().requires_grad_(False)
+    return filled(head, cast)
 
 
 def _spec(
@@ -301,11 +298,6 @@ def _spec(
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     """Routing biases stay float32, as transformers keeps them."""
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
-
-
-def _block_size(folder: CheckpointFolder) -> tuple[int, int]:
-    rows, columns = lookup(folder.config, "quantization_config.weight_block_size") or (128, 128)
-    return int(rows), int(columns)
 
 
 def _check_shared(folder: CheckpointFolder, name: str, shared: torch.Tensor, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Training data of a head: questions from a JSONL file, and the target's answers, kept on disk as they come."""
+"""Training data of a head: questions from a JSONL file, and the target's answers, stored on disk as they come."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,10 @@ Message = dict[str, str]
 
 
 def read_questions(path: str | Path) -> list[list[Message]]:
-    """Read conversations that end with the user's turn; the answers are left to the target.
+    """Read conversations that end with the user's turn; the target will answer them. One list of {"role", "content"} a
+    line.
 
     A line holds `messages` (a chat; assistant turns at its end are dropped), or `prompt` or `question` (one user turn).
-
-    Returns:
-        One list of {"role", "content"} per line.
 
     Raises:
         InvalidInputError: the file is missing, empty or no UTF-8 text, or a line (named by its number) is none of
@@ -120,7 +117,7 @@ class AnswerSet:
         """Split off `held_out` sequences at random: (rest, held out).
 
         Raises:
-            InvalidInputError: nothing would remain on one side.
+            InvalidInputError: one side would be empty.
         """
         if not 0 < held_out < len(self):
             raise InvalidInputError(f"of {len(self)} sequences 1 to {len(self) - 1} can be held out, not {held_out}")
@@ -134,19 +131,16 @@ class AnswerSet:
         return _flatten(sequences, np.concatenate([part.answer_starts for part in parts]))
 
     def digest(self) -> str:
-        """SHA-256 of all of it, in hex."""
+        """SHA-256 of tokens and offsets, in hex."""
         arrays = (self.tokens, self.starts, self.answer_starts)
         return hashlib.sha256(b"".join(np.ascontiguousarray(array, "<i8").tobytes() for array in arrays)).hexdigest()
 
 
 def answer(prompts: Sequence[Sequence[int]], regenerate: Regenerate, max_length: int) -> AnswerSet:
-    """Let the target answer the prompts.
+    """Let the target answer the prompts (token ids of each), by `regenerate`.
 
-    Args:
-        prompts: token ids of each prompt.
-        regenerate: generates the answers.
-        max_length: longer sequences are cut; one whose answer keeps fewer than two tokens is left out (a draft
-            needs a bonus token and a token after it).
+    Longer sequences than `max_length` are cut; one whose answer keeps fewer than two tokens is left out (a draft needs
+    a bonus token and a token after it).
 
     Raises:
         InvalidInputError: the number of answers differs from that of the prompts, or no sequence is left.
@@ -168,26 +162,21 @@ def _flatten(sequences: list[np.ndarray], answer_starts: np.ndarray) -> AnswerSe
 
 
 _SYNC_SECONDS = 1.0
-"""A killed process loses no answer; a power failure at most those of the last second."""
+"""Between two syncs: a killed process loses no answer, a power failure at most those of this time."""
 
 
 class AnswerStore:
-    """Answers by the index of their question. Reads what an earlier process kept; a context manager.
+    """Answers on disk by the index of their question, including those of earlier processes. A context manager.
 
     A line is a JSON object with `index`, `token_ids` and `check`, a hash of both and of the store's key: a line that
-    was cut off, altered, or comes from another store is not taken for an answer.
+    was cut off, altered, or comes from another store is ignored.
 
     Attributes:
-        path: the file.
-        answers: token ids by index.
-        damaged: whole lines that were left out when the file was read.
+        path: the file. answers: token ids by index. damaged: whole lines that were ignored when the file was read.
     """
 
     def __init__(self, path: Path, key: str) -> None:
-        """Read `path`, when there is one.
-
-        Args:
-            key: identifies prompts, target and limits.
+        """Read `path`, if it exists. key: identifies prompts, target and limits.
 
         Raises:
             RunFolderError: the file cannot be read or repaired.
@@ -206,16 +195,14 @@ class AnswerStore:
     def __enter__(self) -> AnswerStore:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def add(self, index: int, token_ids: list[int]) -> None:
-        """Keep an answer; it outlives the process when this returns.
+        """Append an answer; once this returns it outlives the process.
 
         Raises:
-            RunFolderError: the file cannot be written; what was kept before stays.
+            RunFolderError: the file cannot be written; what was stored before stays.
         """
         try:
             self._file.write(self._line(index, token_ids))
@@ -270,5 +257,5 @@ class AnswerStore:
 
 
 def kept_answers(folder: Path) -> int:
-    """Lines in all stores of a folder, to tell a person what is there."""
+    """Number of lines in all answer stores of a folder, for display."""
     return sum(path.read_bytes().count(b"\n") for path in folder.glob("answers-*.jsonl") if os.access(path, os.R_OK))

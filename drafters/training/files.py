@@ -23,7 +23,7 @@ def write_file(path: Path, content: bytes) -> None:
     """Write a whole file or nothing: to a temporary file, synced to the disk, then renamed.
 
     Raises:
-        RunFolderError: it cannot be written; an earlier file of that name stays as it is.
+        RunFolderError: it cannot be written; an earlier file of that name stays.
     """
     partial = path.with_name(f".{path.name}{_PARTIAL}")
     try:
@@ -73,7 +73,7 @@ def whole_folder(path: Path, *, manifest: bool = True) -> Iterator[Path]:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a folder written by `whole_folder`, compared with its manifest; None when nothing is."""
+    """How a folder written by `whole_folder` differs from its manifest, in words; None if it does not."""
     try:
         listed = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -113,7 +113,7 @@ def _entry(file: Path) -> dict[str, int | str]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make renames in `folder` last; Windows opens no folders and needs none of this."""
+    """Make renames in `folder` durable; Windows opens no folders and needs none of this."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)

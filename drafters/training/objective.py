@@ -1,4 +1,4 @@
-"""Batches for training a head, its loss (soft cross-entropy) and its measure (greedy chain acceptance)."""
+"""Batches for training a head, its loss (soft cross-entropy) and its metric (greedy chain acceptance)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drafters.training.data import AnswerSet
 from drafters.unroll import shift_left, unroll
 
 _MEGABATCH = 16
-"""Batches that are sorted by length together, so that a batch has sequences of similar length."""
+"""Batches whose sequences are sorted by length together, so that a batch has similar lengths."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Batch:
 
 
 def epoch_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Indices of every batch of an epoch: a function of its arguments alone, so that a resumed run sees the same.
+    """Indices of every batch of an epoch, determined by the arguments, so that a resumed run sees the same.
 
-    Sequences are shuffled, sorted by length inside groups of `16 * batch_size` (give or take a fifth, so that
-    neighbours change from epoch to epoch), cut into batches, and the batches shuffled. An incomplete last batch is
-    left out, unless it is the only one.
+    Sequences are shuffled, sorted by length inside groups of `16 * batch_size` (with lengths scaled by up to a fifth,
+    so that neighbours change from epoch to epoch), cut into batches, and the batches shuffled. An incomplete last batch
+    is left out, unless it is the only one.
     """
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(len(lengths))
@@ -90,7 +90,7 @@ Features = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tens
 
 @dataclass(frozen=True)
 class Outcome:
-    """Loss and counts of one batch; tensors, so that nothing waits for the device.
+    """Loss and counts of one batch, as tensors, so that nothing waits for the device.
 
     Attributes:
         loss: scalar, the decayed sum over steps.
@@ -104,10 +104,9 @@ class Outcome:
 
 
 def chain_mask(answer: torch.Tensor, step: int) -> torch.Tensor:
-    """Rows [B, S] whose chain is inside an answer up to the token that `step` predicts.
+    """Rows [B, S] whose chain is inside an answer up to the token that `step` predicts. answer [B, S] bool.
 
     Row p's chain has its bonus token at p+1 and predicts p+2 at step 0; all of p+1 … p+2+step must be answer tokens.
-    answer [B, S] bool.
     """
     mask = shift_left(answer, 1)
     for offset in range(2, step + 3):
@@ -137,8 +136,8 @@ def evaluate_batch(
 ) -> Outcome:
     """Run the training-time test on a batch and score every step.
 
-    A draft counts as accepted when it is the answer's own token and all drafts before it were: on answers that the
-    target generated greedily, that is what greedy verification accepts.
+    A draft counts as accepted when it is the answer's own token and all drafts before it were: greedy verification
+    accepts just these, as the target generated the answers greedily.
 
     Args:
         aux_hidden_states, logits: the target's features of `batch.token_ids`, [B, S, A·Ht] and [B, S, V].

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: a killed run continues where it was and ends with the same head."""
+"""Checkpoints of a training run: a killed run continues from the last one and ends with the same head."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from drafters.training.train_config import TrainConfig
 
 TrainedHead = TypeVar("TrainedHead", Eagle3Head, MtpHead)
 Save = Callable[[TrainedHead, Path], Path]
-"""Writes a head into a folder, in the layout that its loader reads; returns the folder."""
+"""Writes a head into a folder, in its loader's layout; returns the folder."""
 
 FREE_SETTINGS = ("log_every", "keep_checkpoints", "checkpoint_every")
-"""Settings that may differ between a run and its continuation: they do not touch the result."""
+"""Settings that may differ between a run and its continuation: they do not change the result."""
 _NAME = re.compile(r"step-(\d+)")
 _STATE, _EVALUATION = "trainer.pt", "evaluation.json"
 _PARTS = ("step", "config", "data", "head", "optimizer", "scheduler", "history", "rng", "cuda_rng")
-"""Of the state in trainer.pt."""
+"""Keys of the state in trainer.pt."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured after `step` optimizer steps.
+    """Results after `step` optimizer steps.
 
     Attributes:
         loss: of the step's batch.
@@ -57,7 +57,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Learner(Generic[TrainedHead]):
-    """Everything with state in a run."""
+    """Everything in a run that has state."""
 
     head: TrainedHead
     optimizer: torch.optim.Optimizer
@@ -66,10 +66,10 @@ class Learner(Generic[TrainedHead]):
 
 @dataclass(frozen=True)
 class Run:
-    """What a checkpoint must agree with.
+    """What a checkpoint must agree with to be continued.
 
     Attributes:
-        folder: of the checkpoints; config: of the run; data: digest of the answers it learns from and measures on.
+        folder: of the checkpoints; config: of the run; data: digest of the answers it learns from and is measured on.
     """
 
     folder: Path
@@ -80,14 +80,12 @@ class Run:
 def save_checkpoint(
     run: Run, step: int, learner: Learner[TrainedHead], history: list[Measurement], save: Save[TrainedHead]
 ) -> Path:
-    """Write step-N into the run's folder, whole or not at all: the head in its layout, and trainer.pt. Old ones go.
-
-    Returns:
-        The checkpoint's folder.
+    """Write step-N into the run's folder, whole or not at all: the head in its layout, and trainer.pt. Deletes old
+    ones.
 
     Raises:
         TrainingDivergedError: a weight is not finite; nothing is written.
-        RunFolderError: it cannot be written; the checkpoints before stay.
+        RunFolderError: it cannot be written; earlier checkpoints stay.
     """
     _check_finite(learner.head, step)
     final = run.folder / f"step-{step:07d}"
@@ -121,12 +119,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def restore(run: Run, learner: Learner[TrainedHead], console: Console) -> tuple[int, list[Measurement]]:
-    """Put the newest undamaged checkpoint's state into `learner`; without a checkpoint nothing changes.
+    """Load the newest undamaged checkpoint into `learner`; returns its step and measurements. Without one: (0, []).
 
     Damaged checkpoints are named on `console` and renamed to step-N.damaged.
-
-    Returns:
-        Steps already made and what was measured so far.
 
     Raises:
         InvalidInputError: the checkpoint is of a run with another configuration, other answers or another head.
@@ -152,7 +147,7 @@ def keep_evaluation(checkpoint: Path, evaluation: Mapping[str, float]) -> None:
 
 
 def kept_evaluation(checkpoint: Path) -> dict[str, float] | None:
-    """What `keep_evaluation` wrote; None when there is nothing readable."""
+    """What `keep_evaluation` wrote; None if nothing readable is there."""
     try:
         found = json.loads((checkpoint / _EVALUATION).read_bytes())
     except (OSError, ValueError):
@@ -192,7 +187,7 @@ def _newest_good(found: list[Path], console: Console) -> tuple[Path, dict[str, A
 
 
 def _read_state(file: Path) -> tuple[dict[str, Any], str | None]:
-    """The state and None; or nothing and why."""
+    """(state, None), or ({}, reason why it cannot be read)."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

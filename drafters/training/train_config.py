@@ -1,4 +1,4 @@
-"""TrainConfig: everything that decides a training run, besides its data."""
+"""TrainConfig: all settings of a training run, except its data."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""train: the training loop of a head of any family, and its display."""
+"""The training loop of a head of any family (`train`), and its progress display."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic
 
 import torch
@@ -35,7 +34,7 @@ from drafters.training.train_config import TrainConfig
 
 
 class TrainingDisplay:
-    """A progress bar with the loss; every measurement becomes a line above it. A context manager."""
+    """A progress bar with the loss, and a line above it for every measurement. A context manager."""
 
     def __init__(self, console: Console, steps: int, done: int) -> None:
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
@@ -46,13 +45,11 @@ class TrainingDisplay:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def advance(self, step: int) -> None:
-        """Show that `step` optimizer steps are made."""
+        """Show that `step` optimizer steps are done."""
         self._progress.update(self._task, completed=step)
 
     def loss(self, value: float) -> None:
@@ -72,13 +69,13 @@ Evaluate = Callable[[TrainedHead], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Answers to learn from, and answers to other questions that only measure."""
+    """Answers to learn from, and answers to other questions, only to measure on."""
 
     train: AnswerSet
     held_out: AnswerSet
 
     def digest(self) -> str:
-        """16 hex digits over all of it."""
+        """Hash of both sets, 16 hex digits."""
         return hashlib.sha256((self.train.digest() + self.held_out.digest()).encode()).hexdigest()[:16]
 
 
@@ -149,13 +146,6 @@ def train(
     return TrainResult(output / "head", tuple(history))
 
 
-def held_out_acceptance(outcomes: Iterable[Outcome]) -> tuple[float, ...]:
-    """Share of chains that are right up to and including draft 1, 2, … over all batches."""
-    accepted, possible = zip(*((o.accepted, o.possible) for o in outcomes), strict=True)
-    totals = torch.stack(accepted).sum(0) / torch.stack(possible).sum(0).clamp(min=1)
-    return tuple(totals.tolist())
-
-
 class _Scorer(Generic[TrainedHead]):
     """Scores batches: the target's features, then the training-time test under the run's precision."""
 
@@ -202,16 +192,18 @@ def _measure(
     head = score.head.eval()
     batches = held_out_batches(held_out, config.batch_size, config.pad_multiple, score.device)
     with torch.no_grad():
-        acceptance = held_out_acceptance(score(batch) for batch in batches)
+        outcomes = [score(batch) for batch in batches]
     head.train()
-    return Measurement(step, _finite(loss, step), acceptance)
+    accepted = torch.stack([outcome.accepted for outcome in outcomes]).sum(0)
+    possible = torch.stack([outcome.possible for outcome in outcomes]).sum(0)
+    return Measurement(step, _finite(loss, step), tuple((accepted / possible.clamp(min=1)).tolist()))
 
 
 @torch.no_grad()
 def _evaluated(
     evaluate: Evaluate[TrainedHead], head: TrainedHead, output: Path, console: Console
 ) -> Mapping[str, float]:
-    """The finished head's evaluation, kept next to its last checkpoint: a run killed in it continues with it."""
+    """Evaluate the finished head. The result is stored next to its last checkpoint, for a run killed meanwhile."""
     last = checkpoints(output)[-1]
     found = kept_evaluation(last)
     if found is None:

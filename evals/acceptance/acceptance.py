@@ -29,7 +29,7 @@ from evals.acceptance.summary import (
 )
 from evals.data.datasets import DataSet, digest
 from evals.errors import DataError
-from evals.runs.answers import Answer
+from evals.runs.answers import Answer, seconds_a_round
 from evals.runs.conversations import Asking, Configuration, Work
 from evals.runs.executor import Executor, Report, collect, warm_up
 from evals.runs.store import RunStore, data_facts, model_facts, versions
@@ -103,10 +103,8 @@ def best(table: Sequence[Prediction]) -> dict[int, Prediction]:
     """The fastest cell of each batch size within what was measured; none when no K there is faster than K = 0."""
     fastest: dict[int, Prediction] = {}
     for cell in table:
-        if cell.extrapolated:
-            continue
         rival = fastest.get(cell.batch_size)
-        if cell.speedup > (rival.speedup if rival else 1.0):
+        if not cell.extrapolated and cell.speedup > (rival.speedup if rival else 1.0):
             fastest[cell.batch_size] = cell
     return fastest
 
@@ -118,14 +116,14 @@ SPEED_RATIO = "Ratio of totals: (new tokens / wall seconds) of the second config
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run.
+    """An acceptance run.
 
     Attributes:
-        data, arms, asking: the questions, the ways of generating, how they are asked.
-        batch_size: questions generated together. warmup: passes over the first chunk that are not kept.
-        predict_batch_sizes: batch sizes to measure round times at, for the prediction, beside the run's own.
+        data, arms, asking: the questions, the configurations, how questions are asked.
+        batch_size: questions generated together. warmup: passes over the first chunk whose answers are dropped.
+        predict_batch_sizes: batch sizes to measure round times at, for the prediction, besides the run's own.
         worst: how many questions of lowest τ are shown with their drafts.
-        repeats: runs over all questions, whose times are taken together. No setting of the run: more can be added.
+        repeats: runs over all questions, whose times are taken together. Not among the settings: more can be added.
     """
 
     data: DataSet
@@ -144,7 +142,7 @@ def sweep(ks: Sequence[int]) -> tuple[Configuration, ...]:
 
 
 def settings(plan: Plan, facts: Json) -> Json:
-    """What the answers depend on: a run folder belongs to exactly one such value."""
+    """All that the answers depend on; a run folder belongs to exactly one such value."""
     found = {
         "data": data_facts(plan.data),
         "question_ids": digest([question.id for question in plan.data.questions]),
@@ -176,7 +174,7 @@ def run(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json
 
 
 def _repeat(executor: Executor, plan: Plan, store: RunStore, report: Report, number: int) -> dict[str, list[Answer]]:
-    """The answers of a further run by configuration, to those questions that failed in none of its configurations."""
+    """The answers of a further run by configuration, to the questions that failed in none of them."""
     arms = [replace(arm, name=f"{arm.name}, run {number}") for arm in plan.arms]
     answers = collect(executor, plan.data, arms, plan.asking, store, batch_size=plan.batch_size, report=report)
     found = by_arm(answers, arms)
@@ -184,7 +182,7 @@ def _repeat(executor: Executor, plan: Plan, store: RunStore, report: Report, num
 
 
 def _paired(arm: str, kept: list[Answer], repeated: Sequence[dict[str, list[Answer]]]) -> Repeats:
-    """The further runs of one configuration beside the target alone's, where all questions have answers."""
+    """The further runs of one configuration with the target alone's, where all questions have answers."""
     pairs = [(run[arm], run.get(BASELINE)) for run in repeated]
     return [pair for pair in pairs if [a.question_id for a in pair[0]] == [a.question_id for a in kept]]
 
@@ -220,20 +218,14 @@ def _document(
         "worst": _worst(executor, plan, kept),
     }
     if baseline is None:
-        document["differences"] = differences(*_pair(kept, plan.arms), seed)
+        left, right = plan.arms
+        document["differences"] = differences(kept[left.name], kept[right.name], (left, right), seed)
         document["definitions"]["speed_ratio"] = SPEED_RATIO
     else:
         document["definitions"]["prediction"] = PREDICTION_DEFINITION
         runs = 1 + min(len(each) for each in repeats.values())
         document["timing"] = {"prediction": _prediction(executor, plan, kept, summaries), "runs": runs}
     return document
-
-
-def _pair(
-    kept: dict[str, list[Answer]], arms: Sequence[Configuration]
-) -> tuple[list[Answer], list[Answer], tuple[Configuration, Configuration]]:
-    left, right = arms
-    return kept[left.name], kept[right.name], (left, right)
 
 
 def definitions() -> dict[str, str]:
@@ -251,7 +243,7 @@ def definitions() -> dict[str, str]:
 
 def _prediction(executor: Executor, plan: Plan, kept: dict[str, list[Answer]], summaries: Sequence[Json]) -> Json:
     """The speed-up table, from the acceptance of the largest K and the round times of the run or of a calibration."""
-    times = {plan.batch_size: {arm.k: _round_seconds(kept[arm.name]) for arm in plan.arms}}
+    times = {plan.batch_size: {arm.k: seconds_a_round(kept[arm.name]) for arm in plan.arms}}
     sizes = tuple(size for size in plan.predict_batch_sizes if size != plan.batch_size)
     if sizes:
         arms, question, asking = plan.arms, plan.data.questions[0], plan.asking
@@ -268,12 +260,6 @@ def _prediction(executor: Executor, plan: Plan, kept: dict[str, list[Answer]], s
         "table": [asdict(cell) for cell in table],
         "best": {str(size): asdict(cell) for size, cell in best(table).items()},
     }
-
-
-def _round_seconds(answers: Sequence[Answer]) -> float:
-    rounds = sum(len(answer.rounds) for answer in answers)
-    seconds = sum(turn.decode_s for answer in answers for turn in answer.turns)
-    return seconds / rounds if rounds else float("nan")
 
 
 def _drafts(answers: Sequence[Answer]) -> int:

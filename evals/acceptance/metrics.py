@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from evals.runs.answers import Answer
-from specdec.requests.stats import AcceptanceStats, pool
+from specdec.requests.stats import pool
 
 Columns = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """value = offset + product of the sums in `over` / product of the sums in `under`.
+    """A ratio: value = offset + product of the sums in `over` / product of the sums in `under`.
 
     Attributes:
         key: name in the JSON document; label: name in tables; definition: one sentence, printed beside the value.
@@ -44,7 +44,7 @@ class Metric:
     round_length: bool = False
 
     def limits(self, k: float) -> tuple[float, float]:
-        """Between which values it lies with K = `k`."""
+        """Lowest and highest possible value with K = `k`."""
         if self.share:
             return 0.0, 1.0
         return (1.0, k + 1) if self.round_length else (-np.inf, np.inf)
@@ -105,7 +105,15 @@ def columns(answers: Sequence[Answer], k: int, baseline: Sequence[Answer] | None
 
 def _question_sums(answer: Answer, k: int) -> dict[str, float]:
     stats = pool(answer.rounds)
-    sums = {**_round_sums(stats, k), **_token_sums(answer), **_time_sums(answer)}
+    sums: dict[str, float] = {
+        "rounds": stats.rounds,
+        "slots": stats.rounds * k,
+        "emitted": stats.emitted,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        **_token_sums(answer),
+        **_time_sums(answer),
+    }
     for j in range(k):
         inside = j < len(stats.offered)
         sums[f"accepted_at_{j + 1}"] = stats.accepted_at[j] if inside else 0
@@ -113,16 +121,6 @@ def _question_sums(answer: Answer, k: int) -> dict[str, float]:
         sums[f"offered_{j + 1}"] = stats.offered[j] if inside else 0
         sums[f"raw_accepted_at_{j + 1}"] = sum(record.accepted > j for record in answer.rounds)
     return sums
-
-
-def _round_sums(stats: AcceptanceStats, k: int) -> dict[str, float]:
-    return {
-        "rounds": stats.rounds,
-        "slots": stats.rounds * k,
-        "emitted": stats.emitted,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-    }
 
 
 def _token_sums(answer: Answer) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""From answers to numbers: each configuration whole and by group, with bootstrap intervals, as JSON values.
+"""Summaries of answers as JSON values: each configuration, whole and by group, with bootstrap intervals.
 
 Below FEW questions percentiles of resamples are too narrow: there the interval is Student's t with the standard error
 of the resamples (of speeds and speed-ups: of their logarithms). Times that were measured in several runs vary from run
@@ -47,10 +47,8 @@ class Value:
 
 
 class Resampling:
-    """Fixed resamples of `questions` questions: how often each question is drawn, [draws, questions].
-
-    k: drafts a round, which limits what can be.
-    """
+    """Fixed resamples of `questions` questions: how often each is drawn, [draws, questions]. k: drafts a round, which
+    limits values."""
 
     def __init__(self, questions: int, seed: int, draws: int = DRAWS, k: float = np.inf) -> None:
         self._k = k
@@ -66,7 +64,7 @@ class Resampling:
         return self._interval(estimate, draws).within(*metric.limits(self._k))
 
     def repeated(self, metric: Metric, runs: Sequence[Mapping[str, np.ndarray]]) -> Value:
-        """One metric of times, from the columns [questions] of several runs: the interval has their scatter as well."""
+        """One metric of times, from columns [questions] of several runs, whose scatter the interval includes."""
         mean = {name: np.mean([run[name] for run in runs], axis=0) for name in {*metric.over, *metric.under}}
         estimate = float(metric.of(_total(mean, metric)))
         of_run = np.array([float(metric.of(_total(run, metric))) for run in runs])
@@ -131,7 +129,7 @@ Json = dict[str, Any]
 
 
 def by_arm(answers: Sequence[Answer], arms: Sequence[Configuration]) -> dict[str, list[Answer]]:
-    """The answers of each configuration, to those questions that no configuration failed on, in their order."""
+    """The answers of each configuration in their order, to the questions that failed in no configuration."""
     failed = {answer.question_id for answer in answers if answer.error is not None}
     kept = [answer for answer in answers if answer.question_id not in failed]
     return {arm.name: [answer for answer in kept if answer.arm == arm.name] for arm in arms}
@@ -254,5 +252,5 @@ def _value(value: Value) -> Json:
 
 
 def _finite(number: float) -> float | None:
-    """JSON has no NaN."""
+    """The number, or None where JSON has none (NaN, infinity)."""
     return number if math.isfinite(number) else None

@@ -34,13 +34,13 @@ _KEPT = ("results", "versions", "n-shot", "n-samples", "higher_is_better")
 
 @dataclass(frozen=True)
 class AccuracyPlan:
-    """What is run.
+    """An accuracy run.
 
     Attributes:
         tasks: names of lm-eval tasks; "gsm8k" and "gsm8k_cot" read local data when `data_dir` is set.
         k: drafts a round of the speculative configuration.
         limit: first N documents of each task, None for all. num_fewshot: None for the task's own number.
-        chat_template: prompts go through it. max_gen_toks: where the task does not say.
+        chat_template: prompts go through it. max_gen_toks: where the task gives none.
         unsafe_code: allow tasks that run code the model wrote.
     """
 
@@ -61,7 +61,7 @@ class AccuracyPlan:
 
 
 def settings(plan: AccuracyPlan, facts: Mapping[str, Any]) -> Json:
-    """What the answers depend on."""
+    """All that the answers depend on."""
     asked = {**asdict(plan), "data_dir": None if plan.data_dir is None else plan.data_dir.name}
     found: Json = json.loads(json.dumps({"plan": asked, "model": model_facts(facts), "versions": versions()}))
     return found
@@ -137,7 +137,7 @@ def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStor
 
 
 def prefix_cache(side: EngineLM) -> Json:
-    """What the prefix cache had of the prompts that were generated from now: tokens, and the share of those found."""
+    """Prefix cache hits of a model's generated prompts: tokens, and the share of those found."""
     prompts, found = side.prompt_tokens, side.prefix_hit_tokens
     rate = found / prompts if prompts else None
     return {"prompt_tokens": prompts, "hit_tokens": found, "cached_tokens": side.cached_tokens, "hit_rate": rate}
@@ -207,7 +207,7 @@ def scores(alone: Json, fast: Json) -> list[Json]:
 
 
 def _asked(store: RunStore, plan: AccuracyPlan) -> dict[str, list[Answer]]:
-    """The answers of each configuration, in one order."""
+    """The answers of each configuration, all in the same order."""
     names = sorted({name for name, _ in store.answers})
     answers = [store.answers[name, arm.name] for name in names for arm in plan.arms]
     return by_arm(answers, plan.arms)
@@ -219,7 +219,8 @@ def _identical(left: Sequence[Answer], right: Sequence[Answer]) -> Json:
 
 
 def _totals_only(summary: Json) -> Json:
-    """Requests overlap in the batch, so only totals of time mean anything here: no per-question rates or intervals."""
+    """A summary without per-question rates and intervals: requests overlap in the batch, so only total times mean
+    anything."""
     kept = {key: {"estimate": summary["timing"][key]["estimate"]} for key in ("speedup", "tokens_per_s")}
     groups = {name: {**group, "timing": {}} for name, group in summary["by_task"].items()}
     return {**summary, "timing": kept, "by_task": groups, "by_category": {}}
@@ -230,12 +231,12 @@ GRID_SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Measured:
-    """One model on one backend.
+    """Results of one model on one backend.
 
     Attributes:
         model, backend: names. settings: what its answers depend on; None where it was refused.
         results: (name of a configuration, lm-eval's result, whether a draft was verified) of each; () where refused.
-        refused: why this backend does not serve this model, in its own words.
+        refused: the backend's error where it does not serve this model.
     """
 
     model: str
@@ -260,7 +261,7 @@ def rows_of(one: Measured, measured: Sequence[Measured]) -> list[Json]:
     """A row for each configuration, task, filter and metric of one model on one backend.
 
     It is paired with the reference: the first configuration of the model's first backend that was not refused. The
-    reference's own row has `reference` true, and no difference to speak of.
+    reference's own row has `reference` true, and no difference.
     """
     names = {"model": one.model, "backend": one.backend}
     if one.refused:

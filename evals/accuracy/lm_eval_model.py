@@ -26,7 +26,7 @@ from specdec.errors import InvalidInputError
 from specdec.options import LoadOptions
 from specdec.requests.prompts import for_template
 from specdec.requests.sampling import SamplingParams
-from specdec.requests.stats import RequestStats, RoundRecord, pool
+from specdec.requests.stats import RoundRecord, pool
 
 _KNOWN_KWARGS = frozenset({"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p", "seed"})
 NAME = "specdec"
@@ -38,7 +38,7 @@ class EngineLM(TemplateLM):
 
     Attributes:
         tokenizer, batch_sizes: read by lm-eval.
-        prompt_tokens, prefix_hit_tokens, cached_tokens: of the answers generated, see `RequestStats`.
+        prompt_tokens, prefix_hit_tokens, cached_tokens: of the answers generated now, see `RequestStats`.
         rounds: the verification rounds of everything generated so far.
     """
 
@@ -128,14 +128,14 @@ class EngineLM(TemplateLM):
         return texts
 
     def _kept(self, names: Sequence[str]) -> dict[str, Answer]:
-        """The answers that an interrupted run left."""
+        """The answers that an interrupted run has stored."""
         if self._store is None:
             return {}
         arm = self._arm.name
         return {name: self._store.answers[name, arm] for name in names if self._store.finished(name, [arm])}
 
     def _generate(self, asked: Sequence[tuple[str, Instance]]) -> dict[str, Answer]:
-        """Generate and keep each answer as it finishes. An answer's wall time is what passed since the last one."""
+        """Generate, and store each answer as it finishes. An answer's wall time is the time since the last one."""
         if not asked:
             return {}
         prepared = [self._prepare(name, request) for name, request in asked]
@@ -143,7 +143,9 @@ class EngineLM(TemplateLM):
         last = time.perf_counter()
         for i, completion in self._model.generate_iter([p for p, _ in prepared], [q for _, q in prepared]):
             now = time.perf_counter()
-            self._note_prefix(completion.stats)
+            self.prompt_tokens += completion.stats.prompt_tokens
+            self.prefix_hit_tokens += completion.stats.prefix_hit_tokens
+            self.cached_tokens += completion.stats.cached_tokens
             name, request = asked[i]
             task = str(request.task_name)
             turn = to_turn(self.tokenizer, completion, now - last)
@@ -154,26 +156,25 @@ class EngineLM(TemplateLM):
             last = time.perf_counter()
         return answers
 
-    def _note_prefix(self, stats: RequestStats) -> None:
-        """Of answers generated now, not of kept ones."""
-        self.prompt_tokens += stats.prompt_tokens
-        self.prefix_hit_tokens += stats.prefix_hit_tokens
-        self.cached_tokens += stats.cached_tokens
-
     def _prepare(self, name: str, request: Instance) -> tuple[list[int], SamplingParams]:
         """Prompt ids and sampling of a request.
 
         Raises:
-            InvalidInputError: a generation argument that this model does not have; without it the results were others;
-                or no room for a prompt.
+            InvalidInputError: a generation argument that this model does not have, which would change results; or no
+                room for a prompt.
         """
         context, gen_kwargs = request.args
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self._max_gen_toks))
         unknown = sorted(set(kwargs) - _KNOWN_KWARGS)
         if unknown:
             raise InvalidInputError(f"generation arguments not supported: {unknown}; known are {sorted(_KNOWN_KWARGS)}")
-        self._check_room(kwargs["max_gen_toks"])
-        ids, most = maybe_truncate(self.tok_encode(context), kwargs["max_gen_toks"], self.max_length, side="left")
+        longest = kwargs["max_gen_toks"]
+        if longest >= self.max_length:  # lm-eval would cut the whole prompt off
+            raise InvalidInputError(
+                f"the task generates up to {longest:,} tokens, which leaves no room for a prompt in max_model_len="
+                f"{self.max_length:,}; raise max_model_len (--max-model-len) to {longest:,} and a prompt's length"
+            )
+        ids, most = maybe_truncate(self.tok_encode(context), longest, self.max_length, side="left")
         params = SamplingParams(
             max_new_tokens=most,
             temperature=float(kwargs.get("temperature", 0.0)) if kwargs["do_sample"] else 0.0,
@@ -186,14 +187,6 @@ class EngineLM(TemplateLM):
         )
         return ids, params
 
-    def _check_room(self, max_gen_toks: int) -> None:
-        """Refuse an answer so long that lm-eval would cut the whole prompt off."""
-        if max_gen_toks >= self.max_length:
-            raise InvalidInputError(
-                f"the task generates up to {max_gen_toks:,} tokens, which leaves no room for a prompt in max_model_len="
-                f"{self.max_length:,}; raise max_model_len (--max-model-len) to {max_gen_toks:,} and a prompt's length"
-            )
-
     def _cut(self, text: str, request: Instance) -> str:
         until = normalize_gen_kwargs(request.args[1], self._max_gen_toks)["until"]
         return str(postprocess_generated_text(text, until, self._think_end_token))
@@ -202,7 +195,8 @@ class EngineLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether it is the greedy one; the target alone, one at a time."""
+        """Log-probability of each continuation, and whether it is the greedy one; by the target alone, one at a
+        time."""
         scores = []
         for key, context, continuation in requests:
             ids = (context + continuation)[-(self.max_length + 1) :]
@@ -225,7 +219,7 @@ class EngineLM(TemplateLM):
         return sum(score for score, _ in self._loglikelihood_tokens([(None, a, b) for a, b in pairs]))
 
     def get_model_info(self) -> Json:
-        """What lm-eval merges into the `config` of its results: how speculation did."""
+        """Statistics of speculation, which lm-eval merges into the `config` of its results."""
         stats = pool(self.rounds)
         return {
             "specdec_stats": {

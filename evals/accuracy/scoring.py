@@ -1,4 +1,4 @@
-"""Scoring: paired right and wrong answers with an exact test, and HumanEval's programs, which are run apart.
+"""Scoring: a paired exact test of right and wrong answers, and HumanEval's programs, which run in their own processes.
 
 Source: the task's rule (prompt + completion + test + check) is openai/human-eval human_eval/execution.py.
 """
@@ -109,10 +109,10 @@ def pass_at_1(references: Sequence[str], predictions: Sequence[Sequence[str]]) -
 
 
 def check_programs_run() -> None:
-    """Run a program that is right and one that is wrong: where the first does not pass, no answer ever would.
+    """Check that right and wrong programs can be told apart here.
 
     Raises:
-        SpecdecError: programs cannot be run and judged here.
+        SpecdecError: they cannot.
     """
     if not passes("assert 1 + 1 == 2\n") or passes("assert 1 + 1 == 3\n"):
         raise SpecdecError(

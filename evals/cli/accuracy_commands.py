@@ -13,7 +13,7 @@ from attention.backends.kinds import KINDS
 from evals.cli import eval_options as shared
 from evals.errors import require
 from evals.runs.verdict import Verdict
-from specdec.cli.options import examples
+from specdec.cli.options import added, examples
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from evals.accuracy.accuracy import AccuracyPlan, Measured, Prepared
 
 
-def _shared_options(command: Any) -> Any:
-    decorators = (
+_shared_options = added(
+    (
         shared.model_options,
         shared.draft_option,
         click.option("--data", type=shared.PATH, default=None, help="Local data: see below; default $SPECDEC_DATA."),
@@ -37,9 +37,7 @@ def _shared_options(command: Any) -> Any:
         click.option("--output", type=shared.PATH, default=None, help="Write the JSON document here."),
         shared.run_dir_option,
     )
-    for decorator in reversed(decorators):
-        command = decorator(command)
-    return command
+)
 
 
 @click.command(
@@ -148,10 +146,10 @@ def _plan(options: dict[str, Any], tasks: tuple[str, ...]) -> AccuracyPlan:
 
 
 def _data_dir(data: Path | None) -> Path | None:
-    """The folder of local data; a file stands for the folder it lies in.
+    """The folder of local data; of a file, its folder.
 
     Raises:
-        DataError: it does not exist, or the file is not named test.jsonl.
+        DataError: it does not exist, or the file is not test.jsonl.
     """
     from evals.data.datasets import data_folder
     from evals.errors import DataError
@@ -203,11 +201,9 @@ def _print(console: Console, document: Json) -> None:
     alone, fast = (arm["name"] for arm in document["arms"])
     table = Table("task", "metric", alone, fast, "difference", f"only {alone}", f"only {fast}", "McNemar p")
     for row in document["scores"]:
-        shown = f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
         counts = (f"{row[name] / row['total']:.4f} ({row[name]}/{row['total']})" for name in ("right_a", "right_b"))
         names = (row["task"], f"{row['metric']}, {row['filter']}")
-        p_value = "none differs" if row["p_value"] is None else f"{row['p_value']:.3g}"
-        table.add_row(*names, *counts, shown, str(row["only_a"]), str(row["only_b"]), p_value)
+        table.add_row(*names, *counts, *_compared(row))
     console.print(table)
     same, arm = document["identical"], document["arms"][1]
     console.print(f"identical answers: {same['identical']} of {same['questions']}")
@@ -223,8 +219,15 @@ def _print(console: Console, document: Json) -> None:
         console.print(f"[bold]{key}[/bold]: {document['definitions'][key]}", style="dim", highlight=False)
 
 
+def _compared(row: Json) -> tuple[str, str, str, str]:
+    """Difference with its interval, questions right on one side only, and p-value of a row of scores."""
+    p_value = "none differs" if row["p_value"] is None else f"{row['p_value']:.3g}"
+    shown = f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
+    return shown, str(row["only_a"]), str(row["only_b"]), p_value
+
+
 def _warnings(document: Json) -> list[str]:
-    """Where a comparison shows nothing."""
+    """Warnings where a comparison shows nothing."""
     found = [
         f"{row['task']}, {row['filter']}: no question is right in either arm, so equal scores show little"
         for row in document["scores"]
@@ -236,7 +239,7 @@ def _warnings(document: Json) -> list[str]:
 
 
 def _untested(document: Json) -> bool:
-    """Whether no draft was verified: then the acceptance rate is none."""
+    """Whether no draft was verified, so that there is no acceptance rate."""
     return document["arms"][1]["metrics"]["acceptance_rate"]["estimate"] is None
 
 
@@ -245,11 +248,7 @@ BUILT_IN = (("gsm-llama", "auto"), ("gsm-deepseek", "mtp"))
 
 
 def backends_of(text: str, options: dict[str, Any]) -> tuple[str, ...]:
-    """The names in --backends.
-
-    Raises:
-        click.UsageError: an unknown name, or --backend besides.
-    """
+    """The names in --backends. Raises click.UsageError: an unknown name, or --backend is given too."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     allowed = [name for name in KINDS if name != "auto"]
     unknown = [name for name in names if name not in allowed]
@@ -285,7 +284,7 @@ def run_grid(
 
 
 def _measured(prepared: Prepared, chat_template: bool | None, options: dict[str, Any]) -> Measured:
-    """One model on one backend; what the backend refuses is kept as that."""
+    """Evaluate one model on one backend; if the backend refuses it, its error is the result."""
     from rich.console import Console
 
     from evals.accuracy import accuracy
@@ -333,10 +332,9 @@ def _print_grid(console: Console, document: Json) -> None:
         if row["reference"]:
             table.add_row(*names, right, "the first of its model")
             continue
-        shown = f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
-        p_value = "none differs" if row["p_value"] is None else f"{row['p_value']:.3g}"
+        *compared, p_value = _compared(row)
         tested = "" if row["tested"] else " NOT TESTED: no draft was verified"
-        table.add_row(*names, right, shown, str(row["only_a"]), str(row["only_b"]), p_value + tested)
+        table.add_row(*names, right, *compared, p_value + tested)
     console.print(table)
     for row in document["rows"]:
         if "refused" in row:

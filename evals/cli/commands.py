@@ -199,13 +199,9 @@ def _side(text: str, options: dict[str, Any]) -> tuple[ModelSpec, int]:
 def _one_model(sides: list[tuple[ModelSpec, int]]) -> ModelSpec | None:
     """One model for both sides when they differ in K only, else None."""
     (left, k_left), (right, k_right) = sides
-    widest = max(k_left, k_right)
-    left, right = (_with_k(spec, widest) for spec in (left, right))
+    k = max(k_left, k_right)
+    left, right = (replace(spec, options=replace(spec.options, num_speculative_tokens=k)) for spec in (left, right))
     return left if left == right else None
-
-
-def _with_k(spec: ModelSpec, k: int) -> ModelSpec:
-    return replace(spec, options=replace(spec.options, num_speculative_tokens=k))
 
 
 def _data(options: dict[str, Any]) -> DataSet:
@@ -221,7 +217,7 @@ def _data(options: dict[str, Any]) -> DataSet:
 
 
 def check_outputs(options: dict[str, Any]) -> None:
-    """Find out before the run, not after it, that an output cannot be made.
+    """Check before the run that its outputs can be written.
 
     Raises:
         click.UsageError: a file name is needed and a folder was given, or the other way round.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import DEFAULT_MODEL, added, load_options, load_options_of
+from specdec.cli.options import DEFAULT_MODEL, added, check_sampling, load_options, load_options_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,26 +120,20 @@ workers_option = click.option(
 
 
 def make_asking(options: Mapping[str, Any]) -> Asking:
-    """How questions are asked. `templated` is settled once the tokenizer is known (`settle`).
-
-    Raises:
-        click.UsageError: an option of sampling beside temperature 0.
-    """
+    """How questions are asked; `templated` is final after `settle`. Raises click.UsageError: an option of sampling at
+    temperature 0."""
     from evals.runs.conversations import Asking
     from specdec.requests.sampling import SamplingParams
 
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
-    for name, off in (("top_k", 0), ("top_p", 1.0)):
-        if options["temperature"] == 0 and options[name] != off:
-            flag = f"--{name.replace('_', '-')} {options[name]}"
-            raise click.UsageError(f"{flag} decides nothing at temperature 0; leave it out, or give --temperature")
+    check_sampling(options)
     # The configurations are asked the same questions one after the other: none may find what another has left.
     params = SamplingParams(**{name: options[name] for name in names}, cache_prefix=False)
     return Asking(params, not options["no_chat_template"], options["system"], options["seed"])
 
 
 def settle(asking: Asking, facts: Mapping[str, Mapping[str, Any]]) -> Asking:
-    """Drop the template when a model has none, with a warning that names the cost."""
+    """Turn the template off, with a warning that names the cost, when a model has none."""
     from dataclasses import replace
 
     from evals.data.datasets import warn_without_template
@@ -151,11 +145,8 @@ def settle(asking: Asking, facts: Mapping[str, Mapping[str, Any]]) -> Asking:
 
 
 def model_name(options: Mapping[str, Any], draft: str | None) -> str:
-    """The target: the one given, or the built-in one when its own head is to be used.
-
-    Raises:
-        click.UsageError: a head without its target.
-    """
+    """The target: the given one, or the built-in one for its own head. Raises click.UsageError: a head without its
+    target."""
     given: str | None = options["model"]
     if given is None and draft not in (None, "auto"):
         raise click.UsageError(f"the head {draft!r} needs its target: give --model")

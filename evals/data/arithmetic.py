@@ -47,7 +47,7 @@ class _State:
 def problems(split: str, n: int, seed: int = 0) -> list[Problem]:
     """`n` different problems of one split; the same arguments always give the same problems.
 
-    The splits are disjoint whatever the seed: a hash of the question says to which of the two it belongs.
+    The splits are disjoint for every seed: a hash of the question decides to which of the two it belongs.
 
     Raises:
         InvalidInputError: `split` is neither "train" nor "heldout", or `n` is negative.
@@ -76,7 +76,7 @@ def is_heldout(question: str) -> bool:
 
 
 def _attempt(rng: random.Random) -> Problem | None:
-    """One problem, or None when the numbers did not work out."""
+    """One problem, or None where no numbers fit."""
     words = _words(rng)
     steps = rng.choice(_STEPS)
     opening = rng.choice([frame for frame in OPENINGS if len(frame.lines) <= steps])
@@ -125,19 +125,14 @@ def _draw(rng: random.Random, expression: str, numbers: dict[str, int]) -> bool:
     """Draw the numbers that an expression still misses, into `numbers`; False when none would do."""
     left, operator, right = tuple(expression)
     if left == "n" and right == "m":
-        numbers["n"], numbers["m"] = _two(rng, operator)
+        top_n, top_m = (150, 150) if operator == "+" else (12, 25)
+        numbers["n"], numbers["m"] = rng.randint(2, top_n), rng.randint(2, top_m)
     elif "n" in (left, right):
         choices = _choices(operator, numbers["v"], reverse=left == "n")
         if not choices:
             return False
         numbers["n"] = rng.choice(choices)
     return _allowed(operator, _value(left, numbers), _value(right, numbers))
-
-
-def _two(rng: random.Random, operator: str) -> tuple[int, int]:
-    if operator == "+":
-        return rng.randint(2, 150), rng.randint(2, 150)
-    return rng.randint(2, 12), rng.randint(2, 25)
 
 
 def _choices(operator: str, value: int, reverse: bool) -> range | list[int]:

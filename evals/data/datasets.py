@@ -82,8 +82,7 @@ class Named:
 
     Attributes:
         path: its place under the data folder. hub: its name there, configuration and split.
-        task: from a category to the task it is reported under.
-        questions: how many it has as published.
+        task: maps a category to the task it is reported under. questions: how many it has as published.
     """
 
     path: str
@@ -92,15 +91,13 @@ class Named:
     questions: int
 
 
-def _spec_bench_task(category: str) -> str:
-    return "mt_bench" if category in MT_BENCH_CATEGORIES else category
-
-
 NAMED: Mapping[str, Named] = {
     "mt_bench": Named(
         "mt_bench/question.jsonl", ("HuggingFaceH4/mt_bench_prompts", None, "train"), lambda _: "mt_bench", 80
     ),
-    "spec_bench": Named("spec_bench/question.jsonl", None, _spec_bench_task, 480),
+    "spec_bench": Named(
+        "spec_bench/question.jsonl", None, lambda said: "mt_bench" if said in MT_BENCH_CATEGORIES else said, 480
+    ),
     "gsm8k": Named("gsm8k/test.jsonl", ("openai/gsm8k", "main", "test"), lambda _: "gsm8k", 1319),
     "humaneval": Named(
         "humaneval/HumanEval.jsonl", ("openai/openai_humaneval", None, "test"), lambda _: "humaneval", 164
@@ -123,7 +120,8 @@ def load(name: str, *, data_dir: Path | None = None, limit: int | None = None, s
     if name in NAMED:
         return _named(name, data_dir).limited(limit)
     if "/" in name:
-        return _from_hub(name, _hub_address(name), lambda category: category).limited(limit)
+        repository, _, split = name.partition(":")
+        return _from_hub(name, (repository, None, split or "test"), lambda category: category).limited(limit)
     known = ", ".join(sorted([*NAMED, "arithmetic"]))
     raise DataError(f"unknown data set {name!r}; known are {known}, a .jsonl file, or a hub name such as owner/name")
 
@@ -132,7 +130,7 @@ def data_folder(data_dir: Path | None) -> Path | None:
     """The folder with local data: the argument, else $SPECDEC_DATA, else None.
 
     Raises:
-        DataError: the folder does not exist.
+        DataError: it does not exist.
     """
     given = data_dir or (Path(os.environ[DATA_VARIABLE]) if os.environ.get(DATA_VARIABLE) else None)
     if given is not None and not given.is_dir():
@@ -141,10 +139,10 @@ def data_folder(data_dir: Path | None) -> Path | None:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
-    """Yield (line number, object) of a JSON Lines file; blank lines are skipped.
+    """Yield (line number, object) of a JSON Lines file without blank lines.
 
     Raises:
-        DataError: missing file, or a line that is not a JSON object.
+        DataError: no file, or a line is no JSON object.
     """
     if not path.is_file():
         raise DataError(f"the file {path} does not exist")
@@ -175,10 +173,10 @@ def _named(name: str, data_dir: Path | None) -> DataSet:
 
 
 def _whole(data: DataSet, known: Named, place: str) -> DataSet:
-    """A known set with all its questions: numbers of a part are not those of the set.
+    """The set itself, if complete: results of a part are not those of the set.
 
     Raises:
-        DataError: it has another number of them.
+        DataError: it has another number of questions.
     """
     if len(data.questions) != known.questions:
         raise DataError(
@@ -193,11 +191,6 @@ def _from_file(path: Path, name: str, task: Callable[[str], str]) -> DataSet:
     rows = ((f"{path}:{number}", record) for number, record in read_jsonl(path))
     questions = _questions(rows, name, task)
     return DataSet(name, questions, hashlib.sha256(path.read_bytes()).hexdigest(), path.name)
-
-
-def _hub_address(name: str) -> tuple[str, str | None, str]:
-    repository, _, split = name.partition(":")
-    return repository, None, split or "test"
 
 
 def _from_hub(name: str, address: tuple[str, str | None, str], task: Callable[[str], str]) -> DataSet:
@@ -301,9 +294,8 @@ def opening(question: Question, system: str | None) -> list[dict[str, str]]:
 
 
 def render(tokenizer: Any, messages: Sequence[dict[str, str]], templated: bool) -> list[int]:
-    """Prompt token ids of a conversation that ends with a user message.
-
-    Without a template the contents are joined by blank lines.
+    """Prompt token ids of a conversation that ends with a user message; untemplated, its contents joined by blank
+    lines.
 
     Raises:
         InvalidInputError: the chat template refuses the conversation.

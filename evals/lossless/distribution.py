@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from evals.data.datasets import Question, opening, render
 from evals.lossless.evidence import DEFECTS, Evidence, Node, Nodes, Sampled, Sampling, Tokens, homogeneity, measure
@@ -37,7 +38,7 @@ DEFINITION = (
 
 @dataclass(frozen=True)
 class Spot:
-    """A place and how it is sampled there. trial: its name."""
+    """A place and how it is sampled there, in the trial named `trial`."""
 
     trial: str
     sampling: Sampling
@@ -49,7 +50,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class Tested:
-    """Where was sampled, and the test of every configuration there ([] when no place was found)."""
+    """The places that were sampled, and the test of every configuration there ([] when no place was found)."""
 
     search: Search
     fits: list[ConfigurationFit]
@@ -67,10 +68,10 @@ def spots_of(found: Search) -> tuple[Spot, ...]:
 
 @dataclass(frozen=True)
 class DistributionTest:
-    """The test as work for one worker: its models are sampled there.
+    """The distribution test as work for one worker, whose models are sampled.
 
     Attributes:
-        questions: where places are looked for; samples: per place and configuration; places: how many of each trial.
+        questions: texts to find places in; samples: per place and configuration; places: how many of each trial.
     """
 
     questions: tuple[Question, ...]
@@ -81,8 +82,6 @@ class DistributionTest:
 
     def __call__(self, worker: Worker) -> Tested:
         """Test every configuration. The first one is the target alone."""
-        import torch
-
         model = worker.models[self.arms[0].model]
         replay = Replay.of(model)
         wanted = trials(self.samples, max(arm.k for arm in self.arms))
@@ -154,7 +153,7 @@ def against(
 
 @dataclass(frozen=True)
 class NodesAt:
-    """The nodes of one place, replayed once. Penalties would be applied here, where whole prefixes are known."""
+    """The nodes of one place, each replayed once. Penalties would be applied here, where whole prefixes are known."""
 
     replay: Replay
     prompt: Tokens

@@ -42,11 +42,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Defect:
-    """One way to be wrong.
+    """A way in which sampled verification could be wrong.
 
     Attributes:
-        name: shown. change: what is verified with instead of the request's sampling; None: not a matter of sampling,
-            but the bonus token after full acceptance is drawn from what is left of p without the last draft.
+        name: shown. change: the sampling that verification uses instead of the request's; None: sampling is right, but
+            the bonus token after full acceptance is drawn from what is left of p without the last draft.
     """
 
     name: str
@@ -99,7 +99,7 @@ def softened(other: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Node:
-    """What may follow one prefix, rightly and under each of D defects.
+    """The next token's distribution after one prefix, if all is right and under each of D defects.
 
     Attributes:
         ids: [S] tokens that may follow. probs: [S]. scores: [S + 1, D] log likelihood ratios; the last row is for
@@ -161,7 +161,7 @@ def cumulants(probs: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _clear(logits: torch.Tensor, probs: torch.Tensor, sampling: Sampling) -> bool:
-    """Whether the same tokens stay when every threshold moves a little."""
+    """Whether the same tokens are kept when every threshold moves a little."""
     is_kept = probs > 0
     for sign in (1, -1):
         moved = replace(
@@ -193,11 +193,11 @@ Nodes = Callable[[Sequence[Tokens]], Mapping[Tokens, Node]]
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the answers to one prompt were.
+    """Sampled answers to one prompt.
 
     Attributes:
         tokens: [samples, tokens] their first ids. bonus: [samples, tokens], which of them are the bonus token of a
-            round that accepted all K drafts; of the target alone those that stand where others can have one.
+            round that accepted all K drafts; of the target alone those at places where others can have one.
         drafts, accepted: of their rounds.
     """
 
@@ -333,7 +333,7 @@ def _powers(cumulants: np.ndarray) -> np.ndarray:
 
 
 def _places_in(ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Where each token is in the sorted ids; their number where it is not."""
+    """The index of each token in the sorted ids; len(ids) where it is not among them."""
     at = np.minimum(np.searchsorted(ids, tokens), len(ids) - 1)
     return np.where(ids[at] == tokens, at, len(ids))
 

@@ -1,12 +1,13 @@
-"""Greedy answers with and without speculation must be equal; where they are not, a replay in float64 decides.
+"""Greedy answers with and without speculation must be equal; where they differ, a replay in float64 decides.
 
-Different batch shapes round differently, so two candidates that are equal but for rounding may swap. That, and only
-that, is allowed: the tokens of both configurations within `tolerance` of the best logit in the replay. All else is a
+Different batch shapes round differently, so two candidates that tie within rounding error may swap. Only that is
+allowed: the tokens of both configurations within `tolerance` of the best logit in the replay. Anything else is a
 defect.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from inspect import signature
@@ -30,14 +31,11 @@ _AT_ONCE = 32
 
 
 class Replay:
-    """A copy with transformers' own eager attention and experts: float32 models in float64, half precision in float32.
-
-    Attributes:
-        dtype: of the copy.
-    """
+    """A copy of a model in higher precision (`dtype`): float32 in float64, half precision in float32. With
+    transformers' eager attention and experts."""
 
     def __init__(self, hf_model: Any, device: torch.device | None = None) -> None:
-        """hf_model: a whole one. device: of the copy, default the model's.
+        """hf_model: undivided. device: of the copy, default the model's.
 
         Raises:
             OutOfDeviceMemoryError: there is no room for the copy.
@@ -56,10 +54,11 @@ class Replay:
 
     @classmethod
     def of(cls, model: Any) -> Replay:
-        """Of a SpeculativeModel. With several ranks its checkpoint is read again: here is a share of its weights.
+        """For a SpeculativeModel. With several ranks its checkpoint is read again, as a rank has only a share of the
+        weights.
 
         Raises:
-            OutOfDeviceMemoryError: this rank's GPU has no room for all of it.
+            OutOfDeviceMemoryError: this rank's GPU has no room for the whole.
         """
         if getattr(model, "ranks", None) is None:
             return cls(model.hf_model)
@@ -106,10 +105,10 @@ def _higher(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_room(config: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a copy that a GPU has no room for, before it is made.
+    """Check that a GPU has room for a copy, before it is made.
 
     Raises:
-        OutOfDeviceMemoryError: with what it takes, and what is free.
+        OutOfDeviceMemoryError: with needed and free memory.
     """
     if device.type != "cuda":
         return
@@ -137,13 +136,13 @@ VERDICT = (
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where two answers to one question differ.
+    """The first place where two answers to one question differ, judged.
 
     Attributes:
         turn, position: which answer, and which new token of it.
         alone, speculative: the two tokens (None: it had ended).
-        gap: top-1 less top-2 logit in the replay. behind: how far the lower of the two tokens is behind the best logit.
-        tolerance: what `behind` may be. allowed: the verdict.
+        gap: top-1 less top-2 logit in the replay. behind: the best logit less the lower of the two tokens'.
+        tolerance: the most that `behind` may be. allowed: the verdict.
     """
 
     question_id: str
@@ -184,7 +183,7 @@ def _at(tokens: Sequence[int], place: int) -> int | None:
 
 @dataclass(frozen=True)
 class Judge:
-    """The verdicts on the divergences of one configuration, as work for one worker: the replay runs where the model is.
+    """Decides on the divergences of one configuration, as work for one worker: the replay runs where the model is.
 
     Attributes:
         cases: (question, the target's own answer, where the other one differs).
@@ -196,7 +195,6 @@ class Judge:
 
     def __call__(self, worker: Worker) -> list[Divergence]:
         """One verdict a case."""
-
         model = worker.models[self.arm.model]
         replay = Replay.of(model)
         return [self._verdict(model, replay, *case) for case in self.cases]
@@ -226,8 +224,6 @@ class Judge:
 
 
 def _tolerance(dtype: Any, best: float) -> float:
-    import torch
-
     if dtype in (torch.float32, torch.float64):
         return FLOAT32_TOLERANCE
     return float(_HALF_ULPS * torch.finfo(dtype).eps * abs(best))
@@ -276,11 +272,6 @@ def _arm_result(arm: Configuration, answers: Sequence[Answer], verdicts: Sequenc
         "identical": total - len(verdicts),
         "near_ties": sum(v.allowed for v in verdicts),
         "defects": defects,
-        "divergences": [_json(v) for v in verdicts],
+        "divergences": [{**asdict(v), "behind": None if v.behind == math.inf else v.behind} for v in verdicts],
         "verdict": Verdict.FAIL if defects else tested,
     }
-
-
-def _json(divergence: Divergence) -> Json:
-    found = asdict(divergence)
-    return {**found, "behind": None if divergence.behind == float("inf") else divergence.behind}

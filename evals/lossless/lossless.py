@@ -26,7 +26,7 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class Check:
-    """What is checked. `mode`: "greedy", "sampled" or "both"."""
+    """A lossless check. `mode`: "greedy", "sampled" or "both"."""
 
     data: DataSet
     ks: tuple[int, ...]
@@ -102,7 +102,7 @@ def print_check(console: Console, document: Json) -> None:
 
 
 def _reach(document: Json) -> list[str]:
-    """What a PASS is worth: the defects that would have been found, where, and those that it is blind for."""
+    """What a PASS shows: the defects that would have been found, where, and those that would not."""
     if "sampled" not in document:
         return ["greedy only: nothing is said of sampling"]
     return [text for fit in document["sampled"]["arms"] if fit["k"] for text in _reach_of(fit)]

@@ -1,6 +1,6 @@
-"""Where sampled answers can be tested at all: places in the text at which the target hesitates.
+"""Places in the text at which the target hesitates, the only ones where sampled answers can be tested.
 
-A trained model is all but certain of most tokens. Where one token has the whole probability every rule of acceptance
+A trained model is nearly certain of most tokens. Where one token has the whole probability every rule of acceptance
 gives that token, so that a sample there shows nothing. The search reads the target's own greedy answers and computes
 for every token how well a sample there tells a named defect from the truth. The first token of a sample comes from the
 prompt's forward pass, without drafts; so only the tokens after it count.
@@ -10,28 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from evals.data.datasets import Question
 from evals.lossless.evidence import DEFECTS, Defect, Sampling, kept, softened
+from evals.lossless.greedy import Replay
 
 TEMPERATURES = (1.0, 2.0, 4.0)
 WINDOW = 64
 """Tokens of a greedy answer that are looked at."""
 ENOUGH = 30.0
-"""Expected log likelihood ratio of the places of a trial with which the search is content."""
+"""Expected log likelihood ratio of a trial's places at which the search ends."""
 LEAST = 0.5
 """Expected log likelihood ratio below which a place shows nothing."""
 _MOST_QUESTIONS, _CHUNK, _CANDIDATES = 64, 8, 64
-
-
-class ScoresText(Protocol):
-    """The target in higher precision, see `evals.lossless.greedy.Replay`."""
-
-    def all_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Logits after every one of `token_ids`: [T, V]."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Search:
-    """What the search found: chosen: the trials that have places; questions, positions: how many were read."""
+    """The result of the search. chosen: the trials that have places; questions, positions: how many were read."""
 
     chosen: tuple[Chosen, ...]
     questions: int
@@ -112,7 +105,7 @@ class Search:
 
 @dataclass(frozen=True)
 class _Text:
-    """One greedy answer: what the target said before every token. logits, ids: [new tokens, candidates]."""
+    """One greedy answer, and the target's logits and ids of candidates before every token, [new tokens, candidates]."""
 
     question_id: str
     prompt: tuple[int, ...]
@@ -126,12 +119,13 @@ Answer = Callable[[Sequence[Question]], Sequence[tuple[Question, Sequence[int], 
 
 
 def search(
-    answer: Answer, scores: ScoresText, questions: Sequence[Question], wanted: int, trials: Sequence[Trial]
+    answer: Answer, scores: Replay, questions: Sequence[Question], wanted: int, trials: Sequence[Trial]
 ) -> Search:
-    """Find `wanted` places for each trial, of different questions where there are such.
+    """Find `wanted` places for each trial, of different questions where possible.
 
-    Questions are read until every trial is content at temperature 1, at most _MOST_QUESTIONS. Where it is not, the next
-    of TEMPERATURES are tried on the same texts: acceptance must be right at every temperature.
+    Questions are read until every trial has good places at temperature 1, at most _MOST_QUESTIONS. For trials without,
+    the
+    next of TEMPERATURES are tried on the same texts: acceptance must be right at every temperature.
     """
     texts: list[_Text] = []
     for start in range(0, min(len(questions), _MOST_QUESTIONS), _CHUNK):
@@ -155,7 +149,7 @@ def _chosen(texts: Sequence[_Text], trial: Trial, wanted: int) -> Chosen:
     return enough or max(found, key=lambda one: sum(min(place.telling, ENOUGH) for place in one.places))
 
 
-def _read(answer: Answer, scores: ScoresText, questions: Sequence[Question]) -> list[_Text]:
+def _read(answer: Answer, scores: Replay, questions: Sequence[Question]) -> list[_Text]:
     texts = []
     for question, prompt, new in answer(questions):
         new = list(new)[:WINDOW]
@@ -202,7 +196,7 @@ def _places(text: _Text, trial: Trial) -> list[Place]:
 
 
 def _told(text: _Text, probs: torch.Tensor, sampling: Sampling, defect: Defect) -> tuple[list[float], bool]:
-    """What one sample of each token tells of a defect, as its log likelihood ratio; whether of bonus tokens alone."""
+    """A sample's log likelihood ratio of a defect at each token; and whether only bonus tokens count."""
     is_bonus = defect.change is None
     if is_bonus:
         before = torch.tensor([text.prompt[-1], *text.answer[:-1]])

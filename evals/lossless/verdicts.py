@@ -1,8 +1,8 @@
-"""From the evidence of all places to the verdict on one configuration, with what the test could have found.
+"""The verdict on one configuration from the evidence of all places, and what the test could have found.
 
 Two tests share the level: one of everything (chi-square over all nodes), and one that looks for the named defects. In
 float32 the latter is the mean of likelihood ratios over defects and places. If all is right its expectation is at most
-1, so that it reaches 1/level with a probability of at most the level: exactly, not for many samples only.
+1, so that it reaches 1/level with a probability of at most the level: exactly, for any number of samples.
 Source: Markov's inequality; Wasserman, Ramdas, Balakrishnan 2020, Universal inference (split-free, simple null).
 In half precision samples are compared with samples, by the difference of mean scores over its standard error.
 """

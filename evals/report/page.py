@@ -14,7 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from evals.acceptance.metrics import METRICS
 from evals.acceptance.summary import Json
 from evals.errors import require
-from evals.report.terminal import POSITIONS, cautions, groupings, headline, show, untried
+from evals.report.terminal import POSITIONS, cautions, groupings, headline, predicted, show, untried
 
 _COLOURS = ("#2f6f9f", "#c8742c", "#4d8b57", "#8b5a9b", "#a8484e", "#6b6b6b")
 
@@ -103,7 +103,7 @@ def _series(values: Sequence[Json]) -> tuple[list[int], list[float], list[list[f
 
 
 def _legend(axes: Any) -> None:
-    """Above the axes, where it hides nothing."""
+    """Draw the legend above the axes, where it covers nothing."""
     axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
 
 
@@ -129,7 +129,7 @@ def _svg(draw: Callable[[Any], None], height: float = 3.6) -> str:
 
 @dataclass(frozen=True)
 class Values:
-    """A table: the names of its columns, and its rows."""
+    """A table: column names, and rows."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -177,14 +177,10 @@ def of_speedup(arms: Sequence[Json], prediction: Json) -> Values:
     cells = {(str(cell["batch_size"]), cell["k"]): cell for cell in prediction["table"]}
     sizes = list(prediction["round_seconds"])
     rows = (
-        (str(k), measured.get(k, "-"), *(_predicted(cells.get((size, k))) for size in sizes))
+        (str(k), measured.get(k, "-"), *(predicted(cells[size, k]) if (size, k) in cells else "-" for size in sizes))
         for k in sorted({*measured, *(k for _, k in cells)})
     )
     return Values(("K", "measured", *(f"predicted, batch {size}" for size in sizes)), tuple(rows))
-
-
-def _predicted(cell: Json | None) -> str:
-    return "-" if cell is None else f"{cell['speedup']:.2f}{'*' if cell['extrapolated'] else ''}"
 
 
 def render(document: Json) -> str:
@@ -193,30 +189,25 @@ def render(document: Json) -> str:
     environment.filters["value"] = show
     template = environment.from_string(files("evals").joinpath("report/templates/report.html.j2").read_text("utf-8"))
     settings = document["provenance"]["settings"]
+    targets = sorted({str(model["target"]) for model in settings["models"].values()})
     return template.render(
         document=document,
         settings=settings,
         metrics=METRICS,
         pictures=_pictures(document),
         provenance=json.dumps(document["provenance"], indent=2, ensure_ascii=False),
-        title=_title(document),
+        title=f"Acceptance of {' and '.join(targets)} on {settings['data']['name']}",
         headline=headline(document),
         cautions=cautions(document),
         untried=untried,
     )
 
 
-def _title(document: Json) -> str:
-    models = document["provenance"]["settings"]["models"].values()
-    data = document["provenance"]["settings"]["data"]["name"]
-    return f"Acceptance of {' and '.join(sorted({str(model['target']) for model in models}))} on {data}"
-
-
 _BARS = "Bars at the points: the intervals defined at the top of the page."
 
 
 def _pictures(document: Json) -> list[dict[str, Any]]:
-    """Each with its title, a caption that defines what is drawn, the drawing, and its values."""
+    """The pictures of the page: title, a caption that defines what is drawn, the drawing, and its values."""
     arms, definitions = [arm for arm in document["arms"] if arm["k"]], document["definitions"]
     found = [
         _picture(

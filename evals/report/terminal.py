@@ -15,7 +15,7 @@ from specdec.requests.stats import pool
 
 
 def headline(document: Json) -> str:
-    """The result in words: how much faster, and whether answers changed; of a comparison, what differs."""
+    """The result in a sentence: the speed-up and whether answers changed; of a comparison, the difference."""
     drafting = [arm for arm in document["arms"] if arm["k"] and arm["name"] not in document["not_measured"]]
     if not drafting:
         return "Nothing measured: no draft was verified."
@@ -29,7 +29,7 @@ def headline(document: Json) -> str:
 
 
 def cautions(document: Json) -> list[str]:
-    """What the reader of the intervals should know; [] where there is nothing."""
+    """Warnings about the intervals; [] where there are none."""
     found = []
     questions = document["arms"][0]["questions"]
     if questions < 2:
@@ -144,7 +144,8 @@ def print_acceptance(console: Console, document: Json, explain: bool = False) ->
         title = f"{arms[1]['name']} less {arms[0]['name']}, paired"
         _print_table(console, title, _difference_table(document["differences"]))
     _print_identity(console, arms)
-    _print_failures(console, document["failures"])
+    for failure in document["failures"]:
+        console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
     for name in document["not_measured"]:
         text = "no draft was verified; acceptance and equal answers say nothing here. Raise --max-new-tokens"
         console.print(f"{name}: NOT MEASURED, {text}", style="bold yellow", highlight=False)
@@ -232,8 +233,13 @@ def _prediction_table(prediction: Json) -> Table:
     table = _table("K", *(f"batch {size}" for size in prediction["round_seconds"]))
     for k in sorted({cell["k"] for cell in prediction["table"]}):
         row = [cell for cell in prediction["table"] if cell["k"] == k]
-        table.add_row(str(k), *(f"{cell['speedup']:.2f}{'*' if cell['extrapolated'] else ''}" for cell in row))
+        table.add_row(str(k), *(predicted(cell) for cell in row))
     return table
+
+
+def predicted(cell: Json) -> str:
+    """A predicted speed-up, marked with * where it is extrapolated."""
+    return f"{cell['speedup']:.2f}{'*' if cell['extrapolated'] else ''}"
 
 
 def _print_best(console: Console, prediction: Json) -> None:
@@ -248,7 +254,7 @@ def _print_best(console: Console, prediction: Json) -> None:
 
 
 def untried(prediction: Json, size: str) -> str:
-    """What to measure where the extrapolation is above everything within the measured K; "" where it is not."""
+    """What to measure where a K beyond the measured ones is predicted to be faster than all of those; else ""."""
     cells = [cell for cell in prediction["table"] if str(cell["batch_size"]) == size]
     beyond = [cell for cell in cells if cell["extrapolated"]]
     within = max([1.0, *(cell["speedup"] for cell in cells if not cell["extrapolated"])])
@@ -273,11 +279,6 @@ def _print_identity(console: Console, arms: Sequence[Json]) -> None:
             console.print(
                 f"{arm['name']}: {found['identical']} of {found['questions']} answers equal the target alone's"
             )
-
-
-def _print_failures(console: Console, failures: Sequence[Json]) -> None:
-    for failure in failures:
-        console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
 
 
 def _print_definitions(console: Console, document: Json) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,6 +55,14 @@ class Answer:
         return tuple(turn.token_ids for turn in self.turns)
 
 
+def seconds_a_round(answers: Iterable[Answer]) -> float:
+    """Mean decode time of the verification rounds of some answers, in seconds; NaN without rounds."""
+    answers = list(answers)
+    rounds = sum(len(answer.rounds) for answer in answers)
+    seconds = sum(turn.decode_s for answer in answers for turn in answer.turns)
+    return seconds / rounds if rounds else float("nan")
+
+
 def to_json(answer: Answer) -> dict[str, Any]:
     """The answer as JSON values; rounds become [drafted, accepted, emitted]."""
     turns = []
@@ -94,8 +102,8 @@ _CONTEXT = 8  # tokens decoded before a piece, so that multi-byte characters and
 def segments(tokenizer: Any, completion: Any) -> tuple[tuple[str, str], ...]:
     """(kind, text) pieces in reading order; () when the drafts were not returned.
 
-    Kinds: "target" is a token of the target's own, "accepted" an accepted draft, "rejected" the first draft that the
-    target refused and those after it (they are not part of the answer).
+    Kinds: "target" is a token of the target's own, "accepted" an accepted draft, "rejected" the first rejected draft
+    and those after it (they are not part of the answer).
     """
     if completion.drafts is None or not completion.token_ids:
         return ()

@@ -1,7 +1,7 @@
-"""One chunk of questions under every configuration, and the worker that holds the loaded models.
+"""Answers one chunk of questions under every configuration, and the worker that holds the loaded models.
 
-A pure function of its arguments, the times aside. It is the unit of work of every executor, so that one process and
-many machines give the same answers.
+Except for times a chunk's answers are a pure function of its arguments. It is the unit of work of every executor, so
+that one process and many machines give the same answers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from evals.data.datasets import Question, opening, render
-from evals.runs.answers import Answer, Turn, segments
+from evals.runs.answers import Answer, Turn, seconds_a_round, segments
 from specdec.errors import SpecdecError
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
@@ -50,7 +50,7 @@ class Asking:
     Attributes:
         params: sampling; its seed is replaced by one drawn from `seed`, the question and the turn.
         templated: apply the chat template; system: a system prompt, or None.
-        return_drafts: keep the drafted tokens as coloured segments of the text.
+        return_drafts: return the drafted tokens as segments of the text.
     """
 
     params: SamplingParams
@@ -204,20 +204,14 @@ class Worker:
 
     def _round_seconds(self, size: int, arm: Configuration, prompt: Question, asking: Asking) -> float:
         copies = [Question(f"{prompt.id}/{i}", prompt.turns[:1], prompt.history) for i in range(size)]
-        long = Asking(_endless(asking.params), asking.templated, asking.system, asking.seed)
-        answers = run_chunk(self.models, (arm,), copies, long)
-        seconds = sum(turn.decode_s for answer in answers for turn in answer.turns)
-        rounds = sum(len(answer.rounds) for answer in answers)
-        return seconds / rounds if rounds else float("nan")
-
-
-def _endless(params: SamplingParams) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=min(params.max_new_tokens, 64),
-        temperature=params.temperature,
-        ignore_eos=True,
-        cache_prefix=params.cache_prefix,
-    )
+        params = SamplingParams(
+            max_new_tokens=min(asking.params.max_new_tokens, 64),
+            temperature=asking.params.temperature,
+            ignore_eos=True,
+            cache_prefix=asking.params.cache_prefix,
+        )
+        long = Asking(params, asking.templated, asking.system, asking.seed)
+        return seconds_a_round(run_chunk(self.models, (arm,), copies, long))
 
 
 _OF_ONE_START = ("start", "kernels")
@@ -226,23 +220,15 @@ _OF_ONE_START = ("start", "kernels")
 
 def _facts(model: Any) -> dict[str, Any]:
     described = {name: value for name, value in model.describe().items() if name not in _OF_ONE_START}
+    ranks, template = getattr(model, "ranks", None), getattr(model.tokenizer, "chat_template", None)
+    part = "" if ranks is None else f"rank {ranks.rank} of {ranks.size}: "  # the weights that this process holds
     return {
         **described,
         "graphs": described["graphs"]["state"],
-        "target_sha256": _whose(model) + weights_sha256(model.hf_model),
+        "target_sha256": part + weights_sha256(model.hf_model),
         "head_sha256": None if model.head is None else weights_sha256(model.head),
-        "chat_template_sha256": _text_sha256(getattr(model.tokenizer, "chat_template", None)),
+        "chat_template_sha256": hashlib.sha256(str(template).encode()).hexdigest() if template else None,
     }
-
-
-def _whose(model: Any) -> str:
-    """Which part of the weights this process holds, in words; "" for all of them."""
-    ranks = getattr(model, "ranks", None)
-    return "" if ranks is None else f"rank {ranks.rank} of {ranks.size}: "
-
-
-def _text_sha256(text: Any) -> str | None:
-    return hashlib.sha256(str(text).encode()).hexdigest() if text else None
 
 
 def weights_sha256(module: Any) -> str:

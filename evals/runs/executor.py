@@ -30,10 +30,10 @@ class Executor(Protocol):
         """The answers of each piece of work as they come, in any order."""
 
     def on_one(self, function: Callable[[Worker], Result]) -> Result:
-        """Call a function with one worker, where that worker is."""
+        """Call a function with one worker, in that worker's process."""
 
     def close(self) -> None:
-        """Give back what the executor holds."""
+        """Free what the executor holds."""
 
 
 class LocalExecutor:
@@ -111,7 +111,7 @@ _CHUNK_S = 3600.0
 
 @contextmanager
 def connect(address: str) -> Iterator[None]:
-    """Connect to a cluster ("local": start one on this machine) and leave it at the end.
+    """Connect to a cluster ("local": start one on this machine), and disconnect at the end.
 
     Raises:
         MissingExtraError: Ray is not installed. WorkerError: the cluster cannot be reached.
@@ -133,7 +133,7 @@ def connect(address: str) -> Iterator[None]:
 
 @dataclass
 class _Task:
-    """A chunk on its way: how often it was tried, and where it is now."""
+    """A chunk that is being answered, and how often it was tried."""
 
     work: Work
     attempts: int = 0
@@ -246,7 +246,7 @@ def _result(reference: Any) -> list[Answer] | None:
     """The answers of a finished call; None when its worker died.
 
     Raises:
-        WorkerError: the call itself raised, which another worker would do as well.
+        WorkerError: the call raised, as it would elsewhere.
     """
     import ray
     from ray.exceptions import RayActorError, RayTaskError
@@ -260,11 +260,11 @@ def _result(reference: Any) -> list[Answer] | None:
         return None
 
 
-def _gpus_per_worker(device: str | None, workers: int, ranks: int = 1) -> int:
+def _gpus_per_worker(device: str | None, workers: int, ranks: int) -> int:
     """`ranks` where workers use CUDA, 0 otherwise.
 
     Raises:
-        WorkerError: fewer GPUs in the cluster than workers; without this they would wait for ever.
+        WorkerError: the cluster has too few GPUs, so workers would wait for ever.
     """
     import ray
 

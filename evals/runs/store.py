@@ -1,4 +1,4 @@
-"""A run on disk, continued after an interruption, with where its numbers come from.
+"""A run on disk, which can be continued after an interruption, and the provenance of its numbers.
 
 RUN/settings.json     what the run depends on
 RUN/answers.jsonl     one line an answer, with the hash of those settings
@@ -28,7 +28,7 @@ _PACKAGES = ("specdec-hf", "torch", "transformers", "tokenizers", "flashinfer-py
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that decide about the numbers; None for one that is not installed."""
+    """Versions of Python and of the packages that affect the numbers; None for one that is not installed."""
     return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
 
 
@@ -76,7 +76,7 @@ class RunStore:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Open or create `folder`; warn where a last line was cut off by a crash and is dropped.
+        """Open or create `folder`; a last line that a crash has cut off is dropped, with a warning.
 
         Raises:
             RunStoreError: another run has the folder open, it belongs to other settings, or it is damaged.
@@ -104,14 +104,14 @@ class RunStore:
         self.close()
 
     def close(self) -> None:
-        """Let another run have the folder."""
+        """Release the folder for other runs."""
         self._lock.release()
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Append answers; they are on disk when this returns.
 
         Raises:
-            OutputError: they cannot be written; what was there before stays readable.
+            OutputError: they cannot be written; earlier ones stay readable.
         """
         answers = list(answers)
         lines = [json.dumps({"key": self.key, "answer": to_json(answer)}, ensure_ascii=False) for answer in answers]
@@ -127,7 +127,7 @@ class RunStore:
         return all(answer is not None and answer.error is None for answer in found)
 
     def _read(self) -> list[Answer]:
-        """The answers on disk. A last line that was cut off is removed, and said."""
+        """The answers on disk. A last line that was cut off is removed, with a warning."""
         if not self._path.is_file():
             return []
         with _named(self._path):
@@ -216,7 +216,7 @@ def _short(value: Any) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or nothing; to what is no regular file (a pipe, a device), straight.
+    """Write a whole file or nothing; a pipe or device is written directly.
 
     Raises:
         OutputError: it cannot be written.
@@ -237,7 +237,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before a run whether a file or folder can be made at `path`; nothing is left behind.
+    """Check that a file or folder can be made at `path`; leaves nothing behind.
 
     Raises:
         OutputError: it cannot.
@@ -254,7 +254,7 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """An error of the system while `path` is used becomes ours, with its name and what to do."""
+    """Turn an OSError while `path` is used into an OutputError that names it and a remedy."""
     try:
         yield
     except OSError as error:

@@ -60,7 +60,8 @@ def export(
     """
     from specdec.options import LoadOptions
 
-    _check_empty(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InvalidInputError(f"--out {out}: it exists and is not empty; give another folder")
     _check_of_speculators(context, layout)
     overrides = LoadOptions.from_words({"head_overrides": options.pop("head_overrides")})
     folder = _exported(head, layout, out, target, overrides, **options)
@@ -173,8 +174,3 @@ def _check_of_speculators(context: click.Context, layout: ExportLayout) -> None:
     given = [words for name, words in names.items() if context.get_parameter_source(name) is not default]
     if given and layout != "speculators":
         raise InvalidInputError(f"{', '.join(given)}: only --layout speculators has a place for it; leave it out")
-
-
-def _check_empty(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InvalidInputError(f"--out {out}: it exists and is not empty; give another folder")

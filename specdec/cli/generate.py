@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import added, examples, load_model, load_options_of, model_options
+from specdec.cli.options import added, check_sampling, examples, load_model, load_options_of, model_options
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -51,38 +51,24 @@ def generate(
     prompt: str | None, file: Path | None, raw: bool, stats: bool, as_json: bool, stop: tuple[str, ...], **options: Any
 ) -> None:
     """Generate text from PROMPT, from --file, or from standard input; tokens appear as they are accepted."""
+    from specdec.loading.tokenizers import as_chats
     from specdec.requests.sampling import SamplingParams
 
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-    _refuse_idle(options, stats and as_json)
+    if stats and as_json:
+        raise click.UsageError("--json has the statistics of each prompt in it; leave --stats out")
+    check_sampling(options)
     params = SamplingParams(stop=stop, **{name: options[name] for name in names})
     prompts = _read_prompts(prompt, file)
     seed = {} if params.seed is None else {"seed": params.seed}
     options.pop("seed")
     model = load_model(options["model"], options["draft"], load_options_of(options, **seed))
     if not raw:
-        prompts = as_chats(model, prompts)
+        prompts = as_chats(model.tokenizer, prompts)
     if as_json:
         _print_json(model, prompts, params)
     else:
         _print_stream(model, prompts, params, stats)
-
-
-def _refuse_idle(options: dict[str, Any], stats_and_json: bool) -> None:
-    """Raises click.UsageError: an option that would do nothing."""
-    if stats_and_json:
-        raise click.UsageError("--json has the statistics of each prompt in it; leave --stats out")
-    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-        if options["temperature"] == 0 and options[name] != off:
-            flag = f"--{name.replace('_', '-')} {options[name]}"
-            raise click.UsageError(f"{flag} decides nothing at temperature 0; leave it out, or give --temperature")
-
-
-def as_chats(model: SpeculativeModel, prompts: list[Any]) -> list[Any]:
-    """Texts as the user's words of a chat, where the tokenizer has a template for chats."""
-    if not getattr(model.tokenizer, "chat_template", None):
-        return prompts
-    return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
 
 
 def _read_prompts(prompt: str | None, file: Path | None) -> list[Any]:

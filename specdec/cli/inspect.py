@@ -115,12 +115,13 @@ def _depends(report: HeadReport) -> str:
 
 
 def _print_pair(head: str, target: str, load: LoadOptions, file: Path | None, as_json: bool) -> None:
-    from specdec.cli.generate import as_chats, read_prompt_file
+    from specdec.cli.generate import read_prompt_file
     from specdec.head_check.check import check_agreement
+    from specdec.loading.tokenizers import as_chats
 
     prompts = None if file is None else read_prompt_file(file)
     model = load_model(target, "mtp" if head == target else head, load)
-    _print(model, check_agreement(model, None if prompts is None else as_chats(model, prompts)), as_json)
+    _print(model, check_agreement(model, None if prompts is None else as_chats(model.tokenizer, prompts)), as_json)
 
 
 def _print(model: SpeculativeModel, agreement: Agreement | None, as_json: bool) -> None:

@@ -38,6 +38,14 @@ def added(options: Iterable[Callable[[Any], Any]]) -> Callable[[_Command], _Comm
     return add
 
 
+def check_sampling(options: Mapping[str, Any]) -> None:
+    """Raises click.UsageError: an option of sampling that would do nothing at temperature 0."""
+    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        if options["temperature"] == 0 and options.get(name, off) != off:
+            flag = f"--{name.replace('_', '-')} {options[name]}"
+            raise click.UsageError(f"{flag} decides nothing at temperature 0; leave it out, or give --temperature")
+
+
 def offered(command: str, kind: type[LoadOptions] = LoadOptions) -> list[str]:
     """Names of the load options that a command ("run", "eval" or "train") offers."""
     return [each.name for each in fields(kind) if command in option_of(each).commands]
@@ -123,11 +131,11 @@ def load_model(model: str, draft: str, options: LoadOptions) -> SpeculativeModel
     Raises:
         InvalidInputError: no head is wanted, and the model is one. Others: see `SpeculativeModel.from_pretrained`.
     """
-    from specdec.loading.builtin import has_builtin_head
+    from specdec.loading.builtin import BUILTIN_HEADS, builtin_name
     from specdec.loading.pairs import pair_of
     from specdec.model import SpeculativeModel
 
-    auto_without_head = draft == "auto" and not has_builtin_head(model)
+    auto_without_head = draft == "auto" and builtin_name(model) not in BUILTIN_HEADS
     head = None if draft == "none" or auto_without_head else draft
     refusal = f"--draft none: --model {model} is a draft head; to run its target alone give --model "
     if draft == "none" and (pair := pair_of(model, None, options.revision)).named_by is not None:

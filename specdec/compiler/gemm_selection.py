@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -21,7 +21,7 @@ from attention.backends.limits import HALF
 from attention.hf.weights import is_plain_weight
 from specdec.compiler.siblings import SiblingLinear
 from specdec.ops.gemm_choice import Algorithm, Choice, Launch, ProductShape, Timer, fastest, use
-from specdec.ops.gemm_library import Library, library_of
+from specdec.ops.gemm_library import Library, Matmul, library_of
 from specdec.ops.linear import MOST_TOKENS, usual_product
 
 _FORMAT = 1
@@ -158,24 +158,6 @@ log = logging.getLogger("specdec")
 Use = Callable[[torch.device, ProductShape, Launch], None]
 
 
-class Offer(Protocol):
-    """What a library has for one shape, see `Matmul`."""
-
-    def algorithms(self) -> list[Algorithm]: ...
-
-    def supports(self, algorithm: Algorithm) -> bool: ...
-
-    def launcher(self, algorithm: Algorithm) -> Launch: ...
-
-
-class Offers(Protocol):
-    """A library on a device, see `Library`."""
-
-    version: int
-
-    def matmul(self, shape: ProductShape) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Wanted:
     """Weights [O, I] of one shape and dtype, and the numbers of tokens that they are multiplied with."""
@@ -221,7 +203,7 @@ class Selection:
 
     def __init__(
         self,
-        library: Offers,
+        library: Library,
         store: ChoiceStore,
         timer: Callable[[Sequence[torch.Tensor], int], Timer] = GpuTimer,
         use: Use = use,
@@ -237,11 +219,11 @@ class Selection:
         """Choose for every shape. Few tokens come first: most rounds have few, and timing those takes least time; of
         as many tokens the weights that take longest to read."""
         started, kept, new = self._clock(), self._store.read(), {}
-        largest_first = sorted(wanted, key=_bytes_read, reverse=True)
+        largest_first = sorted(wanted, key=lambda each: sum(weight.nbytes for weight in each.weights), reverse=True)
         pairs = [(shape, each) for each in largest_first for shape in each.shapes()]
         for shape, each in sorted(pairs, key=lambda pair: pair[0].tokens):
             self.tally.shapes += 1
-            offer: Offer = self._library.matmul(shape)
+            offer = self._library.matmul(shape)
             choice = kept.get(str(shape))
             if choice is not None and (choice.algorithm is None or offer.supports(choice.algorithm)):
                 self.tally.read += 1
@@ -255,7 +237,7 @@ class Selection:
         if new:
             self._store.add(new)
 
-    def _timed(self, wanted: Wanted, shape: ProductShape, offer: Offer) -> Choice | None:
+    def _timed(self, wanted: Wanted, shape: ProductShape, offer: Matmul) -> Choice | None:
         """None where the memory left does not suffice for timing."""
         try:
             timer = self._timer(wanted.weights, shape.tokens)
@@ -263,7 +245,7 @@ class Selection:
         except torch.OutOfMemoryError:
             return None
 
-    def _take(self, device: torch.device, shape: ProductShape, offer: Offer, choice: Choice) -> None:
+    def _take(self, device: torch.device, shape: ProductShape, offer: Matmul, choice: Choice) -> None:
         if choice.algorithm is not None:
             self._use(device, shape, offer.launcher(choice.algorithm))
             self.tally.chosen += 1
@@ -288,10 +270,6 @@ def select_products(wanted: Sequence[Wanted]) -> str:
     said = f"{selection.tally}, cuBLASLt {library.version}"
     log.info("matmul algorithms: %s", said)
     return said
-
-
-def _bytes_read(wanted: Wanted) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in wanted.weights)
 
 
 def choose_products(readers: Iterable[tuple[object, Iterable[int]]], batch_invariant: bool = False) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,35 +24,68 @@ from specdec.wrapped.alterations import Alterations
 from specdec.wrapped.fp8 import Fp8Linear
 
 
-class SiblingLinear(nn.Linear):
-    """A linear layer whose weight is a slice of a tensor it shares with its siblings.
+class _Sibling(nn.Module):
+    """A layer whose parameters are slices of tensors that it shares with its siblings.
 
-    The user's own `nn.Linear` of another class for a while: the module and its parameters stay the same objects, so
-    that hooks, optimisers and adapters keep what they hold; only the parameters' memory moves.
+    The user's own module of another class for a while: the module and its parameters stay the same objects, so that
+    hooks, optimisers and adapters keep what they hold; only the parameters' memory moves.
 
     Attributes:
         fused_weight: [sum of widths, in_features]; fused_bias: [sum of widths] or None.
-        rows: of these two, the layer's own.
+        fused_scale: of the blocks of an FP8 layer's fused weight, float32; else None.
+        rows: of fused weight and bias, the layer's own.
         holders: the engines whose compiled code reads it.
+        plain: the class that it has otherwise.
     """
 
+    plain: ClassVar[type[nn.Module]]
     rows: slice
     fused_weight: torch.Tensor
     fused_bias: torch.Tensor | None
+    fused_scale: Any
     holders: set[object]
 
-    @staticmethod
-    def join(own: nn.Linear, fused_weight: torch.Tensor, fused_bias: torch.Tensor | None, start: int) -> SiblingLinear:
-        """Make rows start … start + out_features of fused_weight the weight of `own`, which holds these values."""
-        rows = slice(start, start + own.out_features)
-        own.weight.data = fused_weight[rows]
-        if fused_bias is not None:
-            own.bias.data = fused_bias[rows]
-        sibling: Any = own
-        sibling.__class__ = SiblingLinear
-        sibling.rows, sibling.fused_weight, sibling.fused_bias = rows, fused_weight, fused_bias
-        sibling.holders = set()
-        return sibling
+    @classmethod
+    def join(
+        cls,
+        own: Any,
+        fused_weight: torch.Tensor,
+        fused_bias: torch.Tensor | None,
+        start: int,
+        fused_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Make rows start … start + out_features of the fused tensors those of `own`, which holds these values."""
+        own.__class__ = cls
+        own.rows, own.holders = slice(start, start + own.out_features), set()
+        own.fused_weight, own.fused_bias, own.fused_scale = fused_weight, fused_bias, fused_scale
+        for parameter, part in own.parts():
+            parameter.data = part
+
+    def parts(self) -> list[tuple[Any, torch.Tensor]]:
+        """Each parameter with its slice of the fused tensor."""
+        pairs = ((self.weight, self.fused_weight), (self.bias, self.fused_bias))
+        return [(own, fused[self.rows]) for own, fused in pairs if own is not None and fused is not None]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its parameters no longer lie in the fused tensors: the model was moved or got other parameters."""
+        moved = any(own.data_ptr() != part.data_ptr() or own.dtype != part.dtype for own, part in self.parts())
+        return moved or (self.bias is not None and self.fused_bias is None)
+
+    def part(self) -> None:
+        """Make it the layer that it was, with its present values in memory of its own."""
+        for own, part in self.parts():
+            if own.untyped_storage().data_ptr() == part.untyped_storage().data_ptr():
+                own.data = own.data.clone()
+        del self.rows, self.holders, self.fused_weight, self.fused_bias, self.fused_scale
+        layer: Any = self
+        layer.__class__ = self.plain
+
+
+class SiblingLinear(_Sibling, nn.Linear):
+    """A linear layer whose weight is a slice of a tensor that it shares with its siblings."""
+
+    plain = nn.Linear
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -60,51 +93,11 @@ class SiblingLinear(nn.Linear):
             return F.linear(input, self.fused_weight, self.fused_bias)[..., self.rows]
         return F.linear(input, self.weight, self.bias)
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether its parameters no longer lie in the fused tensors: the model was moved or got other parameters."""
-        return any(
-            fused is None or own.data_ptr() != fused[self.rows].data_ptr() or own.dtype != fused.dtype
-            for own, fused in ((self.weight, self.fused_weight), (self.bias, self.fused_bias))
-            if own is not None
-        )
 
-    def part(self) -> None:
-        """Make it the `nn.Linear` that it was, with its present values in memory of its own."""
-        for own, fused in ((self.weight, self.fused_weight), (self.bias, self.fused_bias)):
-            if own is not None and fused is not None and _share_memory(own, fused):
-                own.data = own.data.clone()
-        del self.rows, self.fused_weight, self.fused_bias, self.holders
-        plain: Any = self
-        plain.__class__ = nn.Linear
+class SiblingFp8Linear(_Sibling, Fp8Linear):
+    """As `SiblingLinear`, in FP8: fused_weight is e4m3, and rows begin at a multiple of 128, so no block is shared."""
 
-
-class SiblingFp8Linear(Fp8Linear):
-    """As `specdec.compiler.siblings.SiblingLinear`: the user's own module, of another class for a while.
-
-    Attributes:
-        fused_weight: [sum of widths, in_features] e4m3; fused_scale: of its blocks, float32; fused_bias: or None.
-        rows: of the fused weight, the layer's own. holders: the engines whose compiled code reads it.
-    """
-
-    rows: slice
-    fused_weight: torch.Tensor
-    fused_scale: torch.Tensor
-    fused_bias: torch.Tensor | None
-    holders: set[object]
-
-    @staticmethod
-    def join(own: Fp8Linear, fused: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], start: int) -> None:
-        """Make rows start … start + out_features of (weight, scale, bias) those of `own`, which holds these values.
-
-        start is a multiple of 128, so that a block belongs to one layer.
-        """
-        sibling: Any = own
-        sibling.__class__ = SiblingFp8Linear
-        sibling.rows, sibling.holders = slice(start, start + own.out_features), set()
-        sibling.fused_weight, sibling.fused_scale, sibling.fused_bias = fused
-        for parameter, part in sibling._parts():
-            parameter.data = part
+    plain = Fp8Linear
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -112,56 +105,16 @@ class SiblingFp8Linear(Fp8Linear):
             return fp8_linear(input, self.fused_weight, self.fused_scale, self.fused_bias)[..., self.rows]
         return super().forward(input)
 
-    def _parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def parts(self) -> list[tuple[Any, torch.Tensor]]:
         """Each parameter with its slice of the fused tensor."""
         blocks = slice(self.rows.start // BLOCK, -(-self.rows.stop // BLOCK))
-        found: list[tuple[torch.Tensor, torch.Tensor]]
-        found = [(self.weight, self.fused_weight[self.rows]), (self.weight_scale_inv, self.fused_scale[blocks])]
-        if self.bias is not None and self.fused_bias is not None:
-            found.append((self.bias, self.fused_bias[self.rows]))
-        return found
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether its parameters no longer lie in the fused tensors."""
-        return any(own.data_ptr() != part.data_ptr() or own.dtype != part.dtype for own, part in self._parts())
-
-    def part(self) -> None:
-        """Make it the `Fp8Linear` that it was, with its present values in memory of its own."""
-        for own, part in self._parts():
-            if own.untyped_storage().data_ptr() == part.untyped_storage().data_ptr():
-                own.data = own.data.clone()
-        del self.rows, self.fused_weight, self.fused_scale, self.fused_bias, self.holders
-        plain: Any = self
-        plain.__class__ = Fp8Linear
+        return [*super().parts(), (self.weight_scale_inv, self.fused_scale[blocks])]
 
 
 def fp8_fusible(layers: Sequence[Any]) -> bool:
     """Whether FP8 layers that read one tensor can be one matmul: all quantise it alike, and no block has two layers."""
     partial = [layer for layer in layers if layer.out_features % BLOCK]
     return len(partial) <= 1 and all(m.block_size is not None and m.activation_scale is None for m in layers)
-
-
-def fuse_fp8(layers: Sequence[Any]) -> None:
-    """Move their weights, scales and biases into one tensor each; a layer that ends inside a block comes last."""
-    layers = sorted(layers, key=lambda layer: layer.out_features % BLOCK > 0)
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    scale = torch.cat([layer.weight_scale_inv.detach() for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
-    for tensor in (weight, scale, bias):
-        if tensor is not None:
-            torch._dynamo.mark_static(tensor)
-    start = 0
-    for layer in layers:
-        SiblingFp8Linear.join(layer, (weight, scale, bias), start)
-        start += layer.out_features
-
-
-_SIBLINGS = (SiblingLinear, SiblingFp8Linear)
-
-
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def fuse_siblings(root: nn.Module, run: Callable[[], object], alterations: Alterations) -> int:
@@ -173,23 +126,23 @@ def fuse_siblings(root: nn.Module, run: Callable[[], object], alterations: Alter
     Returns:
         The number of newly fused groups.
     """
-    fused_before = [module for module in root.modules() if isinstance(module, _SIBLINGS)]
+    fused_before = [module for module in root.modules() if isinstance(module, _Sibling)]
     for module in fused_before:
         if module.is_stale:
             module.part()
     count = _fuse_groups(root, run)
-    siblings, holder = [module for module in root.modules() if isinstance(module, _SIBLINGS)], object()
+    siblings, holder = [module for module in root.modules() if isinstance(module, _Sibling)], object()
     for module in siblings:
         module.holders.add(holder)
     alterations.on_undo(partial(_let_go, siblings, holder, attention_configs(root)))
     return count
 
 
-def _let_go(siblings: list[SiblingLinear | SiblingFp8Linear], holder: object, configs: Sequence[Any]) -> None:
+def _let_go(siblings: list[_Sibling], holder: object, configs: Sequence[Any]) -> None:
     """One engine less that reads them; without any they are what they were. No forward runs meanwhile."""
     with gate_of(configs[0] if configs else None).held(), torch.no_grad():
         for module in siblings:
-            if isinstance(module, _SIBLINGS) and holder in module.holders:
+            if isinstance(module, _Sibling) and holder in module.holders:
                 module.holders.remove(holder)
                 if not module.holders:
                     module.part()
@@ -231,16 +184,18 @@ def _fusible(root: nn.Module, group: tuple[str, ...], owners: list[int]) -> bool
 
 
 def _fuse(root: nn.Module, group: tuple[str, ...]) -> None:
+    """Move weights, scales and biases of layers into one tensor each."""
     layers: list[Any] = [root.get_submodule(name) for name in group]
+    kind: type[_Sibling] = SiblingLinear
     if type(layers[0]) is Fp8Linear:
-        fuse_fp8(layers)
-        return
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
-    for tensor in (weight, bias):
-        if tensor is not None:  # no parameter, whose sizes the compiler takes as constants by itself
-            torch._dynamo.mark_static(tensor)
+        kind = SiblingFp8Linear
+        layers.sort(key=lambda layer: layer.out_features % BLOCK > 0)  # one that ends inside a block comes last
+    fused = {}
+    for name in ("weight", "bias", "weight_scale_inv"):
+        if getattr(layers[0], name, None) is not None:
+            fused[name] = torch.cat([getattr(layer, name).detach() for layer in layers])
+            torch._dynamo.mark_static(fused[name])  # the compiler does it for parameters
     start = 0
     for layer in layers:
-        SiblingLinear.join(layer, weight, bias, start)
+        kind.join(layer, fused["weight"], fused.get("bias"), start, fused.get("weight_scale_inv"))
         start += layer.out_features

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import TracebackType
 
 from specdec.errors import RequestFailedError, RoundFailedError
 from specdec.interrupts import raised_twice
@@ -43,9 +42,7 @@ class Change:
             self._mend()
         self._torn = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._torn = kind is not None
 
 

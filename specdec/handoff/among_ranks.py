@@ -1,6 +1,6 @@
-"""Requests that move into or out of a tensor-parallel model.
+"""Requests that move into or out of a tensor-parallel model, whose ranks are processes.
 
-Rank 0 says what is done with them, and every rank does it in that order. Every rank reads its own pages, and rank 0
+Rank 0 decides what is done with them and in which order; the others follow. Every rank reads its own pages, and rank 0
 waits for all of them.
 """
 
@@ -32,19 +32,19 @@ from specdec.parallel.workers import Link as Channel
 from specdec.wrapped.fingerprint import fingerprint_of_target
 
 _OPENING = 60.0
-"""Seconds in which the other ranks have opened a transport: registering memory may take a while."""
+"""Seconds given to the other ranks to open a transport: registering memory may take a while."""
 _WORDS = 2.0
-"""Seconds after a deadline in which a rank says what became of its read."""
+"""Seconds after a deadline within which a rank reports the end of its read."""
 _PAUSE = 0.01
-"""Seconds between two questions whether a late read is over."""
+"""Seconds between two polls of a late read."""
 
 
 NOBODY = EngineTable("", "", {}, ())
-"""The source of a handoff that only brings a request and its tensors to another rank."""
+"""The source of a handoff that only carries a request and its tensors to another rank."""
 
 
 class LeadingRequests(MovingRequests):
-    """Rank 0's: the other ranks are told of whatever is done here."""
+    """`MovingRequests` of rank 0: every change is also sent to the other ranks."""
 
     def __init__(self, engine: LeadingEngine) -> None:
         super().__init__(engine)
@@ -53,7 +53,7 @@ class LeadingRequests(MovingRequests):
         self.held.confirm = partial(confirm, engine.ranks)
 
     def begin_round(self) -> None:
-        """See `Guests.begin_round`; what is due was told before the step."""
+        """See `Guests.begin_round`; what is due was sent to the ranks before the step."""
         self.held.begin_round()
 
     def settle(self) -> None:
@@ -70,10 +70,10 @@ class LeadingRequests(MovingRequests):
             return super().submit_leaving(request)
 
     def reserve(self, moved: MovedRequest) -> int:
-        """See `MovingRequests.reserve`; where there are no pages nobody is told.
+        """See `MovingRequests.reserve`; without enough pages the other ranks are not told.
 
         Raises:
-            OutOfPagesError: there are none. RanksLostError: a rank is lost.
+            OutOfPagesError: too few pages are free. RanksLostError: a rank is lost.
         """
         self.check_moved(moved)
         missing: OutOfPagesError | None = None
@@ -88,7 +88,7 @@ class LeadingRequests(MovingRequests):
         return number
 
     def resume(self, moved: MovedRequest, arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None) -> int:
-        """See `MovingRequests.resume`. What it brings goes to the other ranks as the bytes that came here."""
+        """See `MovingRequests.resume`. Its tensors are sent to the other ranks as bytes."""
         self.check_moved(moved)
         number, tensors = (None, {}) if arrival is None else arrival
         with self._leading.all_ranks():
@@ -96,11 +96,11 @@ class LeadingRequests(MovingRequests):
             return super().resume(moved, arrival)
 
     def release(self, leases: Sequence[str]) -> None:
-        """See `MovingRequests.release`. With a lost rank pages are free here alone."""
+        """See `MovingRequests.release`. Once a rank is lost, pages are freed on this rank alone."""
         self._settle_on_all(Due(tuple(leases)))
 
     def drop(self, number: int, settled: Callable[[], bool]) -> None:
-        """See `MovingRequests.drop`. Of late reads rank 0 says when they are over, on whichever rank they were."""
+        """See `MovingRequests.drop`. Rank 0 decides when late reads are over, on whichever rank they are."""
         now = settled()
         if self._channel.workers.is_lost:
             super().drop(number, settled)
@@ -121,7 +121,7 @@ class LeadingRequests(MovingRequests):
 
 
 class FollowingRequests(MovingRequests):
-    """Another rank's: they do what rank 0 says."""
+    """`MovingRequests` of the other ranks, which do what rank 0 does."""
 
     def __init__(self, engine: FollowingEngine) -> None:
         super().__init__(engine)
@@ -130,10 +130,10 @@ class FollowingRequests(MovingRequests):
         engine.also_follows = self.follow
 
     def settle(self) -> None:
-        """See `Guests.settle`: rank 0 says what is due."""
+        """See `Guests.settle`: rank 0 decides what is due."""
 
     def follow(self, message: Any) -> bool:
-        """Do what rank 0 does; False where it is something else."""
+        """Do what rank 0 did, by its message. False where the message is about something else."""
         if isinstance(message, CallMoving):
             getattr(self, message.method)(*message.arguments)
         elif isinstance(message, Resume):
@@ -143,11 +143,11 @@ class FollowingRequests(MovingRequests):
         return True
 
     def drop_told(self, number: int, settled: bool) -> None:
-        """`drop`; settled: whether the pages are free at once; else rank 0 says later that they are."""
+        """`drop`. settled: whether the pages are free at once; else rank 0 tells later."""
         self.drop(number, lambda: settled)
 
     def settle_told(self, due: Due) -> None:
-        """Settle leases and late reads."""
+        """Free the pages of leases and late reads."""
         self.held.settle(self._following.scheduler.pools(), due)
         self.held.finished()  # peers tell all ranks; rank 0 alone listens
 
@@ -160,10 +160,10 @@ class FollowingRequests(MovingRequests):
 
 
 def confirm(ranks: Ranks, granted: Mapping[str, Pages]) -> None:
-    """Wait until every rank has written the pages of requests that leave, and lets them be read.
+    """Wait until every rank has written the pages of departing requests and made them readable.
 
     Raises:
-        RanksLostError: a rank is lost, or has granted others.
+        RanksLostError: a rank is lost, or has granted other pages.
     """
     synchronize([torch.empty(0, device=ranks.device)])
     digest = zlib.crc32(repr(sorted(granted.items())).encode())
@@ -180,7 +180,7 @@ class RanksLink(Link):
         try:
             others = open_on_other_ranks(self._model, transport, dict(options), self._engine_name)
         except BaseException:
-            self._end.close()
+            self._end.transport.close()
             raise
         found = self._model.group.run(fingerprint_of_target, self._model.engine)
         self._weights = fingerprint(self._model, *found)
@@ -191,7 +191,7 @@ class RanksLink(Link):
 
 
 def open_on_other_ranks(model: Any, transport: str, options: dict[str, Any], engine: str) -> tuple[RankTable, ...]:
-    """Let the other ranks open a transport; their tables. Called between two rounds on rank 0.
+    """Make the other ranks open a transport; returns their tables. Called on rank 0 between two rounds.
 
     Raises:
         TransferError: one of them cannot, which is named. RanksLostError: one is lost.
@@ -215,10 +215,10 @@ def open_on_other_ranks(model: Any, transport: str, options: dict[str, Any], eng
 
 
 class RanksRead:
-    """A `Read` of all ranks of this engine: done when all of them are."""
+    """A `Read` on all ranks of this engine; done when all of them are."""
 
     def __init__(self, model: Any, handoff: Handoff, number: int, deadline: float, start: Callable[[], Read]) -> None:
-        """Let the other ranks begin. start: starts the read of this rank, which `wait` calls."""
+        """Start the read on the other ranks. start: starts the one of this rank, when `wait` is called."""
         self._channel: Channel = model.ranks.channel
         self._size: int = model.ranks.size
         self._key = ("fetched", self._channel.number, number)
@@ -267,16 +267,16 @@ class RanksRead:
 
 
 class FollowedTransfers:
-    """A following rank's part in the transfers of one model."""
+    """The transfers of one model on a rank other than 0."""
 
     def __init__(self, model: Any, number: int, say: Callable[[Any], None], fail: Callable[[BaseException], None]):
-        """number: of the model. say: to rank 0. fail: ends the process, with these last words."""
+        """number: of the model. say: sends a message to rank 0. fail: ends the process with an error."""
         self._model, self._number = model, number
         self._say, self._fail = say, fail
         self._end: RankEnd | None = None
 
     def follow(self, message: OpenTransfer | CloseTransfer | Fetch) -> None:
-        """Do what rank 0 says."""
+        """Do what rank 0 did, by its message."""
         if isinstance(message, Fetch):
             # now: rank 0 may drop the reservation before the thread has begun
             pages = self._model.engine.guests.held.pages_of(message.number)
@@ -290,7 +290,7 @@ class FollowedTransfers:
         """Idempotent."""
         end, self._end = self._end, None
         if end is not None:
-            end.close()
+            end.transport.close()
 
     def _open(self, message: OpenTransfer) -> None:
         try:
@@ -305,7 +305,7 @@ class FollowedTransfers:
         self._say(Opened(self._number, message.round, table))
 
     def _fetch(self, message: Fetch, pages: Pages) -> None:
-        """Beside the rounds, on a thread of its own."""
+        """Runs on a thread of its own, beside the rounds."""
         try:
             self._read(message, pages)
         except BaseException as error:

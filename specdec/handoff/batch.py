@@ -1,11 +1,11 @@
-"""How requests enter an engine's batch with keys and values from another engine, and how they leave it with theirs."""
+"""How requests enter an engine's batch with keys and values from another engine, and how they leave it with their
+own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,24 +13,15 @@ import torch
 from attention.cache.prefix import NOTHING
 from attention.checking import CHECKS
 from drafters.loops.base import Draft
-from specdec.config import EngineConfig
+from specdec.engine.engine import Engine
 from specdec.engine.guests import DraftsOf
-from specdec.engine.scheduler import Scheduler
 from specdec.execution.round import Round
 from specdec.handoff.held import HeldPages, release_pages
 from specdec.handoff.moved import Arrival, Departed, Departure, MovedRequest, Pages
 from specdec.handoff.tensors import Arrived, RowTensors
 from specdec.interrupts import raised_twice
 from specdec.requests.request import Request, Update
-from specdec.rounds.rows import RowTable, Schedule
-
-
-class Batch(Protocol):
-    """Rows and pages of an `Engine`."""
-
-    scheduler: Scheduler
-    table: RowTable
-    config: EngineConfig
+from specdec.rounds.rows import Schedule
 
 
 class Arrivals:
@@ -41,28 +32,28 @@ class Arrivals:
         self._entered: list[Arrived] = []
 
     def add(self, request: Request, arrival: Arrival) -> None:
-        """A request was queued, and has pages."""
+        """Note a queued request that has pages."""
         self._waiting[request] = arrival
         request.has_pages = True
 
     def forget(self) -> None:
-        """Rows are made anew: all requests read their tokens again."""
+        """Forget all arrivals, when all rows are made anew and all requests read their tokens again."""
         self._waiting, self._entered = {}, []
 
-    def discard(self, batch: Batch, request: Request) -> None:
-        """A request waits no longer; its pages are free. Idempotent."""
+    def discard(self, batch: Engine, request: Request) -> None:
+        """Free the pages of a request that waits no longer. Idempotent."""
         arrival = self._waiting.pop(request, None)
         request.has_pages = False
         if arrival is not None:
             release_pages(batch.scheduler.pools(), arrival.pages)
 
     def join(self, round_: Round, draft: Draft | None, tensors: RowTensors) -> Draft | None:
-        """See `Guests.join`: what each request that has just entered brings goes to its row, once."""
+        """See `Guests.join`: put what each request that has just entered brings into its row, once."""
         entered, self._entered = self._entered, []
         return tensors.receive(round_, draft, entered) if entered else draft
 
-    def enter(self, batch: Batch, schedule: Schedule, tensors: RowTensors) -> Schedule:
-        """See `Guests.enter`. Open rows, before other requests get theirs: these hold pages already.
+    def enter(self, batch: Engine, schedule: Schedule, tensors: RowTensors) -> Schedule:
+        """See `Guests.enter`. Open rows before other requests get theirs, since these hold pages already.
 
         Each verifies its bonus token at once, and the drafts that it has brought.
         """
@@ -97,8 +88,8 @@ class Arrivals:
             int(np.count_nonzero(counts)),
         )
 
-    def _may_go_on(self, batch: Batch, request: Request) -> bool:
-        """Whether a request's next tokens can go on from the keys that came.
+    def _may_go_on(self, batch: Engine, request: Request) -> bool:
+        """Whether a request's next tokens can use the keys that came.
 
         Where all its tokens are read again at just this length, as a longrope model may, it waits like others.
         """
@@ -107,7 +98,7 @@ class Arrivals:
         self.discard(batch, request)
         return False
 
-    def _open(self, batch: Batch, request: Request, computed: int, drafts: int) -> bool:
+    def _open(self, batch: Engine, request: Request, computed: int, drafts: int) -> bool:
         """Open a row for a request, with its pages. False: its parameters do not fit."""
         scheduler = batch.scheduler
         fault = raised_twice(partial(scheduler.open_row, request, computed, computed))
@@ -129,7 +120,7 @@ class Arrivals:
 
 
 class Departures:
-    """The requests of one engine that leave it with their first token."""
+    """The requests that leave this engine with their first token."""
 
     def __init__(self, held: HeldPages) -> None:
         self._held = held
@@ -138,25 +129,26 @@ class Departures:
 
     @property
     def expected(self) -> bool:
-        """Whether any request of the engine is to leave."""
+        """Whether any queued or running request is to leave."""
         return bool(self._seconds)
 
     def expect(self, request: Request, seconds: float) -> None:
-        """A request that is to leave was queued. seconds: for which its pages are held then."""
+        """Note a queued request that is to leave. seconds: how long its pages are held afterwards."""
         self._seconds[request] = seconds
         request.leaves = True
 
     def expect_no_more(self, request: Request) -> None:
-        """A request is ended. Idempotent."""
+        """Forget a request that has ended. Idempotent."""
         self._seconds.pop(request, None)
 
     def forget(self, waiting: Sequence[Request]) -> None:
-        """Rows are made anew, and these requests wait: who was on the way out comes to it again."""
+        """Rows are made anew, and these requests wait: those that were leaving will do so again."""
         self._leaving = {}
         self._seconds = {request: self._seconds[request] for request in waiting if request in self._seconds}
 
-    def leave(self, batch: Batch, owners: Sequence[Request | None], tensors: RowTensors, drafts_of: DraftsOf) -> None:
-        """Requests with a first token go out of the batch, with their drafts for the next engine's first verification.
+    def leave(self, batch: Engine, owners: Sequence[Request | None], tensors: RowTensors, drafts_of: DraftsOf) -> None:
+        """Take requests with a first token out of the batch, with their drafts for the next engine's first
+        verification.
 
         Args:
             owners, drafts_of: see `Guests.leave`.
@@ -178,7 +170,7 @@ class Departures:
         self._held.confirm(granted)
 
     def reported(self, request: Request, update: Update) -> Update:
-        """What is reported of a request: of one that leaves its departure, unless its first token ends it."""
+        """The update of a request; for one that leaves, its departure, unless its first token ends it."""
         departure = self._leaving.pop(request, None)
         if departure is None:
             return update
@@ -190,19 +182,19 @@ class Departures:
 
 
 def _copies(
-    batch: Batch, schedule: Schedule, tensors: RowTensors, drafts_of: DraftsOf
+    batch: Engine, schedule: Schedule, tensors: RowTensors, drafts_of: DraftsOf
 ) -> list[dict[str, torch.Tensor]]:
-    """Of each row's drafts, and of what they were drawn from."""
+    """Copies of each row's drafts, and of the distributions they were drawn from."""
     draft, places = drafts_of(schedule)
     sampled = batch.table.sampling(schedule.rows).temperature > 0
     each = zip(places.tolist(), schedule.num_drafts.tolist(), sampled.tolist(), strict=True)
     return [tensors.drafts_of(draft, place, count, drawn) for place, count, drawn in each]
 
 
-def leaving_drafts(batch: Batch, leaving: Sequence[Request]) -> tuple[Schedule, list[Request]]:
-    """Those of some running requests that draft, which leave: the draft loop that is launched before they go.
+def leaving_drafts(batch: Engine, leaving: Sequence[Request]) -> tuple[Schedule, list[Request]]:
+    """The leaving requests that draft, and the schedule of the draft loop that is launched before they go.
 
-    The head's pages are reserved for it; nothing of theirs is verified here, so the target needs none.
+    Pages of the head are reserved for it; none of the target, since nothing of theirs is verified here.
     """
     scheduler, table = batch.scheduler, batch.table
     rows = np.array([r.row for r in leaving], np.int64)
@@ -216,8 +208,8 @@ def leaving_drafts(batch: Batch, leaving: Sequence[Request]) -> tuple[Schedule, 
     return Schedule(rows, np.ones_like(rows), drafts), [r for r, d in zip(leaving, own, strict=True) if d]
 
 
-def take_out(batch: Batch, request: Request) -> Pages:
-    """A running request goes out of the batch; its pages stay owned, by no row. Its row is free at once."""
+def take_out(batch: Engine, request: Request) -> Pages:
+    """Take a running request out of the batch; returns its pages, which no row owns now. Its row is free at once."""
     scheduler, table, row = batch.scheduler, batch.table, request.row
     computed = int(table.computed[row])
     if CHECKS.on:

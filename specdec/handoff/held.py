@@ -1,9 +1,9 @@
-"""Requests that move between engines: the pages that this one holds for others, and those that others' requests fill.
+"""Pages of moving requests that no row owns: held for requests that left, or reserved for requests that come.
 
-The pages of a request that leaves stay owned until its next engine has read them or its lease is over, and never while
-a read in time may go on. A request that comes has pages before it is read, but no row yet. Where a read came too late,
-its pages are in quarantine until the transport says that nothing writes to them any more. After an interrupt or a
-failed round all tables are made anew; these pages stay what they are (`HeldPages.keep`).
+The pages of a request that left stay owned until its next engine has read them or its lease is over, and never while
+a read in time may go on. A request that comes has pages before it is read, but no row yet. After a late read its pages
+are in quarantine until the transport reports that nothing writes to them any more. After an interrupt or a failed
+round all tables are made anew; these pages stay as they are (`HeldPages.keep`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from attention.errors import OutOfPagesError
 from specdec.handoff.moved import MovedRequest, Pages
 
 LEASE_SECONDS = 60.0
-"""How long pages are held for a request that left, unless it is said otherwise."""
+"""How long pages are held for a request that left, by default."""
 GRACE_SECONDS = 5.0
-"""How much longer than the lease says: the clocks of two hosts may differ by that."""
+"""How much longer than the lease pages are held: the clocks of two hosts may differ by this."""
 
 _PAUSE_SECONDS = 1e-3
 ROUNDS_IN_VAIN = 2
-"""Rounds that may still write to pages that are free: a row that has ended is in the launched round in vain, and in the
-draft steps after it. Later rounds write to such pages after that; what another engine or thread writes may come before.
-So pages for a request that comes are filled when these rounds are over."""
+"""Rounds that may still write to freed pages: a row that has ended is still part of the launched round and of the draft
+steps after it. Later rounds write after those; another engine or thread may write before them. So pages of a request
+that comes are filled when these rounds are over."""
 
 
 def pages_needed(pools: Sequence[BlockTables], computed: int, without_head: bool) -> list[int]:
-    """Pages that a request with `computed` keys and values has in each pool: none before a window or chunk.
+    """How many pages a request with `computed` keys and values has in each pool; none before a window or chunk.
 
     without_head: whether the last pool is the head's, and the request has no pages there because it does not draft.
     """
@@ -44,7 +44,7 @@ def pages_needed(pools: Sequence[BlockTables], computed: int, without_head: bool
 
 
 def take_pages(pools: Sequence[BlockTables], counts: Sequence[int]) -> Pages:
-    """Take so many pages of each pool. Raises OutOfPagesError: fewer are free; nothing was taken."""
+    """Take these numbers of pages from the pools. Raises OutOfPagesError: fewer are free; nothing was taken."""
     for pool, count in zip(pools, counts, strict=True):
         if count > pool.allocator.num_free:
             raise OutOfPagesError(f"{count} pages wanted, {pool.allocator.num_free} are free")
@@ -52,15 +52,9 @@ def take_pages(pools: Sequence[BlockTables], counts: Sequence[int]) -> Pages:
 
 
 def release_pages(pools: Sequence[BlockTables], pages: Pages) -> None:
-    """Return pages that no row has."""
+    """Free pages that no row owns."""
     for pool, own in zip(pools, pages, strict=True):
         pool.release_detached(own)
-
-
-def keep_pages(pools: Sequence[BlockTables], pages: Pages) -> None:
-    """In pools that replace others: these pages stay owned by no row."""
-    for pool, own in zip(pools, pages, strict=True):
-        pool.keep_detached(own)
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,7 @@ class _Late:
 
 @dataclass(frozen=True)
 class Due:
-    """What is to be released now. Clocks and peers decide it, so of several ranks rank 0 finds it for all.
+    """What can be freed now. Clocks and peers decide that, so rank 0 finds it for all ranks.
 
     Attributes:
         leases: of requests that were read, or that nobody will read. reads: numbers of reservations whose late reads
@@ -92,13 +86,13 @@ class Due:
 
 
 class HeldPages:
-    """Pages of one engine that belong to a request and to no row: it has left, or has not begun here yet.
+    """Pages of one engine that belong to a request but to no row: it has left, or has not begun here yet.
 
     Attributes:
         grace: see `GRACE_SECONDS`.
-        finished: gives leases of which the transport says that they were read. revoke: tells it that one is over.
+        finished: gives leases that the transport reports as read. revoke: tells it that one is over.
         grant: tells it that the pages of a lease may be read. confirm: called with all that a round has granted,
-            before anybody is told of it; of several ranks, where they wait for each other.
+            before any reader is told; with several ranks they wait for each other there.
     """
 
     def __init__(self) -> None:
@@ -118,21 +112,21 @@ class HeldPages:
 
     @property
     def num_held(self) -> int:
-        """Requests that left, whose pages are still held."""
+        """Number of requests that left and whose pages are still held."""
         return len(self._held)
 
     @property
     def num_quarantined(self) -> int:
-        """Reads that came too late and may still write to their pages."""
+        """Number of late reads that may still write to their pages."""
         return len(self._late)
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to `collect`."""
+        """Whether anything is held, late or reserved for later."""
         return bool(self._held or self._late or self._not_yet)
 
     def pause(self, waiting: bool) -> None:
-        """Where requests wait for pages that only a peer or the end of a lease gives back: not at full speed."""
+        """Sleep briefly where requests wait for pages that only a peer or the end of a lease frees."""
         if waiting and (self.active or self._filling):
             time.sleep(_PAUSE_SECONDS)
 
@@ -141,9 +135,10 @@ class HeldPages:
         return {page for late in self._late.values() for page in late.pages[0]}
 
     def hold(self, pages: Pages, lease_seconds: float) -> str:
-        """Hold the pages of a request that leaves, and let them be read; its lease.
+        """Hold the pages of a request that leaves, and let them be read; returns its lease.
 
-        A lease is 128 bits that nobody can guess: of the engine's secret and a count, so that ranks have the same.
+        A lease is 128 bits that nobody can guess, from the engine's secret and a count, so that all ranks have the
+        same.
         """
         self._num_leases += 1
         lease = hashlib.sha256(self.secret + self._num_leases.to_bytes(8, "little")).hexdigest()[:32]
@@ -152,11 +147,11 @@ class HeldPages:
         return lease
 
     def end(self, lease: str) -> None:
-        """Nobody will read these pages: they are among the next that are due."""
+        """Note that nobody will read these pages, so that they are due next."""
         self._over.append(lease)
 
     def release(self, pools: Sequence[BlockTables], leases: Iterable[str]) -> None:
-        """These requests were read, or nobody will: their pages are free. Unknown leases are over already."""
+        """Free the pages of these leases. Unknown ones are over already."""
         for lease in leases:
             held = self._held.pop(lease, None)
             if held is not None:
@@ -174,19 +169,19 @@ class HeldPages:
         return Due(tuple(leases), tuple(number for number, late in self._late.items() if late.settled()))
 
     def settle(self, pools: Sequence[BlockTables], due: Due) -> None:
-        """Release what is due."""
+        """Free what is due."""
         self.release(pools, due.leases)
         for number in due.reads:
             release_pages(pools, self._late.pop(number).pages)
 
     def begin_round(self) -> None:
-        """A round begins; who asks `may_fill` between two rounds asks after it."""
+        """Count a round. Between two rounds `may_fill` is asked after it."""
         self._not_yet = {number: left - 1 for number, left in self._not_yet.items() if left > 1}
 
     def reserve(self, pools: Sequence[BlockTables], moved: MovedRequest, without_head: bool, rounds: int) -> int:
-        """Pages for a request that comes; their number. Raises OutOfPagesError: too few are free now.
+        """Take pages for a request that comes; returns their number. Raises OutOfPagesError: too few are free now.
 
-        rounds: how many must be over before they are filled, see `may_fill`.
+        rounds: how many must end before the pages are filled, see `may_fill`.
         """
         pages = take_pages(pools, pages_needed(pools, moved.computed, without_head))
         self._next += 1
@@ -200,18 +195,15 @@ class HeldPages:
         return number not in self._not_yet
 
     def pages_of(self, number: int) -> Pages:
-        """The pages that were reserved."""
+        """The reserved pages of a number."""
         return self._filling[number]
 
     def take(self, number: int) -> Pages:
-        """The pages that were reserved, filled now: they are a waiting request's from here on."""
+        """The reserved pages of a number, filled now; from here on they belong to a waiting request."""
         return self._filling.pop(number)
 
     def drop(self, pools: Sequence[BlockTables], number: int, settled: Callable[[], bool]) -> None:
-        """The request does not come. Its pages are free as soon as `settled` says that nothing writes to them.
-
-        Nothing is done where it has come already.
-        """
+        """Free reserved pages, once `settled` tells that nothing writes to them. Nothing happens if they were taken."""
         pages = self._filling.pop(number, None)
         self._not_yet.pop(number, None)
         if pages is None:
@@ -222,12 +214,13 @@ class HeldPages:
             self._late[number] = _Late(pages, settled)
 
     def watch(self, number: int, settled: Callable[[], bool]) -> None:
-        """Ask this whether nothing writes to the pages of a late read any more; nothing is done for any other."""
+        """Replace how the end of a late read is found. Nothing happens if no such read is late."""
         if number in self._late:
             self._late[number] = replace(self._late[number], settled=settled)
 
     def keep(self, pools: Sequence[BlockTables]) -> None:
-        """In pools that replace others: all held pages stay held."""
+        """Own all held pages in new pools, which replace the former ones."""
         every = [*(held.pages for held in self._held.values()), *self._filling.values()]
         for pages in (*every, *(late.pages for late in self._late.values())):
-            keep_pages(pools, pages)
+            for pool, own in zip(pools, pages, strict=True):
+                pool.keep_detached(own)

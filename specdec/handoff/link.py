@@ -1,4 +1,4 @@
-"""A model's end of a transport: each rank's regions and reads, and what it tells and checks of other engines."""
+"""A model's end of a transport: each rank's regions and reads, and the checks of other engines."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _METHODS = ("start", "grant", "revoke", "read", "finish", "finished", "close")
 
 
 def made(transport: str | Transport, options: Mapping[str, Any]) -> Transport:
-    """A transport that is not open: of a name and its options, or the one that was given.
+    """A transport that is not open yet: by its name and options, or the given object.
 
     Raises:
-        InvalidInputError: no transport, options that are not its, or values that these cannot have.
+        InvalidInputError: no transport, options that it does not have, or values that these cannot have.
     """
     if isinstance(transport, str):
         known = list(inspect.signature(TRANSPORTS[transport]).parameters)
@@ -59,10 +59,10 @@ def made(transport: str | Transport, options: Mapping[str, Any]) -> Transport:
 
 
 class RankEnd:
-    """A model's end of a transport on this rank.
+    """A model's end of a transport on one rank.
 
     Attributes:
-        transport: open. table: what other engines need to know of this rank.
+        transport: open. table: what other engines need to know about this rank.
         groups: the cache groups, in the order of an engine's pools.
     """
 
@@ -85,7 +85,7 @@ class RankEnd:
         address = transport.start(engine if number == 0 else f"{engine}-rank-{number}", bounds, device)
         self.transport, self._bounds = transport, tuple(bounds)
         self.groups = [runner.group.name for runner in model.runners]
-        self.table = RankTable(number, device, tuple(bound.region for bound in bounds), address)
+        self.table = RankTable(number, device, tuple(bound.region for bound in bounds), dict(address))
         held.finished, held.revoke, held.grant = transport.finished, transport.revoke, self._grant
 
     def _grant(self, lease: str, pages: Pages) -> None:
@@ -109,16 +109,12 @@ class RankEnd:
 
     def read(self, own: ReadPlan) -> Read:
         """Start a read. Raises TransferError: the source cannot be reached."""
-        synchronize([bound.bytes for bound in self._bounds[:1]])  # rounds in vain write to pages that were free
+        synchronize([bound.bytes for bound in self._bounds[:1]])  # launched rounds may still write to freed pages
         return _InTime(self.transport.read(own))
-
-    def close(self) -> None:
-        """Stop serving and reading. Idempotent."""
-        self.transport.close()
 
 
 class _InTime:
-    """A `Read` that failed unless it was done before its deadline: after that the source may use its pages again."""
+    """A `Read` that fails unless it is done before its deadline, after which the source may reuse its pages."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -135,7 +131,7 @@ class _InTime:
 
 
 def _part(ranks: Any) -> int:
-    """Which part of a layer's KV heads this rank holds."""
+    """Which part of a layer's KV heads this rank holds. Raises InvalidInputError: layers are divided differently."""
     kinds = ranks.part.kv_copies if ranks.part is not None else frozenset({ranks.size})
     if len(kinds) > 1:
         raise InvalidInputError(
@@ -147,22 +143,22 @@ def _part(ranks: Any) -> int:
 
 
 def options_of_rank(options: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Of a transport: rank r listens on the r-th port after the one that was asked for."""
+    """A transport's options on a rank: rank r listens on the r-th port after the given one."""
     port = options.get("port")
     return {**options, "port": port + rank} if isinstance(port, int) and port else options
 
 
 class Link:
-    """An open transport of a model: each rank's regions, and what must be equal at the other end."""
+    """An open transport of a model: each rank's regions, and what must be equal in the other engine."""
 
     def __init__(
         self, model: Any, guests: MovingRequests, own: Transport, transport: str | Transport, options: Mapping[str, Any]
     ) -> None:
-        """Open it, on all ranks. Between two rounds.
+        """Open it on all ranks, between two rounds.
 
         Args:
             model: a `SpeculativeModel`. guests: of its engine. own: this rank's, see `made`.
-            transport: a name, by which other ranks make theirs with these `options`; any other belongs to a model of
+            transport: a name, by which other ranks make theirs with these `options`; an object belongs to a model of
                 one rank.
 
         Raises:
@@ -182,11 +178,11 @@ class Link:
         return ()
 
     def close(self) -> None:
-        """Stop serving and reading on this rank; other ranks do with their model. Idempotent."""
-        self._end.close()
+        """Stop serving and reading on this rank; other ranks stop with their model. Idempotent."""
+        self._end.transport.close()
 
     def table(self) -> EngineTable:
-        """What others need to know of this engine; its weights are looked at once, and again when they change.
+        """What other engines need to know about this one; weights are hashed once, and again when they change.
 
         Raises:
             HandoffMismatchError: weights of a model that is divided among ranks have changed here.
@@ -204,7 +200,7 @@ class Link:
             return EngineTable(self._engine_name, self._end.transport.name, self._weights, self._ranks)
 
     def handed_over(self, update: Update, lease_seconds: float) -> Handoff:
-        """What `prefill` returns of a request that has left, or ended with its first token.
+        """The handoff that `prefill` returns for a request that has left, or ended with its first token.
 
         Raises:
             RequestFailedError, RoundFailedError: the request failed.
@@ -219,10 +215,10 @@ class Link:
         return Handoff(self.table(), departure.lease, expires, departure.moved, blocks, departure.tensors)
 
     def check(self, handoff: Handoff) -> None:
-        """Whether a request can move here, on every rank.
+        """Check that a request can move here, on every rank.
 
         Raises:
-            HandoffMismatchError: it cannot. InvalidInputError, CacheTooSmallError: see `check_moved`.
+            HandoffMismatchError: it cannot. InvalidInputError, CacheTooSmallError: see `MovingRequests.check_moved`.
         """
         source, groups = handoff.source, self._end.groups
         if source.transport != self._end.transport.name:
@@ -245,7 +241,7 @@ class Link:
             plan(rank, source.ranks)
 
     def _wrong_drafts(self, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Why drafts cannot be verified here, "" when they can: an id outside of the vocabulary would end a round."""
+        """Why drafts cannot be verified here, "" if they can: an id outside of the vocabulary would end a round."""
         drafts, most = tensors.get("drafts"), self._model.num_speculative_tokens
         if drafts is None:
             return ""
@@ -258,8 +254,8 @@ class Link:
         return f"it brings {wrong[0]} of shape {tuple(tensors[wrong[0]].shape)}" if wrong else ""
 
     def fetch(self, handoff: Handoff, number: int, timeout: float) -> None:
-        """Fill the reserved pages of every rank. After an error they are free, or in quarantine while anything may
-        write to them.
+        """Fill the reserved pages on every rank. After an error they are free, or in quarantine while anything may
+        still write to them.
 
         The source is told once all ranks have read: its pages are free then, on all of its ranks.
 
@@ -281,7 +277,7 @@ class Link:
         self._end.transport.finish(own)
 
     def _begun(self, own: ReadPlan, handoff: Handoff, number: int, deadline: float) -> Read:
-        """A read of all ranks. own: what this one reads. Raises TransferError: the source cannot be reached."""
+        """Start a read on all ranks. own: of this one. Raises TransferError: the source cannot be reached."""
         return self._end.read(own)
 
     def _drop(self, number: int, read: Read | None) -> None:
@@ -290,7 +286,7 @@ class Link:
 
 
 def comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two fingerprints without what engines of different numbers of ranks cannot compare."""
+    """Two fingerprints, without what engines of different numbers of ranks cannot compare."""
     here, there = dict(own), dict(other)
     counts = {len(shares) for each in (here, there) if isinstance(shares := each.get(_SHARES), list)}
     if len(counts) == 2:
@@ -300,7 +296,7 @@ def comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[s
 
 @torch.no_grad()
 def fingerprint(model: Any, weights: str, shares: list[str]) -> dict[str, Any]:
-    """By name, all that must be equal for a request to go on in another engine with the same tokens and drafts.
+    """By name, all that must be equal for a request to continue in another engine with the same tokens and drafts.
 
     weights, shares: of the target, see `shared_fingerprint`.
     """

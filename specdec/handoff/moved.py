@@ -1,6 +1,6 @@
-"""A request between two engines: what it is, what it left behind where it was, and what it brings where it goes.
+"""A request between two engines, and what it takes along.
 
-`Handoff` is all of that as plain bytes, for another process or host.
+`Handoff` is all of it as plain bytes, for another process or host.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Pages = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class MovedRequest:
-    """A request whose prompt was read: all that decides its further tokens, but for keys, values and states.
+    """A request whose prompt was read: everything that decides its further tokens, except keys, values and states.
 
     Attributes:
         prompt_token_ids, new_token_ids: committed tokens. The last new one is the bonus token: every token before it
             has its keys and values in the cache.
-        params: as submitted. key: its randomness, which is the same wherever it runs.
-        limit: most tokens, the prompt's and new ones together. num_drafts: K of the request.
+        params: as submitted. key: its randomness, the same wherever it runs.
+        limit: most tokens, prompt and new ones together. num_drafts: K of the request.
         sample_index, eos_token_ids, variant: see `Request`.
-        queue_s, prefill_s: seconds that it waited, and from there to the first token. Others: see `RequestStats`.
+        queue_s, prefill_s: seconds that it waited, and from then to the first token. Others: see `RequestStats`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -62,7 +62,7 @@ class MovedRequest:
 
     @classmethod
     def of(cls, request: Request) -> MovedRequest:
-        """What another engine needs of a request that has its first tokens."""
+        """A request that has its first tokens, as another engine needs it."""
         t = request.times
         return cls(
             prompt_token_ids=tuple(request.committed[: request.prompt_len].tolist()),
@@ -112,7 +112,7 @@ class Departure:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a request that waits for a row has brought: pages, filled, and tensors (see `Departure`)."""
+    """What a request brings that waits for a row: filled pages, and tensors (see `Departure`)."""
 
     pages: Pages
     tensors: Mapping[str, torch.Tensor]
@@ -171,8 +171,8 @@ class Resumption:
 class Handoff:
     """A request whose prompt was read by one SpeculativeModel (`prefill`), to be continued by another (`resume`).
 
-    It holds no keys and values: those stay in the pages of the first engine, which holds them for this request until it
-    was read or its lease is over. It may be sent anywhere (`to_bytes`); whoever has it can read these pages.
+    It holds no keys and values: the first engine holds those in its pages for this request until they were read or the
+    lease is over. It may be sent anywhere (`to_bytes`); whoever has it can read these pages.
 
     Attributes:
         source: where the pages are, and what they were made with. lease: the right to read them; expires: until when,
@@ -180,7 +180,7 @@ class Handoff:
         moved: the request. blocks: its pages by cache group.
         tensors: drafts for its next verification and what they were drawn from, states of recurrent layers: see
             `Departure`. On the host.
-        completion: set when the request ended with its first token, and nothing is left to be done.
+        completion: set when the request ended with its first token, and nothing is left to do.
     """
 
     source: EngineTable
@@ -193,7 +193,7 @@ class Handoff:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """What was read."""
+        """The prompt, which was read."""
         if self.completion is not None:
             return self.completion.prompt_token_ids
         assert self.moved is not None
@@ -208,7 +208,7 @@ class Handoff:
         return list(self.moved.new_token_ids)
 
     def to_bytes(self) -> bytes:
-        """For another process or host: a line, the length of a JSON header, the header, the tensors' bytes."""
+        """For another process or host: a magic line, the length of a JSON header, the header, the tensors' bytes."""
         header = {
             "version": VERSION,
             "source": self.source.to_json(),
@@ -217,7 +217,7 @@ class Handoff:
             "moved": None if self.moved is None else asdict(self.moved),
             "blocks": {group: list(own) for group, own in self.blocks.items()},
             "completion": None if self.completion is None else asdict(self.completion),
-            "tensors": [[name, _name_of(t.dtype), list(t.shape)] for name, t in self.tensors.items()],
+            "tensors": [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in self.tensors.items()],
         }
         text = json.dumps(header).encode()
         parts = [t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in self.tensors.values()]
@@ -259,12 +259,8 @@ class Handoff:
             raise HandoffMismatchError(f"this is no handoff: {type(error).__name__}: {error}") from error
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _moved(given: dict[str, Any]) -> MovedRequest:
-    """Every value by its kind: one of another ends a round there, and with it other requests."""
+    """Read a request, checking every value: one of another kind would end a round there, and other requests with it."""
     read: dict[str, Any] = {"params": SamplingParams.from_dict(given["params"])}
     read |= {name: _numbers(name, given[name]) for name in ("prompt_token_ids", "new_token_ids", "eos_token_ids")}
     read |= {name: whole(name, given[name], 0) for name in _COUNTS}

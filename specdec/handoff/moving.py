@@ -1,4 +1,4 @@
-"""Requests that move between engines, as one engine knows them: the `Guests` of an engine whose requests move."""
+"""Requests that move between engines, as one engine sees them: `Guests` whose requests come from or go to others."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from specdec.rounds.rows import Schedule
 
 
 class MovingRequests(Guests):
-    """The requests of one engine that come from other engines or leave for them. For one thread at a time.
+    """The requests of one engine that come from other engines or leave for them. Not thread-safe.
 
     Attributes:
         held: their pages while they have no row.
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Make the guests of an engine; `Engine.host` lets them in."""
+        """For an engine, which starts to use it with `Engine.host`."""
         self._engine = engine
         self.held = HeldPages()
         self._arrivals = Arrivals()
@@ -42,7 +42,7 @@ class MovingRequests(Guests):
 
     @property
     def tensors(self) -> RowTensors:
-        """What rows carry on the device besides pages, with the executor that the engine has now."""
+        """Access to what rows carry on the device besides pages, for the engine's present executor."""
         executor = self._engine.executor
         if self._tensors is None or self._tensors[0] is not executor:
             self._tensors = executor, row_tensors(self._engine)
@@ -58,7 +58,7 @@ class MovingRequests(Guests):
             self.settle()
 
     def idle(self) -> None:
-        """See `Guests.idle`: requests may wait for pages that only a peer or the end of a lease gives back."""
+        """See `Guests.idle`: requests may wait for pages that only a peer or the end of a lease frees."""
         self.held.pause(bool(self._engine.scheduler.waiting))
 
     def settle(self) -> None:
@@ -96,7 +96,7 @@ class MovingRequests(Guests):
         return request_id
 
     def check_leaving(self, request: Leaving) -> int:
-        """As `Engine.check`, of a request whose prompt alone is read here.
+        """As `Engine.check`, for a request of which only the prompt is read here.
 
         Raises:
             HandoffMismatchError: the rounds have what cannot move, see `RoundExtra.refuses_handoff`.
@@ -112,14 +112,32 @@ class MovingRequests(Guests):
         return self._engine.admission.check(request.token_ids, request.params, prompt_alone=True)
 
     def check_moved(self, moved: MovedRequest) -> None:
-        """Whether a request from another engine can be served, see `check_moved`."""
-        check_moved(self._engine.admission, moved)
+        """Check that a request from another engine can be served as it would have been there.
+
+        Raises:
+            InvalidInputError, CacheTooSmallError: as `Admission.check`; or its limits are beyond this engine's.
+        """
+        admission = self._engine.admission
+        _check_extras(admission)
+        longest, num_drafts = admission.config.max_model_len, admission.config.num_speculative_tokens
+        if moved.limit > longest or moved.num_drafts > num_drafts:
+            raise HandoffMismatchError(
+                f"the request may have {moved.limit} tokens and {moved.num_drafts} drafts a round; this model was "
+                f"loaded for max_model_len={longest} and num_speculative_tokens={num_drafts}; "
+                "load it for as much, or give SamplingParams(max_new_tokens=…, num_speculative_tokens=…) to prefill"
+            )
+        admission.check_prompt(moved.prompt_token_ids)
+        admission.check_ids("new tokens: ", moved.new_token_ids)
+        admission.check_ids("stop_token_ids: ", moved.params.stop_token_ids)
+        if not moved.new_token_ids or len(moved.prompt_token_ids) + len(moved.new_token_ids) >= moved.limit:
+            raise HandoffMismatchError(
+                f"a moved request has {len(moved.prompt_token_ids)} prompt tokens, {len(moved.new_token_ids)} new ones "
+                f"and a limit of {moved.limit}: at least one new token, and room for one more, are needed"
+            )
+        admission.check_cache(len(moved.prompt_token_ids), moved.limit)
 
     def reserve(self, moved: MovedRequest) -> int:
-        """Pages for the keys and values of a request from another engine, to be filled and then given to `resume`.
-
-        Returns:
-            Their number, see `HeldPages`.
+        """Take pages for a request from another engine, to be filled and then given to `resume`; returns their number.
 
         Raises:
             InvalidInputError, CacheTooSmallError: such a request cannot be served here, see `check_moved`.
@@ -135,21 +153,21 @@ class MovingRequests(Guests):
                 return self.held.reserve(engine.scheduler.pools(), moved, without_head, rounds)
             except OutOfPagesError as error:
                 missing = error
-        raise missing  # outside: an error that leaves the block means that rows are to be made anew
+        raise missing  # outside: an error that leaves the block makes the engine renew its rows
 
     def may_fill(self, number: int) -> bool:
         """Whether reserved pages may be written to, see `HeldPages.may_fill`."""
         return self._engine.inflight is None or self.held.may_fill(number)
 
     def resume(self, moved: MovedRequest, arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None) -> int:
-        """Queue a request from another engine; it goes on as if it had been here all the time.
+        """Queue a request from another engine; it continues as if it had always been here.
 
         Args:
-            arrival: the number of its pages, filled, and its tensors (see `Departure`); None to read its tokens again.
+            arrival: the number of its filled pages, and its tensors (see `Departure`); None to read its tokens again.
         """
         self.check_moved(moved)
         request = moved_here(self._engine.admission, self._engine.take_id(), moved)
-        request_id = self._engine.queue(request)  # first: it mends what an interrupt has left, and keeps held pages
+        request_id = self._engine.queue(request)  # first: it repairs what an interrupt has left, and keeps held pages
         if arrival is not None:
             number, tensors = arrival
             with self._engine.change:
@@ -157,50 +175,25 @@ class MovingRequests(Guests):
         return request_id
 
     def release(self, leases: Sequence[str]) -> None:
-        """Pages that are held for requests that left are free: nobody will read them. Unknown leases are over."""
+        """Free pages that are held for requests that left, since nobody will read them. Unknown leases are over."""
         with self._engine.change:
             self.held.release(self._engine.scheduler.pools(), leases)
 
     def drop(self, number: int, settled: Callable[[], bool]) -> None:
-        """A request for which pages were reserved does not come, see `HeldPages.drop`."""
+        """Give up reserved pages, for a request that does not come, see `HeldPages.drop`."""
         with self._engine.change:
             self.held.drop(self._engine.scheduler.pools(), number, settled)
 
 
 def moving_requests(engine: Engine, make: Callable[[Any], MovingRequests] = MovingRequests) -> MovingRequests:
-    """Those of an engine, let in when they are first asked for. Between two rounds.
+    """The moving requests of an engine, made at first use. Called between two rounds.
 
-    make: makes them of an engine; of one of several ranks see `specdec.handoff.among_ranks`.
+    make: makes them; on one of several ranks see `specdec.handoff.among_ranks`.
     """
     if not isinstance(engine.guests, MovingRequests):
         engine.host(make(engine))
     assert isinstance(engine.guests, MovingRequests)
     return engine.guests
-
-
-def check_moved(admission: Admission, moved: MovedRequest) -> None:
-    """Whether a request from another engine can be served as it would have been there.
-
-    Raises:
-        InvalidInputError, CacheTooSmallError: as `Admission.check`; or its limits are beyond this engine's.
-    """
-    _check_extras(admission)
-    longest, num_drafts = admission.config.max_model_len, admission.config.num_speculative_tokens
-    if moved.limit > longest or moved.num_drafts > num_drafts:
-        raise HandoffMismatchError(
-            f"the request may have {moved.limit} tokens and {moved.num_drafts} drafts a round; this model was "
-            f"loaded for max_model_len={longest} and num_speculative_tokens={num_drafts}; "
-            "load it for as much, or give SamplingParams(max_new_tokens=…, num_speculative_tokens=…) to prefill"
-        )
-    admission.check_prompt(moved.prompt_token_ids)
-    admission.check_ids("new tokens: ", moved.new_token_ids)
-    admission.check_ids("stop_token_ids: ", moved.params.stop_token_ids)
-    if not moved.new_token_ids or len(moved.prompt_token_ids) + len(moved.new_token_ids) >= moved.limit:
-        raise HandoffMismatchError(
-            f"a moved request has {len(moved.prompt_token_ids)} prompt tokens, {len(moved.new_token_ids)} new ones "
-            f"and a limit of {moved.limit}: at least one new token, and room for one more, are needed"
-        )
-    admission.check_cache(len(moved.prompt_token_ids), moved.limit)
 
 
 def _check_extras(admission: Admission) -> None:

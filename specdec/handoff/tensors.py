@@ -1,16 +1,18 @@
-"""What of a request's round is on the device besides pages: read when it leaves an engine, put back where it goes on.
+"""What a row's next round needs from the device besides pages: read when a request leaves an engine, put back in
+another.
 
-The drafts for its next verification, with the distribution that they were drawn from; the vectors that a draft loop
-carries from round to round; and the states of recurrent layers. Where rounds run operator by operator a distribution is
-probabilities ("draft_probs"); from graphs it is the head's logits and what the filters left of them ("draft_logits",
-"draft_stats"): those are what the acceptance reads, and half of the bytes.
+These are the drafts for its next verification, with the distribution they were drawn from; the vectors that a draft
+loop carries from round to round; and the states of recurrent layers. Where rounds run operator by operator a
+distribution is probabilities ("draft_probs"); from graphs it is the head's logits and the statistics of its filters
+("draft_logits", "draft_stats"): those are what the acceptance reads, and half of the bytes.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,8 +35,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Arrived:
-    """A request that joins a round: its RowTable row, how many of its tokens were read, what it has brought, and how
-    many of its drafts are verified."""
+    """A request that joins a round: its row, how many of its tokens were read, what it has brought, and how many of its
+    drafts are verified."""
 
     row: int
     computed: int
@@ -43,8 +45,14 @@ class Arrived:
     params: SamplingParams
 
 
-class RowTensors(Protocol):
-    """What rows carry from round to round besides pages: read where a request leaves, put back where it goes on."""
+class RowTensors(ABC):
+    """What rows carry from round to round besides pages: read where a request leaves, put back where it goes on.
+
+    States, and vectors of a draft loop, are the same in every executor; how drafts are kept depends on it.
+    """
+
+    def __init__(self, states: StateRunner | None, loop: object, device: torch.device) -> None:
+        self._states, self._loop, self._device = states, loop, device
 
     def pack(self, row: int, computed: int, drafts: bool) -> dict[str, torch.Tensor]:
         """What the request in a RowTable row carries from round to round, copied on the device.
@@ -52,32 +60,6 @@ class RowTensors(Protocol):
         Args:
             computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
         """
-
-    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
-        """Copies, on the device, of one row's first drafts and, of a sampled row, of what they were drawn from."""
-
-    def places(self, taken: np.ndarray, count: int) -> np.ndarray | None:
-        """Where so many rows' drafts are put that come from elsewhere, beside those of this engine's own rows; None:
-        after them, in order."""
-
-    def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
-        """Take over, into their rows, what requests have brought; the drafts of the whole round.
-
-        Args:
-            round_: sent, its last drafting rows being those of `arrived` that have drafts. draft: of the others.
-        """
-
-    def refuses(self, tensors: Tensors) -> str:
-        """Why such tensors cannot be taken over; "" when they can."""
-
-
-class _Carried:
-    """`RowTensors`: states, and vectors of a draft loop: the same in every executor."""
-
-    def __init__(self, states: StateRunner | None, loop: object, device: torch.device) -> None:
-        self._states, self._loop, self._device = states, loop, device
-
-    def pack(self, row: int, computed: int, drafts: bool) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         if drafts and isinstance(self._loop, CarriesVectors):
             found["carried"] = self._loop.carried_by(row).clone()
@@ -86,6 +68,7 @@ class _Carried:
         return found
 
     def refuses(self, tensors: Tensors) -> str:
+        """Why such tensors cannot be taken over; "" when they can."""
         expected: dict[str, tuple[int, ...]] = {}
         if isinstance(self._loop, CarriesVectors) and "drafts" in tensors:
             expected["carried"] = self._loop.carried_shape
@@ -95,15 +78,32 @@ class _Carried:
         return "" if given == expected else f"it brings tensors {given}, and this engine takes {expected}"
 
     def unpack(self, row: int, computed: int, tensors: Tensors) -> None:
-        """Put back what `pack` gave in another engine of the model, for a row of this one."""
+        """Put what `pack` gave in another engine of the model into a row of this one."""
         if isinstance(self._loop, CarriesVectors) and "carried" in tensors:
             self._loop.carry(row, tensors["carried"].to(self._device))
         if self._states is not None:
             given = [tensors[f"state.{i}"] for i in range(len(self._states.states))]
             self._states.put_row(row, computed, given)
 
+    @abstractmethod
+    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
+        """Copies, on the device, of one row's first drafts and, of a sampled row, of what they were drawn from."""
 
-class EagerTensors(_Carried):
+    @abstractmethod
+    def places(self, taken: np.ndarray, count: int) -> np.ndarray | None:
+        """Where the drafts of `count` arriving rows are put beside those of this engine's own rows; None: after
+        those."""
+
+    @abstractmethod
+    def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
+        """Take over, into their rows, what requests have brought; returns the drafts of the whole round.
+
+        Args:
+            round_: sent, its last drafting rows being those of `arrived` that have drafts. draft: of the others.
+        """
+
+
+class EagerTensors(RowTensors):
     """`RowTensors` of rounds that run operator by operator."""
 
     def __init__(
@@ -137,7 +137,7 @@ class EagerTensors(_Carried):
         return joined(draft, drafting, round_.target.max_drafts, self._vocab, drawn)
 
 
-class GraphTensors(_Carried):
+class GraphTensors(RowTensors):
     """`RowTensors` of rounds that run from CUDA graphs: drafts lie in buffers that the graphs read."""
 
     def __init__(self, states: StateRunner | None, buffers: DraftBuffers, device: torch.device) -> None:
@@ -178,7 +178,7 @@ class GraphTensors(_Carried):
 
 
 def row_tensors(engine: Engine) -> RowTensors:
-    """Those of the engine's executor."""
+    """Access to the rows' tensors for the engine's executor."""
     target, drafter, buffers = engine.target, engine.drafter, engine.executor.draft_buffers
     states, device = target.states, target.hf_model.device
     if buffers is not None:

@@ -27,6 +27,7 @@ from specdec.head_check.measurement import (
     check_map,
     runs_in_chains,
 )
+from specdec.loading.tokenizers import as_chats
 from specdec.model import SpeculativeModel
 from specdec.requests.prompts import Prompts
 from specdec.requests.sampling import SamplingParams
@@ -234,7 +235,7 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
     head, num_drafts = model.head, model.num_speculative_tokens
     if head is None or num_drafts == 0:
         raise InvalidInputError("the agreement check needs a head that drafts: give one, and num_speculative_tokens")
-    done = model.generate(_default_prompts(model) if prompts is None else prompts, _PARAMS)
+    done = model.generate(as_chats(model.tokenizer, PROMPTS) if prompts is None else prompts, _PARAMS)
     passages = [Passage.of(one, model.device) for one in done if len(one.token_ids) > 1]
     tokens, rounds = sum(len(one.token_ids) for one in done), pool_requests([one.stats for one in done])
     if not passages or not rounds.offered:
@@ -275,12 +276,6 @@ def _check_lengths(passages: Sequence[Passage]) -> None:
 
 
 _PARAMS = SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
-
-
-def _default_prompts(model: SpeculativeModel) -> Any:
-    if getattr(model.tokenizer, "chat_template", None):
-        return [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    return list(PROMPTS)
 
 
 def _judged(stats: AcceptanceStats, best: Tried | None, head_can_vary: bool) -> tuple[Verdict, str]:

@@ -45,7 +45,7 @@ _SNAPSHOT = re.compile(r"[0-9a-f]{40}")
 
 
 def unwrapped(target: Any) -> Any:
-    """The transformers model inside of a PeftModel; anything else as it is. Nothing is changed, and nothing merged.
+    """The transformers model inside of a PeftModel, unchanged and unmerged; any other target itself.
 
     Raises:
         UnsupportedModelError: an adapter of a kind that changes inputs or cache.
@@ -58,13 +58,10 @@ def unwrapped(target: Any) -> Any:
 
 
 def check_kinds(name: str, configs: Iterable[Any]) -> None:
-    """Refuse adapters that are not computed by the layers alone.
-
-    Args:
-        configs: of peft, or adapter_config.json as read.
+    """Check that adapters are computed by the layers alone. configs: peft's, or adapter_config.json as read.
 
     Raises:
-        UnsupportedModelError: the message names the kind.
+        UnsupportedModelError: one of another kind, which the message names.
     """
     for config in configs:
         values: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
@@ -130,7 +127,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: Merg
 
 
 def _are_others(base: str, target: str) -> bool:
-    """Whether two models are called otherwise; owners and folders aside, and where either name says nothing."""
+    """Whether two models have different names, apart from owners and folders; False where one has no name."""
     names = [Path(model).name.lower() for model in (base, target)]
     return all(names) and not any(_SNAPSHOT.fullmatch(name) for name in names) and names[0] != names[1]
 
@@ -242,13 +239,10 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
 
 
 def _check_vocabulary(model: PreTrainedModel, adapter: Adapter, tensors: Mapping[str, Any]) -> None:
-    """Refuse an adapter with embeddings of more or fewer tokens than the base has: tokens were added before training.
-
-    Args:
-        tensors: of the adapter, by name.
+    """Check that an adapter's embeddings have the base's number of tokens: tokens may have been added before training.
 
     Raises:
-        ModelLoadError: the message says how such an adapter is loaded.
+        ModelLoadError: they have another number; the message says how to load such an adapter.
     """
     embedding: Any = model.get_input_embeddings()
     own = next(re.escape(name) for name, module in model.named_modules() if module is embedding)

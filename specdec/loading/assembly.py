@@ -84,12 +84,12 @@ def choose_prefix_caching(
         if asked is True:
             warn_user(f"enable_prefix_caching=True has no effect: {reason}")
         return f"off: {reason}"
-    reason = ""
-    if loop is not None and not isinstance(loop, SharesPages):
-        reason = f"{loop.name} do not say on how many following tokens their cache entries depend (num_following)"
-    if reason and asked is True:
+    if loop is None or isinstance(loop, SharesPages):
+        return "on"
+    reason = f"{loop.name} do not say on how many following tokens their cache entries depend (num_following)"
+    if asked is True:
         raise InvalidInputError(f"enable_prefix_caching=True: {reason}; give False or 'auto'")
-    return f"off: {reason}" if reason else "on"
+    return f"off: {reason}"
 
 
 def choose_cascade(backend: AttentionBackend, prefix_caching: str, asked: bool) -> str:
@@ -152,7 +152,11 @@ def assemble(parts: Parts, cuda_graphs: bool | Literal["auto"], group: Group = A
     """
     probed, head, config = parts.probed, parts.head, parts.config
     loop = None if head is None else head.draft_loop(loop_limits(config))
-    prevented = _uncapturable(probed) or made_in_inference_mode(probed.model, head) or uncaptured_state(probed.model)
+    prevented = made_in_inference_mode(probed.model, head) or uncaptured_state(probed.model)
+    if probed.recurrent_calls:
+        from specdec.loading.states import uncapturable
+
+        prevented = uncapturable(probed) or prevented
     choice = choose_graphs(parts.backend, loop, cuda_graphs, prevented)
     if group.size > 1:  # one without graphs among others with them would wait for sums that never come
         choice = replace(choice, required=choice.wanted)
@@ -165,15 +169,6 @@ def assemble(parts: Parts, cuda_graphs: bool | Literal["auto"], group: Group = A
             runner = GroupRunner(parts.backend, pages, probed.model.dtype, probed.model.device)
             drafter = Drafter(head, loop, runner)
         return _checked(target, drafter, parts, choice)
-
-
-def _uncapturable(probed: TargetProbe) -> str:
-    """See `specdec.loading.states`."""
-    if not probed.recurrent_calls:
-        return ""
-    from specdec.loading.states import uncapturable
-
-    return uncapturable(probed)
 
 
 def _target(parts: Parts, group: Group) -> Target:

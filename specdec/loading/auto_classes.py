@@ -20,7 +20,7 @@ from specdec.errors import ModelLoadError
 
 
 class AutoClass(NamedTuple):
-    """One of them, with the classes that it loads by their configurations'."""
+    """An auto class, with the model classes that it loads by their configurations'."""
 
     loader: Any
     mapping: Any
@@ -37,11 +37,8 @@ _WRAPPERS = (
 def auto_class(config: PreTrainedConfig, name: str) -> AutoClass:
     """The auto class for a configuration: that of causal language models where it knows it, else one of wrappers.
 
-    Args:
-        name: what the user called the checkpoint, for the message.
-
     Raises:
-        ModelLoadError: an encoder, with or without a decoder, or no language model.
+        ModelLoadError: an encoder, with or without a decoder, or no language model; the message has `name`.
     """
     kind, custom = type(config), getattr(config, "auto_map", None) or {}
     reason = "no such model"

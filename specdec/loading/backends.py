@@ -1,4 +1,4 @@
-"""Which attention backend a device gets, and how its cache is stored. Chosen by the user or by the device, never by an
+"""The attention backend of a device, and how its cache is stored. The user or the device decides, never an
 exception."""
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from specdec.execution.graphs import GraphExecutor
 
 _WITHOUT_SOFTCAP = "sdpa"
-"""transformers' function for it is given a softcap and does not read it; newer versions (5.23) raise an error.
+"""transformers' function of this name ignores a softcap that it is given; newer versions (5.23) raise an error.
 
 Source: transformers, integrations/sdpa_attention.py; in 5.17 Gemma 2 and VaultGemma run by it unless told otherwise.
 """
 
 
 def name_what_is_left_out(probed: TargetProbe) -> None:
-    """Warn where this model's own `generate` may say other tokens than its layers describe."""
+    """Warn where this model's own `generate` may give other tokens than its layers describe."""
     caps = [call.attention_spec.softcap for call in probed.calls if call.attention_spec.softcap is not None]
     if not caps or probed.model.config.get_text_config()._attn_implementation != _WITHOUT_SOFTCAP:
         return
@@ -72,7 +72,7 @@ class Graphs:
         self.state = "on" if choice.wanted else f"off: {choice.reason}"
 
     def compile(self) -> None:
-        """Compile target and head where graphs are wanted. What goes wrong is kept until `executor` is called."""
+        """Compile target and head where graphs are wanted. `executor` raises what goes wrong."""
         if not self._choice.wanted:
             return
         log.info("loading the compiler")
@@ -89,9 +89,10 @@ class Graphs:
             self._error = error
 
     def executor(self) -> Executor:
-        """Capture, and return what runs the rounds; where graphs may be given up and must be, what runs them without.
+        """Capture, and return the executor of rounds; without graphs, and with a warning, where these are optional and
+        fail.
 
-        A SpecdecWarning says why. The model is as it was before `compile` then.
+        The model is then as it was before `compile`.
 
         Raises:
             Exception: what went wrong, where graphs are required.
@@ -108,20 +109,17 @@ class Graphs:
                 self._made.release()
             if self._choice.required or isinstance(error, _NO_REASON) or interrupt_in(error) is not None:
                 raise
-            self._give_up(_in_words(error))
+            self._made = self._error = None
+            reason = _in_words(error)
+            self.state = f"off: {reason}"
+            self._warn(reason)
+            gc.collect()
+            if self._parts[0].hf_model.device.type == "cuda":
+                torch.cuda.empty_cache()
         else:
             if not self._choice.expected:
                 self._warn(self._choice.reason)
         return EagerExecutor(*self._parts)
-
-    def _give_up(self, reason: str) -> None:
-        """No graphs; what there is of them is freed."""
-        self._made = self._error = None
-        self.state = f"off: {reason}"
-        self._warn(reason)
-        gc.collect()
-        if self._parts[0].hf_model.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _warn(self, reason: str) -> None:
         model = self._parts[0].hf_model
@@ -134,7 +132,7 @@ class Graphs:
 
 
 def _in_words(error: Exception) -> str:
-    """The first line of what an error says, with its type."""
+    """The first line of an error's message, with its type."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     said = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return said if len(said) <= _MOST_LETTERS else f"{said[:_MOST_LETTERS]}…"
@@ -163,10 +161,8 @@ def kv_layout(layout: str, backend: AttentionBackend) -> KVLayout:
     """The order inside a page of the target's cache and the head's; see `attention.cache.kv_cache.CacheGroup`.
 
     Every backend serves both, with all cache dtypes, page sizes and variants of attention that it serves at all. In
-    MLA's cache, which has one head, the two are the same bytes.
-
-    Args:
-        layout: "auto" is what the backend's kernels read best on its GPU (HND on Blackwell), else NHD.
+    MLA's cache, which has one head, the two are the same bytes. "auto" is what the backend's kernels read best on its
+    GPU (HND on Blackwell), else NHD.
 
     Raises:
         InvalidInputError: an unknown name.
@@ -178,11 +174,11 @@ def kv_layout(layout: str, backend: AttentionBackend) -> KVLayout:
 
 @dataclass(frozen=True)
 class GraphChoice:
-    """Whether rounds run from CUDA graphs.
+    """CUDA graphs: required, attempted with fallback, or off.
 
     Attributes:
-        wanted: they shall. required: what prevents it is an error; else rounds run without.
-        reason: why they shall not, "" when they shall. expected: nobody will be surprised that they do not.
+        wanted: attempted. required: a failure is an error; else rounds run without them.
+        reason: why they are off, "" if wanted. expected: whether the user needs no warning that they are off.
     """
 
     wanted: bool
@@ -197,11 +193,11 @@ def choose_graphs(
     cuda_graphs: bool | Literal["auto"],
     uncapturable: str = "",
 ) -> GraphChoice:
-    """Whether rounds run from CUDA graphs: where they are asked for, and with "auto" where they can.
+    """Decide on CUDA graphs: where they are asked for, and with "auto" where they can be captured.
 
     Args:
         loop: the head's draft loop; None without a head.
-        uncapturable: what of the target no graph can hold, in words, see `specdec.loading.memory`; "" for nothing.
+        uncapturable: what of the target no graph can hold, in words, see `specdec.loading.states`; "" for nothing.
 
     Raises:
         InvalidInputError: see `check_graphs`; or True with what no graph can hold.
@@ -223,9 +219,9 @@ def choose_graphs(
 
 
 def made_in_inference_mode(*modules: object) -> str:
-    """Why modules whose parameters were made there cannot run from CUDA graphs, in words; "" where none was.
+    """Why modules whose parameters were made in inference mode cannot run from CUDA graphs; "" where none was.
 
-    They are compiled and captured outside of it, where torch keeps no count of what is written to such tensors.
+    They are compiled and captured outside of it, where torch counts no writes to such tensors.
     """
     tensors = (tensor for module in modules if isinstance(module, nn.Module) for tensor in module.parameters())
     if not any(tensor.is_inference() for tensor in tensors):
@@ -234,17 +230,14 @@ def made_in_inference_mode(*modules: object) -> str:
 
 
 def uncaptured_state(model: nn.Module) -> str:
-    """Why a model cannot run from CUDA graphs whose hooks, parametrizations or forwards may change what they do, in
-    words; "" where it has no such. A replay calls none of them."""
+    """Why a model cannot run from CUDA graphs whose hooks, parametrizations or forwards a replay would not call; "" for
+    none."""
     found = unseen_state(model)
     return f"the model has {found}, which a replayed graph does not call" if found else ""
 
 
 def check_graphs(backend: AttentionBackend, loop: DraftLoop[Any, Any] | None, cuda_graphs: bool) -> None:
-    """Refuse what cannot run from CUDA graphs, and what cannot run without.
-
-    Args:
-        loop: the head's draft loop; None without a head.
+    """Check that backend and draft loop (None without a head) can run as asked, from CUDA graphs or without.
 
     Raises:
         InvalidInputError: a backend or a draft loop that has no graphs, or a backend that needs them.
@@ -261,9 +254,9 @@ def check_graphs(backend: AttentionBackend, loop: DraftLoop[Any, Any] | None, cu
 
 
 def expected_keys(config: Any) -> list[AttentionSpec]:
-    """What a configuration says of the attention kernels its layers will need, before there is a model to probe.
+    """The attention kernels that a configuration's layers will need, before there is a model to probe.
 
-    Only what decides which kernel is built is filled in. [] where the configuration does not say it plainly.
+    Only what decides which kernel is built is filled in. [] where the configuration does not tell.
     """
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):  # Gemma 4: heads differ by layer, and reading head_dim raises
@@ -286,7 +279,7 @@ def expected_keys(config: Any) -> list[AttentionSpec]:
 def begin_kernels(
     name: str, device: torch.device, keys: Iterable[AttentionSpec], dtype: torch.dtype, kv_cache_dtype: str
 ) -> None:
-    """Begin to build the kernels that a target with such layers needs, where they are built at all.
+    """Start building the kernels that a target with such layers needs, on backends that build any.
 
     Args:
         name: of the backend, as in `make_backend`; kv_cache_dtype: as in `kv_format`.
@@ -322,25 +315,21 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
     if not kind.is_installed:
         raise InvalidInputError(kind.install)
     if name == "auto" and chosen(name, device) == "flex":
-        _warn_of_flex()
+        reason = 'FlashInfer is not installed (pip install "specdec-hf[cuda]")'
+        if torch.version.hip is not None:
+            reason = "this torch is built for ROCm, on which this library is not tested"
+        warn_user(
+            f"{reason}: backend='auto' is 'flex', which has no CUDA graphs and is slower; backend='flex' says this no "
+            "more"
+        )
     return kind.make(device)
 
 
-def _warn_of_flex() -> None:
-    """Nobody asked for Flex by name."""
-    reason = 'FlashInfer is not installed (pip install "specdec-hf[cuda]")'
-    if torch.version.hip is not None:
-        reason = "this torch is built for ROCm, on which this library is not tested"
-    warn_user(
-        f"{reason}: backend='auto' is 'flex', which has no CUDA graphs and is slower; backend='flex' says this no more"
-    )
-
-
 def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
-    """Refuse recurrent and quantised layers where a token's result may not depend on the batch.
+    """Check that layers compute every token alone where a batch-invariant backend promises it.
 
     Raises:
-        UnsupportedModelError: the backend is batch-invariant and the target has such layers.
+        UnsupportedModelError: the backend is batch-invariant and the target has recurrent or quantised layers.
     """
     if probed.fp8 is not None and backend.batch_invariant:
         raise UnsupportedModelError(
@@ -363,10 +352,10 @@ def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
 
 
 def check_format_fits(probed: TargetProbe, format: KVFormat) -> None:
-    """Refuse a KV cache in 8 bits for a target that has none.
+    """Check that a target with an 8-bit KV cache has a cache.
 
     Raises:
-        InvalidInputError: no layer attends, and the cache was to be in 8 bits.
+        InvalidInputError: no layer attends.
     """
     if format.dtype is not None and not probed.calls:
         raise InvalidInputError(

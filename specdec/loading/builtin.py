@@ -23,10 +23,10 @@ def builtin_names() -> tuple[str, ...]:
 
 
 def builtin_path(name: str) -> Path:
-    """Folder of a built-in model, to be given to `from_pretrained`.
+    """The folder of a built-in model, for `from_pretrained`.
 
     Raises:
-        InvalidInputError: there is no built-in model of that name.
+        InvalidInputError: there is none of that name.
     """
     if name not in builtin_names():
         raise InvalidInputError(
@@ -45,14 +45,9 @@ def resolve(name: str | Path) -> str:
 def builtin_name(target: str | Path | None) -> str | None:
     """The built-in model that this name or folder is; None where it is none.
 
-    A model loaded from a built-in folder is known by that folder: transformers keeps it as `name_or_path`.
+    A model loaded from a built-in folder is found by that folder, which transformers keeps as `name_or_path`.
     """
     if target is None:
         return None
     folder = Path(resolve(target)).resolve()
     return next((name for name in builtin_names() if builtin_path(name).resolve() == folder), None)
-
-
-def has_builtin_head(target: str | Path) -> bool:
-    """Whether draft="auto" means something for this target."""
-    return builtin_name(target) in BUILTIN_HEADS

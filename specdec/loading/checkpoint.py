@@ -41,13 +41,10 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.(safetensors|bin)")
 
 
 def check_weight_files(folder: Path, what: str) -> None:
-    """Refuse a folder whose weights are not there, or not all of them.
-
-    Args:
-        what: for the message, what cannot be loaded.
+    """Check that all weights of a folder are there.
 
     Raises:
-        ModelLoadError: the message names what is missing, or what there is instead.
+        ModelLoadError: `what` cannot be loaded; the message names what is missing, or what there is instead.
     """
     names = {entry.name for entry in folder.iterdir()}
     for name in _WHOLE:
@@ -60,10 +57,10 @@ def check_weight_files(folder: Path, what: str) -> None:
 
 
 def check_no_pointers(folder: Path, what: str) -> None:
-    """Refuse a folder in which git has put pointers to its weights.
+    """Check that a folder's weights are no git-lfs pointers.
 
     Raises:
-        ModelLoadError: the message says how to get the files.
+        ModelLoadError: they are; says how to get the files.
     """
     files = sorted(f for f in folder.iterdir() if f.suffix in (".safetensors", ".bin") and f.is_file())
     pointers = [file.name for file in files if is_lfs_pointer(file)]
@@ -75,11 +72,7 @@ def check_no_pointers(folder: Path, what: str) -> None:
 
 
 def _shards(index: Path, what: str) -> Collection[str]:
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{what}: {index.name} cannot be read as JSON: {error}; download it again") from error
-    places = found.get("weight_map") if isinstance(found, Mapping) else None
+    places = read_object(index, what).get("weight_map")
     if not isinstance(places, Mapping) or not places or not all(isinstance(place, str) for place in places.values()):
         raise ModelLoadError(f"{what}: {index.name} has no weight_map from tensors to files; download it again")
     outside = sorted({place for place in places.values() if leads_outside(place)})
@@ -104,7 +97,7 @@ def _check_shards(folder: Path, files: Collection[str], what: str) -> None:
 
 
 def _without_weights(names: Collection[str]) -> str:
-    """What a folder with a config.json and no weights holds instead."""
+    """What a folder with a config.json and no weights contains instead, in words."""
     shards = sorted(name for name in names if _SHARD.fullmatch(name))
     if shards:
         return f"it holds shards of weights ({shards[0]}, …) and no index of them ({_WHOLE[0]}.index.json); download it"
@@ -141,11 +134,10 @@ class Checkpoint:
     """Where a model is read from.
 
     Attributes:
-        name: as the user gave it.
-        path: a folder or a hub name, for transformers' from_pretrained.
+        name: as the user gave it. path: a folder or a hub name, for transformers' from_pretrained.
         revision: branch, tag or commit on the hub; None is its main branch.
         trust_remote_code: whether Python files of the checkpoint may run.
-        local_files_only: the hub does not answer: only its local cache is looked at.
+        local_files_only: whether only the hub's local cache is read, as the hub does not answer.
         adapter: what is applied to the model when it is loaded, or None.
         quantisation: how its weights are stored, once it is loaded; None where they are not quantised.
     """
@@ -202,14 +194,11 @@ class Adapter:
 def find_checkpoint(
     name: str | Path, revision: str | None = None, trust_remote_code: bool = False, what: str = "the target model"
 ) -> Checkpoint:
-    """Find a target (or a tokenizer) by name. A name that can only be a folder is not looked up on the hub.
-
-    Args:
-        what: what is looked for, for the message.
+    """Find a target or a tokenizer (`what`) by name. A name that can only be a folder is not looked up on the hub.
 
     Raises:
-        ModelLoadError: there is no such folder, or it is a file, or no name of a hub model; or what lies in the folder
-            under the name of a file is none.
+        ModelLoadError: there is no such folder, or it is a file, or no name of a hub model; or something in the folder
+            has a file's name and is none.
         InvalidInputError: a revision of a folder.
     """
     path = resolve(name)
@@ -236,10 +225,10 @@ def find_checkpoint(
 
 
 def check_target_folder(checkpoint: Checkpoint) -> None:
-    """Refuse a folder that holds no causal language model as transformers reads one. Hub names pass.
+    """Check that a folder holds a causal language model for transformers. Hub names pass.
 
     Raises:
-        ModelLoadError: the message names what the folder is.
+        ModelLoadError: it does not; the message names what it is.
     """
     if not checkpoint.is_folder:
         return
@@ -248,9 +237,9 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
     what = f"cannot load the target model {checkpoint.name!r}"
     if "config.json" not in names:
         raise ModelLoadError(f"{what}: {_without_config(names)}\n{_give()}")
-    config = _read_json(folder / "config.json", what)
+    config = read_object(folder / "config.json", what)
     if "generation_config.json" in names:
-        _read_json(folder / "generation_config.json", what)  # transformers passes over a damaged one, eos ids and all
+        read_object(folder / "generation_config.json", what)  # transformers passes over a damaged one, eos ids and all
     check_quantisation(_modelopt_config(folder, names, what), what)
     check_quantisation(config.get("quantization_config"), what)
     check_no_pointers(folder, what)
@@ -260,13 +249,10 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
 
 
 def check_depth(config: Mapping[str, Any], what: str) -> None:
-    """Refuse a configuration with more layers than any model has, before one of them is made.
-
-    Args:
-        config: with those of parts in it. what: for the message, what cannot be loaded.
+    """Check that a configuration, and those inside it, has no more layers than any model, before one of them is made.
 
     Raises:
-        ModelLoadError: the message names the field.
+        ModelLoadError: `what` cannot be loaded; the message names the field.
     """
     for name, value in config.items():
         if isinstance(value, Mapping):
@@ -286,7 +272,8 @@ def _without_config(names: set[str]) -> str:
     return f"the folder has no config.json; it holds {short(sorted(names))}"
 
 
-def _read_json(file: Path, what: str) -> Mapping[str, Any]:
+def read_object(file: Path, what: str) -> Mapping[str, Any]:
+    """The JSON object in a checkpoint's file. Raises ModelLoadError: `what` cannot be loaded, as there is none."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -311,7 +298,7 @@ def _check_no_head(folder: Path, config: Mapping[str, Any], names: set[str], wha
 
 
 def _shapes(folder: Path, names: set[str]) -> dict[str, tuple[int, ...]]:
-    """Tensor shapes by name, where there are not too many of them for a head; {} where nobody need look."""
+    """Tensor shapes by name, if few enough for a head; else {}."""
     if _INDEX in names:
         index = read_json(folder / _INDEX)
         few = isinstance(index.get("weight_map"), dict) and len(index["weight_map"]) <= _MOST_TENSORS_OF_A_HEAD
@@ -336,12 +323,9 @@ def _check_model_type(config: Mapping[str, Any], what: str) -> None:
 def check_quantisation(stored: Mapping[str, Any] | None, what: str) -> str | None:
     """The method of a `quantization_config`; None without one.
 
-    Args:
-        what: for the message, what cannot be loaded.
-
     Raises:
-        ModelLoadError: transformers does not know the method (it passes over one, and would read packed integers as
-            weights), cannot read it back, or a package that it needs is missing.
+        ModelLoadError: `what` cannot be loaded. transformers does not know the method (it ignores one, and would read
+            packed integers as weights), cannot read it back, or a package that it needs is missing.
     """
     if stored is None:
         return None
@@ -369,10 +353,10 @@ def check_quantisation(stored: Mapping[str, Any] | None, what: str) -> str | Non
 
 
 def _modelopt_config(folder: Path, names: set[str], what: str) -> Mapping[str, Any] | None:
-    """What ModelOpt wrote of its quantisation beside config.json, as a `quantization_config`."""
+    """ModelOpt's own file about its quantisation, as a `quantization_config`; None where there is none."""
     if MODELOPT_FILE not in names:
         return None
-    said = _read_json(folder / MODELOPT_FILE, what).get("quantization")
+    said = read_object(folder / MODELOPT_FILE, what).get("quantization")
     return {"quant_method": MODELOPT, **(said if isinstance(said, dict) else {})}
 
 

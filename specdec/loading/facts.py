@@ -1,10 +1,10 @@
-"""What a loaded model is, resolved: for provenance, `specdec inspect` and the statistics."""
+"""Facts about a loaded model, all options resolved: for provenance, `specdec inspect` and the statistics."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from attention.cache.kv_cache import bytes_per_token
 from attention.groups import GroupedRunner
@@ -22,17 +22,14 @@ if TYPE_CHECKING:
     from specdec.execution.base import GraphReport
 
 
-@runtime_checkable
-class _Captured(Protocol):
-    """An executor that captured graphs."""
-
-    report: GraphReport
+_SPARSE = "dense up to index_topk={:,} tokens, where its indexer would choose all keys"
 
 
 def facts_of(model: Any) -> dict[str, Any]:
     """Resolved facts of a SpeculativeModel: model, head, attention, caches, graphs and engine."""
     head, runners, checkpoint, attends = model.head, model.runners, model.checkpoint, model.target.runner
-    hybrid = model.target.states is not None
+    hybrid, captured = model.target.states is not None, getattr(model.executor, "report", None)
+    spent, dense = model.start_seconds, dense_up_to(model.hf_model)
     layers = attends.layer_numbers if isinstance(attends, GroupedRunner) else {}
     return {
         "target": model.hf_model.name_or_path or type(model.hf_model).__name__,
@@ -54,7 +51,9 @@ def facts_of(model: Any) -> dict[str, Any]:
         "kv_cache_scales": scales_in_words(checkpoint, runners[0].group.format.source),
         "recurrent": None if model.target.states is None else _recurrent(model.target.states),
         "long_rope": _long_rope(model),
-        "sparse_attention": _sparse(model),
+        "sparse_attention": None
+        if dense is None
+        else f"dense up to index_topk={dense:,} tokens, where its indexer would choose all keys",
         "prefix_caching": model.prefix_caching,
         "cascade_attention": model.cascade_attention,
         "self_test_error": model.self_test_error,
@@ -65,15 +64,14 @@ def facts_of(model: Any) -> dict[str, Any]:
         "generation_config": _own_config(model),
         "engine": _sizes(model.config),
         "tensor_parallel": model.group.facts(),
-        "graphs": {"state": model.graphs}
-        | (_graphs(model.executor.report) if isinstance(model.executor, _Captured) else {}),
+        "graphs": {"state": model.graphs} | ({} if captured is None else _graphs(captured)),
         "kernels": {build.name: build.state for build in model.builds},
-        "start": _start(model.start_seconds),
+        "start": {name: round(taken, 2) for name, taken in (*spent.items(), ("in all", sum(spent.values())))},
     }
 
 
 def _adapter(model: Any) -> str | None:
-    """The adapter that was loaded, and whether it runs live; those that a given model came with; None for none."""
+    """The loaded adapter and whether it runs live, or the adapters of the given model; None for none."""
     live = in_words(adapter_states(adapter_layers(model.hf_model)))
     named = None if model.checkpoint is None else model.checkpoint.adapter
     if named is None:
@@ -92,7 +90,7 @@ def _quantisation(model: Any) -> dict[str, Any] | None:
 
 
 def _own_config(model: Any) -> str:
-    """What of the model's own generation_config applies, and what is switched off or will be refused."""
+    """The model's own generation_config: what applies, what is switched off, or why requests are refused."""
     config = model.hf_model.generation_config
     odd, applied = unsupported(config), {name: getattr(config, name) for name in own_options(config)}
     if model.generation_config_use == "ignore":
@@ -114,20 +112,12 @@ def _cache(runner: GroupRunner, layers: Sequence[int] | None, hybrid: bool) -> s
 
 
 def _long_rope(model: Any) -> str | None:
-    """From which length on a longrope model's requests have long factors; None for other models."""
+    """The length from which a longrope model's requests have long factors; None for other models."""
     rule = model.target.long_rope
     if rule is None:
         return None
     again = ", a request that passes it is read again" if rule.rereads else ""
     return f"short factors up to {rule.original:,} tokens, long ones beyond{again}"
-
-
-def _sparse(model: Any) -> str | None:
-    """How attention with an indexer is served; None for a model without."""
-    dense = dense_up_to(model.hf_model)
-    return (
-        None if dense is None else f"dense up to index_topk={dense:,} tokens, where its indexer would choose all keys"
-    )
 
 
 def _sizes(config: EngineConfig) -> dict[str, Any]:
@@ -149,12 +139,6 @@ def _recurrent(states: StateRunner) -> dict[str, Any]:
         "row_bytes": row_bytes,
         "GiB": round(group.num_slots * row_bytes / 2**30, 3),
     }
-
-
-def _start(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Where the seconds of a start went, and their sum."""
-    rounded = {name: round(taken, 2) for name, taken in seconds.items()}
-    return rounded | {"in all": round(sum(seconds.values()), 2)}
 
 
 def _graphs(report: GraphReport) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How the memory of the target's KV cache is divided among its cache groups."""
+"""Division of the KV cache's memory among the target's cache groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.wrapped.probing import TargetProbe
 _CPU_CACHE_BYTES = 1 << 30
 _SHARE = 0.25
 """Of the memory, for windowed groups, where rows of max_model_len tokens need less and max_num_seqs rows need more:
-requests are mostly shorter, and more of them run at once then."""
+most requests are shorter, so that more of them run at once."""
 _TESTED_ROWS, _TESTED_TOKENS = 3, 64
 """The self-test's rows, which are read without freeing anything, and more tokens than each has."""
 
@@ -38,7 +38,7 @@ class TokenBytes:
 
     @property
     def all(self) -> int:
-        """Of all layers."""
+        """Bytes in all layers."""
         return self.first + sum(size for _, size in self.windowed)
 
     def of_pools(self, pools: Sequence[WindowedPool], page_size: int) -> int:
@@ -65,7 +65,7 @@ def token_bytes(
 
 @dataclass(frozen=True)
 class Rows:
-    """What decides how many pages rows need in a windowed group; see `EngineConfig` for each."""
+    """Sizes that decide how many pages rows need in a windowed group; see `EngineConfig` for each."""
 
     num_speculative_tokens: int
     max_model_len: int
@@ -74,7 +74,7 @@ class Rows:
     page_size: int
 
     def tokens(self, reach: Reach, rows: int) -> int:
-        """Tokens of a pool in which so many rows decode, the next round reserved, while a chunk of prompts is read."""
+        """Tokens of a pool in which `rows` rows decode, the next round reserved, while a chunk of prompts is read."""
         size = self.page_size
         decoding = most_owned_pages(reach, 2 * (self.num_speculative_tokens + 1), size) * size
         alone = most_owned_pages(reach, self.max_num_batched_tokens, size) * size
@@ -120,10 +120,10 @@ def divide_cache(
 
 
 def divided(room: int, wanted: int, sizes: TokenBytes, rows: Rows) -> Division:
-    """`room` bytes for at most `wanted` tokens in the first group.
+    """`room` bytes, divided for at most `wanted` tokens in the first group.
 
-    Windowed groups get what max_num_seqs rows need. Of scarce memory that is no more than a quarter, or than belongs to
-    the rows of max_model_len tokens that fit.
+    Windowed groups get what max_num_seqs rows need; of scarce memory at most a quarter, or the share of the rows of
+    max_model_len tokens that fit.
     """
     if not sizes.all:
         return Division(wanted)
@@ -139,7 +139,7 @@ def divided(room: int, wanted: int, sizes: TokenBytes, rows: Rows) -> Division:
 
 
 def _beside(tokens: int, sizes: TokenBytes, rows: Rows, count: int) -> Division:
-    """The pools that `count` rows need beside a first group of `tokens`, which they never exceed."""
+    """A first group of `tokens`, and the pools that `count` rows need besides, which are never larger."""
     return Division(tokens, tuple(min(tokens, rows.tokens(reach, count)) for reach, _ in sizes.windowed))
 
 

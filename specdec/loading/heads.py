@@ -38,11 +38,10 @@ _OUTPUTS = ("lm_head.weight", "output.weight")
 
 @dataclass(frozen=True)
 class TargetOutline:
-    """A target, unloaded.
+    """A target that is not loaded.
 
     Attributes:
-        name: hub name, or folder. architectures: of its config.json.
-        facts: its sizes, embedding and lm_head.
+        name: hub name, or folder. architectures: of its config.json. facts: its sizes, embedding and lm_head.
     """
 
     name: str
@@ -90,11 +89,8 @@ def _stored(folder: CheckpointFolder, endings: tuple[str, ...]) -> torch.Tensor 
 
 
 def target_of_head(head: str | Path) -> str | None:
-    """The target that a head was made for, as its own files say: a built-in head's, the checkpoint that holds a
-    module, or the one that config.json names. None where they do not.
-
-    Args:
-        head: folder, or hub name.
+    """The target that a head (folder, or hub name) was made for, by its own files: a built-in head's, the checkpoint
+    that holds a module, or the one that config.json names. None where they name none.
 
     Raises:
         HeadLoadError: the files cannot be read.
@@ -124,10 +120,10 @@ _NO_EAGLE = (
 
 
 def resolve_head(draft: str | Path, target_name: str | None) -> str:
-    """The head's folder or hub name; "auto" is the head that was built in with the target.
+    """The head's folder or hub name; "auto" is the head built in with the target.
 
     Raises:
-        HeadLoadError: "auto" for a target without a built-in head.
+        HeadLoadError: it has none.
     """
     if str(draft) != AUTO_HEAD:
         return resolve(draft)
@@ -157,7 +153,7 @@ def _shared(module: Any, what: str, model: Any) -> torch.Tensor:
     """The weight of an embedding that a head may share; of a quantised one a copy in floating point.
 
     Raises:
-        HeadLoadError: it is packed so that only its library can read it.
+        HeadLoadError: only its library can read it.
     """
     weight = dense_weight(module)
     if weight is None:
@@ -224,10 +220,10 @@ def _warn_of_unknown_keys(report: HeadReport | None) -> None:
 
 
 def check_without_head(convention: MtpConvention, overrides: Mapping[str, Any] | None) -> None:
-    """Options that say how a head is read decide nothing where there is none.
+    """Check that no option of reading a head is given without one.
 
     Raises:
-        InvalidInputError: one is given.
+        InvalidInputError: one is.
     """
     _check_no_convention(convention, "there is no draft head")
     _check_no_overrides(overrides, "there is no draft head")
@@ -255,7 +251,7 @@ def _load_mtp_head(path: str | Path, probed: TargetProbe, convention: MtpConvent
 
 
 def _check_fits(head: Head, probed: TargetProbe) -> None:
-    """A loaded head brings no record of its target: look at the width it fuses and at the ids it drafts."""
+    """Check the width that a loaded head fuses and the ids it drafts, since it has no record of its target."""
     model = probed.model
     width = model.config.get_text_config().hidden_size
     aux_hidden_states = torch.zeros(1, len(head.aux_layers) * width, dtype=model.dtype, device=model.device)

@@ -1,8 +1,8 @@
 """Calibrated scales of an 8-bit KV cache that a checkpoint brings: read for `kv_cache_dtype="fp8"`, and shown.
 
-A scale is the largest magnitude that was seen over 448, so that x / scale fits e4m3: what `KVFormat` means by it too.
+A scale is the largest magnitude seen, over 448, so that x / scale fits e4m3, as in `KVFormat`.
 
-    where it says so                                             names of the tensors, below `…layers.N.`
+    where it is declared                                         names of the tensors, below `…layers.N.`
     compressed-tensors: quantization_config.kv_cache_scheme      self_attn.k_scale, self_attn.v_scale; in older files
                                                                  self_attn.k_proj.output_scale, v_proj.output_scale
     ModelOpt: hf_quant_config.json, kv_cache_quant_algo          self_attn.k_proj.k_scale, self_attn.v_proj.v_scale
@@ -44,11 +44,10 @@ _SAME = 1e-5
 
 @dataclass(frozen=True)
 class StoredScales:
-    """What a checkpoint says of its KV cache.
+    """A checkpoint's declaration of its KV cache, and its scales.
 
     Attributes:
-        scheme: "fp8", another format in words, or "" where it names none.
-        source: where it says so.
+        scheme: "fp8", another format in words, or "" where it names none. source: where that is declared.
         keys, values: scales by layer number in the checkpoint.
     """
 
@@ -57,41 +56,28 @@ class StoredScales:
     keys: Mapping[int, float]
     values: Mapping[int, float]
 
-    def pairs(self, layers: Sequence[int]) -> list[Pair]:
-        """The scales of these layers, all of which have both."""
-        return [(self.keys[layer], self.values[layer]) for layer in layers]
-
-    def lacking(self, layers: Sequence[int]) -> list[int]:
-        """Those of these layers without a scale of keys or of values."""
-        return [layer for layer in layers if layer not in self.keys or layer not in self.values]
-
 
 def chosen_scales(
     checkpoint: Checkpoint | None, probed: TargetProbe, dtype: str, given: Sequence[Pair] | None
 ) -> tuple[Sequence[Pair] | None, str]:
-    """The scales of the target's cache, by attention layer in order, and where they come from.
+    """The scales of the target's cache, by attention layer in order, and their origin; None: 1.0 everywhere.
 
     Args:
         checkpoint: of the target; its scales are read for dtype "fp8" only. given: the user's, None for none.
-
-    Returns:
-        None for 1.0 everywhere.
 
     Raises:
         ModelLoadError: the checkpoint contradicts itself: it says fp8 and has no scales, has some for some layers only,
             or has them for another format.
         InvalidInputError: other scales were given than the checkpoint has.
     """
-    if dtype != "fp8" or checkpoint is None:
-        return given, "given" if given else ""
-    stored = stored_scales(checkpoint)
-    if stored is None:
+    stored = stored_scales(checkpoint) if dtype == "fp8" and checkpoint is not None else None
+    if checkpoint is None or stored is None:
         return given, "given" if given else ""
     what, layers = f"kv_cache_dtype='fp8' for {checkpoint.name!r}", _layer_numbers(probed)
     _check_whole(stored, layers, what, given)
     if not stored.keys:
         return given, "given"
-    pairs = stored.pairs(layers)
+    pairs = [(stored.keys[layer], stored.values[layer]) for layer in layers]
     if given is not None:
         _check_same(given, pairs, layers, what, stored)
     return pairs, f"calibrated, from the checkpoint ({stored.source})"
@@ -114,7 +100,7 @@ def _check_whole(stored: StoredScales, layers: Sequence[int], what: str, given: 
             f"{what}: {stored.source} says that its KV cache is {stored.scheme}, for which there are no static scales; "
             "give kv_cache_scales, or kv_cache_dtype='auto'"
         )
-    lacking = stored.lacking(layers) if has else []
+    lacking = [n for n in layers if n not in stored.keys or n not in stored.values] if has else []
     if lacking:
         raise ModelLoadError(
             f"{what}: the checkpoint has scales of its KV cache for some layers only: layers {short(lacking)} of "
@@ -138,7 +124,7 @@ def _check_same(
 
 
 def stored_scales(checkpoint: Checkpoint) -> StoredScales | None:
-    """What a checkpoint says of its KV cache and its scales; None where it says nothing, or is not to be found.
+    """A checkpoint's declaration of its KV cache and its scales; None where it has none, or is not found.
 
     Raises:
         ModelLoadError: a scale is no positive number, or there is one for each head.
@@ -161,11 +147,8 @@ def stored_scales(checkpoint: Checkpoint) -> StoredScales | None:
 
 
 def scales_in_words(checkpoint: Checkpoint | None, used: str) -> str | None:
-    """For `describe`: the scales in use, or those that a checkpoint in a folder has; None for neither.
-
-    Args:
-        used: where the scales in use come from, see `chosen_scales`.
-    """
+    """For `describe`: the origin of the scales in use (`used`), or those that a checkpoint in a folder has; None for
+    neither."""
     if used or checkpoint is None or not checkpoint.is_folder:
         return used or None
     stored = stored_scales(checkpoint)
@@ -220,7 +203,7 @@ def _scheme(folder: CheckpointFolder) -> tuple[str, str]:
 
 
 def _in_words(scheme: Mapping[str, Any]) -> str:
-    """'fp8' for what this cache is; else the numbers' type, strategy and whether scales are dynamic.
+    """'fp8' for the format of this cache; else the numbers' type, strategy and whether scales are dynamic.
 
     >>> _in_words({"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False})
     'fp8'

@@ -1,7 +1,7 @@
-"""What goes wrong in transformers while a model or a tokenizer is read, as a `ModelLoadError` with what to do.
+"""Errors of transformers while a model or a tokenizer is read, turned into a `ModelLoadError` that names the remedy.
 
-Its own messages recommend options of its own (`weights_only=False`, `ignore_mismatched_sizes=True`, `token=…`) that
-this library does not have: they are left out, the error itself stays as the cause.
+Their own messages recommend options (`weights_only=False`, `ignore_mismatched_sizes=True`, `token=…`) that this library
+does not have: these are left out, the error itself stays as the cause.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _QUANTISED = (".weight_scale", ".weight_scale_2", ".weight_scale_inv", ".weight_
 
 
 def check_complete(name: str, model: nn.Module, info: Mapping[str, Any]) -> None:
-    """Refuse a target that is not all of its checkpoint, or more than it.
+    """Check that a target is all of its checkpoint, and no more.
 
     Args:
         name: what the user called it; model: as loaded.
@@ -50,7 +50,7 @@ def check_complete(name: str, model: nn.Module, info: Mapping[str, Any]) -> None
         _listed(info["missing_keys"], "missing from the checkpoint and would be random numbers"),
         _listed(
             [
-                f"{key}: {_shape(stored)} in the checkpoint, {_shape(wanted)} by the configuration"
+                f"{key}: {list(stored)} in the checkpoint, {list(wanted)} by the configuration"
                 for key, stored, wanted in info["mismatched_keys"]
             ],
             "of another shape",
@@ -85,10 +85,6 @@ def _listed(names: Collection[str], what: str) -> str:
     first = sorted(names)[:_SHOWN]
     more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what} ({', '.join(first)}{more})"
-
-
-def _shape(size: Collection[int]) -> str:
-    return str(list(size))
 
 
 def _surplus_in_layers(model: nn.Module, unexpected: Collection[str], endings: tuple[str, ...] = _TRAINED) -> list[str]:
@@ -134,11 +130,8 @@ _MOST_LETTERS = 600
 def loading_named(checkpoint: Checkpoint, what: str) -> Iterator[None]:
     """Turn what transformers raises inside into a ModelLoadError.
 
-    Args:
-        what: what is read, for the message: "the target model", "the tokenizer".
-
     Raises:
-        ModelLoadError: with the name that was given, the reason, and what to do.
+        ModelLoadError: `what` ("the target model", "the tokenizer") with the given name, the reason, and a remedy.
     """
     try:
         yield
@@ -177,7 +170,7 @@ def _reason(error: BaseException, checkpoint: Checkpoint) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it came from."""
+    """The error and its causes."""
     seen: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in seen:
@@ -187,9 +180,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _plain(error: BaseException) -> str:
-    """The error's words on one line, without sentences that recommend an option this library lacks.
+    """The error's message on one line, without sentences that recommend an option this library lacks.
 
-    Where no other is left they say what is wrong ("`tie_word_embeddings=True` is not supported …"), and stay without
+    Where none would be left they say what is wrong ("`tie_word_embeddings=True` is not supported …"), and stay, except
     those that name such an option.
     """
     sentences = [s for s in re.split(r"(?<=[.!?])\s+|\n+", str(error).strip()) if s]

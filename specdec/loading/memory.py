@@ -1,4 +1,4 @@
-"""Device memory at start: whether it fits, in numbers, before anything is allocated."""
+"""Checks that sizes fit into memory, in numbers, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def host_bytes() -> int | None:
 
 
 def check_counts(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int | None) -> None:
-    """Refuse counts that cannot be together whatever the model is, before anything is read.
+    """Check counts that no model could have together, before anything is read.
 
     Raises:
         InvalidInputError: fewer tokens in a forward than requests in a batch, or see `check_tables_fit`.
@@ -43,10 +43,10 @@ def check_counts(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: 
 
 
 def check_page_size(page_size: int, max_model_len: int | None) -> None:
-    """Refuse pages of the KV cache that no request could fill.
+    """Check that a request can fill a page.
 
     Raises:
-        InvalidInputError: they are longer than the longest request, and than any that is usual.
+        InvalidInputError: pages are longer than requests, and than usual.
     """
     most = max(max_model_len or page_size, _LARGEST_USUAL_PAGE)
     if page_size > most:
@@ -57,10 +57,10 @@ def check_page_size(page_size: int, max_model_len: int | None) -> None:
 
 
 def check_tables_fit(rows: int, length: int) -> None:
-    """Refuse a token table [max_num_seqs, max_model_len] that this machine could never hold.
+    """Check that a token table [max_num_seqs, max_model_len] fits into the machine's memory.
 
     Raises:
-        InvalidInputError: it is larger than the machine's memory.
+        InvalidInputError: it does not.
     """
     needed, total = rows * (length + 1) * _ID_BYTES, host_bytes()
     if total is not None and needed > total:
@@ -78,7 +78,7 @@ def check_sizes_fit(
     windowed_bytes: int = 0,
     state_bytes: int = 0,
 ) -> None:
-    """Refuse sizes that memory could never hold, before the first of them is allocated.
+    """Check that memory can hold these sizes, before the first of them is allocated.
 
     Args:
         token_bytes: of the KV caches of target and head, without windowed groups; windowed_bytes: of the pools of
@@ -104,7 +104,7 @@ def check_sizes_fit(
 
 
 def _check_all_fit(config: EngineConfig, device: torch.device, cache_bytes: int, staging_bytes: int) -> None:
-    """The same of everything that lies in this machine's memory, together."""
+    """The same check for everything in this machine's memory together."""
     rows, length, total = config.max_num_seqs, config.max_model_len, host_bytes()
     tables = rows * (length + 1) * _ID_BYTES + rows * -(-length // config.page_size) * _ID_BYTES
     caches = cache_bytes if device.type == "cpu" else 0
@@ -119,10 +119,10 @@ def _check_all_fit(config: EngineConfig, device: torch.device, cache_bytes: int,
 
 
 def check_weights_fit(model: torch.nn.Module, device: torch.device, name: str) -> None:
-    """Refuse to move a model to a GPU that has no room for its weights.
+    """Check that a GPU has room for a model's weights before it is moved.
 
     Raises:
-        ModelLoadError: the weights are larger than what is free.
+        ModelLoadError: it has not.
     """
     if device.type != "cuda":
         return
@@ -137,9 +137,7 @@ def check_weights_fit(model: torch.nn.Module, device: torch.device, name: str) -
 
 
 def cache_room(device: torch.device, utilization: float, token_bytes: int, state_bytes: int = 0) -> int:
-    """Bytes for KV caches: what is free less the share that is not ours, and 4 GiB for activations and graphs.
-
-    state_bytes: of the recurrent states of all rows, which are not for KV caches either.
+    """Bytes for KV caches: what is free less others' share, 4 GiB for activations and graphs, and the recurrent states.
 
     Raises:
         CacheTooSmallError: not even one token fits.
@@ -161,7 +159,7 @@ def cache_room(device: torch.device, utilization: float, token_bytes: int, state
 def check_cache_fits(
     device: torch.device, tokens: int, token_bytes: int, what: str, windowed_bytes: int = 0, state_bytes: int = 0
 ) -> None:
-    """Refuse a KV cache larger than what a GPU has free, or than the machine's memory.
+    """Check that a KV cache fits into what a GPU has free, or into the machine's memory.
 
     Args:
         what: the option that these tokens come from, for the message.
@@ -169,7 +167,7 @@ def check_cache_fits(
         state_bytes: of the recurrent states of all rows.
 
     Raises:
-        CacheTooSmallError: it is.
+        CacheTooSmallError: it does not.
     """
     beside = windowed_bytes + state_bytes
     needed = tokens * token_bytes + beside
@@ -193,26 +191,23 @@ def memory_named(device: torch.device, cache_tokens: int, cache_bytes: int) -> I
     """Name what took the memory when it runs out while the engine is built.
 
     Raises:
-        OutOfDeviceMemoryError: in place of torch's and numpy's.
+        OutOfDeviceMemoryError: for torch's and numpy's.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in _NO_MEMORY):
             raise
+        now = ""
+        if isinstance(error, torch.OutOfMemoryError):  # else the host's memory
+            free, total = torch.cuda.mem_get_info(device)
+            now = f": {_gib(free)} of {_gib(total)} are free"
         raise OutOfDeviceMemoryError(
-            f"{device} ran out of memory while the engine was built{_free_now(device, error)}; the KV "
+            f"{device} ran out of memory while the engine was built{now}; the KV "
             f"caches of {cache_tokens} tokens take {_gib(cache_bytes)}; lower gpu_memory_utilization or "
             f"kv_cache_tokens (smaller caches), max_num_batched_tokens (smaller activations) or max_num_seqs (fewer "
             f"graphs)\n{error}"
         ) from error
-
-
-def _free_now(device: torch.device, error: BaseException) -> str:
-    if not isinstance(error, torch.OutOfMemoryError):  # the host's memory
-        return ""
-    free, total = torch.cuda.mem_get_info(device)
-    return f": {_gib(free)} of {_gib(total)} are free"
 
 
 def _gib(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Objects given as a target or as a head: what they are, checked before they are used as one."""
+"""Checks of objects that are given as a target or as a head."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _WRAPPERS = {
 
 
 def check_target_type(target: Any) -> None:
-    """Refuse what is neither a name nor a loaded model.
+    """Check that a target is a name or a loaded model.
 
     Raises:
-        InvalidInputError: the message names what the object is.
+        InvalidInputError: names what it is.
     """
     names = {kind.__name__ for kind in type(target).__mro__}
     found = next((text for name, text in _WRAPPERS.items() if name in names), None)
@@ -43,7 +43,7 @@ def check_target_type(target: Any) -> None:
 
 
 def check_loaded_target(model: PreTrainedModel) -> None:
-    """Refuse a loaded model that cannot generate here, whatever its attention.
+    """Check that a loaded model can generate here, whatever its attention.
 
     Raises:
         UnsupportedModelError: an encoder and decoder, or no output layer over a vocabulary.
@@ -73,10 +73,10 @@ def check_loaded_target(model: PreTrainedModel) -> None:
 
 
 def _check_not_dispatched(model: PreTrainedModel) -> None:
-    """Refuse a model whose parts accelerate moves between devices in each forward (`device_map`, offload).
+    """Check that accelerate moves no parts of a model between devices in each forward (`device_map`, offload).
 
     Raises:
-        InvalidInputError: the message names the hook, and where the parts lie.
+        InvalidInputError: it does; the message names the hook, and where the parts lie.
     """
     hooked = [(name, m._hf_hook) for name, m in model.named_modules() if getattr(m, "_hf_hook", None) is not None]
     if not hooked:
@@ -93,7 +93,7 @@ def _check_not_dispatched(model: PreTrainedModel) -> None:
 
 
 def check_head_type(draft: Any) -> None:
-    """Refuse what is neither a name nor a loaded head.
+    """Check that a draft is a name or a loaded head.
 
     Raises:
         HeadLoadError: it has some of a head's members, but not all; the message names those that it lacks.
@@ -114,10 +114,10 @@ def check_head_type(draft: Any) -> None:
 
 
 def check_head_place(head: Any, model: PreTrainedModel) -> None:
-    """Refuse a loaded head on another device or in another dtype than the target.
+    """Check that a loaded head has the target's device and dtype.
 
     Raises:
-        HeadMismatchError: with both.
+        HeadMismatchError: names both.
     """
     weights = list(head.parameters()) if isinstance(head, torch.nn.Module) else []
     dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}

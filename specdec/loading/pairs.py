@@ -1,4 +1,4 @@
-"""A head's name given alone, in the place of a target: the target is the one that the head's own config.json names."""
+"""A head given alone in place of a target: the target is then the one that the head's own config.json names."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ Loaded = TypeVar("Loaded")
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and the head that drafts for it.
-
-    named_by: the head whose config.json named the target, or None where a user did.
-    """
+    """A target and the head that drafts for it. named_by: the head whose config.json named the target, None: a user
+    did."""
 
     target: Any
     draft: Any
@@ -36,24 +34,18 @@ class Pair:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Say of a target that cannot be loaded, or that the head does not fit, where its name is from.
-
-        Raises:
-            ModelLoadError, HeadMismatchError: the same with that said.
-        """
+        """Add the origin of the target's name to a ModelLoadError or HeadMismatchError raised inside."""
         try:
             yield
-        except HeadMismatchError as error:
+        except (HeadMismatchError, ModelLoadError) as error:
             if self.named_by is None:
                 raise
-            raise HeadMismatchError(
-                f"{error}\nThe target is {short(self.target)}, a name from config.json of the head "
-                f"{short(self.named_by)}, which was given alone. For another target, give it as the target and the "
-                "head as draft=…"
-            ) from error
-        except ModelLoadError as error:
-            if self.named_by is None:
-                raise
+            if isinstance(error, HeadMismatchError):
+                raise HeadMismatchError(
+                    f"{error}\nThe target is {short(self.target)}, a name from config.json of the head "
+                    f"{short(self.named_by)}, which was given alone. For another target, give it as the target and the "
+                    "head as draft=…"
+                ) from error
             raise ModelLoadError(
                 f"{error}\nThe name is from config.json of the head {short(self.named_by)}, which was given alone. For "
                 "a copy of that target elsewhere, give its folder as the target and the head as draft=…"
@@ -85,13 +77,10 @@ def pair_of(target: Any, draft: Any, revision: str | None = None) -> Pair:
 
 
 def load_pair(target: Any, draft: Any, revision: str | None, load: Callable[[Any], Loaded]) -> tuple[Loaded, Pair]:
-    """Load the target of `pair_of`; returns what `load` gives, and the pair.
+    """Load the target of `pair_of` by `load`, a name or a loaded model; returns what that gives, and the pair.
 
     The hub is not asked for a head's configuration: transformers has fetched that into the local cache by the time it
     refuses the head as a target.
-
-    Args:
-        load: loads a target by its name, or takes it as it is.
 
     Raises:
         ModelLoadError, InvalidInputError: see `pair_of`; what `load` raises.
@@ -109,7 +98,7 @@ def load_pair(target: Any, draft: Any, revision: str | None, load: Callable[[Any
 
 
 def _config_of(name: str) -> Mapping[str, Any]:
-    """config.json of a folder or hub model; {} where there is none to be read, which whoever loads it will say."""
+    """config.json of a folder or hub model; {} where none can be read, which loading it will report."""
     try:
         file = _config_file(name)
         config = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))

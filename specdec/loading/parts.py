@@ -1,4 +1,4 @@
-"""From a target, a draft and options to what an engine is built of: model, head, kernels and the sizes of caches."""
+"""Builds the parts of an engine from a target, a draft and options: model, head, kernels and the sizes of caches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from specdec.loading.sizes import long_rope_extras, num_drafts
 from specdec.loading.sizes import max_model_len as max_model_len_of
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
-from specdec.loading.warming import warm_compiler
+from specdec.loading.warming import loading_thread
 from specdec.logits.extra import ChangedLogits
 from specdec.logits.logprobs import Logprobs
 from specdec.options import LoadOptions
@@ -96,7 +96,7 @@ def _open(
         kind = kind if isinstance(kind, torch.dtype) else config.dtype
         begin_kernels(options.backend, place, expected_keys(config), kind, options.kv_cache_dtype)
         if place.type == "cuda" and options.cuda_graphs and options.backend != "torch":
-            warm_compiler()
+            loading_thread()
 
     return open_target(
         target,
@@ -112,7 +112,7 @@ def _open(
 
 
 def _probe(model: PreTrainedModel, backend: AttentionBackend, options: LoadOptions) -> TargetProbe:
-    """What the model's layers are; the kernels they need begin to be built."""
+    """The layers of the model; the kernels they need start to be built."""
     log.info("reading the model's layers")
     probed = probe_target(model)
     check_backend_fits(probed, backend)
@@ -122,7 +122,7 @@ def _probe(model: PreTrainedModel, backend: AttentionBackend, options: LoadOptio
 
 
 def _states(probed: TargetProbe, rows: Rows) -> tuple[int, tuple[RoundExtra, ...]]:
-    """Bytes of the states of a target's recurrent layers, and what rounds have of them; 0 and () where it has none."""
+    """Bytes of the states of a target's recurrent layers, and their extras of rounds; 0 and () without any."""
     if not probed.recurrent_calls:
         return 0, ()
     from specdec.loading.states import state_bytes, state_extras
@@ -139,7 +139,7 @@ def _sized(
     options: LoadOptions,
     group: Group,
 ) -> Parts:
-    """The sizes of an engine for these, and what they switch on; refused where memory could not hold them."""
+    """The sizes of an engine for these parts, and the features that are on. Raises where memory cannot hold them."""
     device, page_size = probed.model.device, options.page_size
     longest = max_model_len_of(options.max_model_len, probed.model)
     check_page_size(page_size, longest)
@@ -191,7 +191,7 @@ def _rows(head: Head | None, longest: int, options: LoadOptions) -> Rows:
 def _config(
     rows: Rows, cache: Division, sizes: TokenBytes, extras: tuple[RoundExtra, ...], options: LoadOptions
 ) -> EngineConfig:
-    """Without prefix caching: whether that can be done depends on what the sizes make of the draft loop."""
+    """The configuration, prefix caching off: whether it can be on depends on the draft loop for these sizes."""
     return EngineConfig(
         **vars(rows),
         num_pages=-(-cache.tokens // rows.page_size) + 1,

@@ -1,4 +1,4 @@
-"""What a start is doing and where its seconds go: each step that is logged, shown on a terminal while it runs."""
+"""The steps of a start and the seconds they take: each step that is logged, shown on a terminal while it runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger("specdec")
 class StartSteps(logging.Filter):
     """Times every step that is logged by the thread it was made on, and shows the running one.
 
-    A step lasts until the next one begins. Records that say what happened beside it (`aside`) end none. Others see
-    only what the logger would show by itself.
+    A step lasts until the next one begins; records beside it (`aside`) end none. Other handlers get only the records
+    that the logger would give them anyway.
     """
 
     def __init__(self, progress: Progress | None, shown: int) -> None:
@@ -31,7 +31,7 @@ class StartSteps(logging.Filter):
         self._running: tuple[str, float, TaskID | None] | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """A record -> whether others see it too."""
+        """Whether other handlers get the record."""
         if record.levelno == logging.INFO:
             if getattr(record, "aside", False) or record.thread != self._thread:
                 if self._progress is not None:
@@ -43,7 +43,7 @@ class StartSteps(logging.Filter):
         return record.levelno >= self._shown
 
     def finish(self) -> None:
-        """The running step is done."""
+        """End the running step."""
         if self._running is None:
             return
         name, begun, shown = self._running
@@ -58,15 +58,10 @@ _active = threading.local()
 
 @contextmanager
 def startup_progress(console: Console | None = None) -> Iterator[dict[str, float]]:
-    """Time the steps of a start, and show them while they run; without a terminal nothing is shown.
+    """Time the steps of a start; yields seconds by step, complete when the outermost one ends.
 
-    The log is as it was. Inside another one on the same thread it is that one.
-
-    Args:
-        console: default standard error.
-
-    Returns:
-        Seconds by step; complete when the outermost one is left.
+    Steps are shown while they run on `console`, standard error by default, if that is a terminal. Nested calls on one
+    thread share the outermost. The log's settings are put back.
     """
     outer: StartSteps | None = getattr(_active, "steps", None)
     if outer is not None:

@@ -1,8 +1,8 @@
-"""Quantised targets: which package a checkpoint needs, what becomes of its weights, and what is said about it.
+"""Quantised targets: the packages a checkpoint needs, what becomes of its weights, and how that is reported.
 
-transformers reads `quantization_config` and calls the library that made the checkpoint. Where that is not installed it
-raises from deep inside, and where it has no kernels it multiplies the weights out in floating point, with a log line
-at most. Here the first is a refusal before anything is read, and the second a warning and a line in `specdec inspect`.
+transformers reads `quantization_config` and calls the library that made the checkpoint. Without that library it
+raises deep inside, and without its kernels it multiplies the weights out in floating point, with a log line at most.
+Here the first is an error before anything is read, and the second a warning and a line in `specdec inspect`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Package:
 
     @property
     def oldest(self) -> str:
-        """The oldest version that transformers takes; "" for any."""
+        """The oldest version that transformers accepts; "" for any."""
         known: str = getattr(import_utils, self.least, "") if self.least.endswith("VERSION") else self.least
         return known
 
@@ -119,13 +119,10 @@ def method_of(stored: Mapping[str, Any]) -> str | None:
 
 
 def check_packages(method: str, what: str) -> None:
-    """Refuse a method whose packages are not installed, before anything of the checkpoint is read.
-
-    Args:
-        method: as `method_of` gives it; what: for the message, what cannot be loaded.
+    """Check that a method's packages are installed.
 
     Raises:
-        ModelLoadError: naming what to install.
+        ModelLoadError: `what` cannot be loaded; names what to install.
     """
     missing = [package.missing for package in PACKAGES.get(method, ()) if package.missing]
     if missing:
@@ -156,9 +153,9 @@ def without_kernels(method: str, device: torch.device) -> str:
 def settle(model: PreTrainedModel) -> None:
     """Decompress a model of compressed-tensors now, as its own first forward would.
 
-    The library's hook would do so in the middle of a forward of ours, and put each module's parameters behind an
-    offloading cache, which no compiler looks through. Layers whose weights alone were quantised then compute what a
-    plain `nn.Linear` does, so that they get that forward back: it can be compiled.
+    The library's hook would do so in the middle of a forward, and put each module's parameters behind an offloading
+    cache, which no compiler looks through. Layers of which only the weights were quantised then compute what a plain
+    `nn.Linear` does, so they get that forward back, which can be compiled.
 
     Source: compressed_tensors/compressors/model_compressors/model_compressor.py, `decompress_model`;
     quantization/lifecycle/forward.py, `set_forward_quantized`.
@@ -185,7 +182,7 @@ def hold_dtype(model: PreTrainedModel, method: str | None, dtype: torch.dtype | 
     """Cast what bitsandbytes left in floating point to the dtype that was asked for; "auto" is what is stored.
 
     transformers reads such a checkpoint's norms, embeddings and output layer in the dtype they are stored in, whatever
-    `dtype` says, and refuses to cast the model afterwards. The quantised layers give what they get.
+    `dtype` is, and refuses to cast the model afterwards. The quantised layers return the dtype of their inputs.
 
     Source: transformers/quantizers/base.py, `get_new_dtype`; bitsandbytes/nn/modules.py, `Linear4bit.forward`.
     """
@@ -203,7 +200,8 @@ def hold_dtype(model: PreTrainedModel, method: str | None, dtype: torch.dtype | 
 
 
 def quantisation_of(model: PreTrainedModel, stored: Mapping[str, Any] | None) -> Quantisation | None:
-    """What a loaded model is; `stored`: the `quantization_config` of its checkpoint before loading, None if unknown."""
+    """How a loaded model is quantised; `stored`: its checkpoint's `quantization_config` before loading, None if
+    unknown."""
     stored = stored or stored_quantisation(model.config)
     if stored is None or method_of(stored) == MODELOPT:  # of which the KV cache alone is read, see `kv_scales`
         kinds = ", ".join(dict.fromkeys(_kind(layer) for layer in model.modules() if is_quantised(layer)))
@@ -223,7 +221,7 @@ def _why_dense(model: PreTrainedModel, method: str) -> str:
 
 
 def warn_of_dense(name: str, model: PreTrainedModel, found: Quantisation | None) -> None:
-    """Say once that weights which are small on disk are not so in memory."""
+    """Warn that weights which are small on disk are not so in memory."""
     if found is not None and found.dequantised:
         warn_user(
             f"{name}: the weights are quantised by {found}, and run dequantised in {_dtype(model)}, without what that "

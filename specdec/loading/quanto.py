@@ -1,14 +1,13 @@
 """Targets that optimum-quanto saved: packed weights, and a map of how each layer was quantised.
 
-transformers quantises with this library, but neither saves nor reads what it made; the library's own format is what is
-published. Here its own functions put such a checkpoint together, with transformers' configuration and class.
+transformers quantises with this library, but cannot save or read the result; published checkpoints are in the library's
+own format. Its own functions are used here to read one, with transformers' configuration and class.
 
 Source: optimum/quanto/models/transformers_models.py, `QuantizedTransformersModel.from_pretrained`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from drafters.checkpoints.tensor_files import open_folder
 from specdec.errors import ModelLoadError
-from specdec.loading.checkpoint import Checkpoint
+from specdec.loading.checkpoint import Checkpoint, read_object
 from specdec.loading.load_errors import check_complete
 from specdec.loading.quantisation import check_packages
 
@@ -41,14 +40,11 @@ def is_quanto_folder(checkpoint: Checkpoint) -> bool:
 def load_quanto(
     checkpoint: Checkpoint, loader: Any, config: PreTrainedConfig, dtype: torch.dtype | str
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """Load such a folder on the CPU, all tensors or none.
+    """Load such a folder on the CPU, all tensors or none; returns the model and the equivalent `quantization_config`.
 
     Args:
-        loader: the auto class of the configuration. dtype: of what is not quantised, of the scales, and so of what
-            quantised layers give; "auto": the checkpoint's.
-
-    Returns:
-        The model, and what a `quantization_config` would have said.
+        loader: the auto class of the configuration. dtype: of what is not quantised, of the scales, and so of the
+            outputs of quantised layers; "auto": the checkpoint's.
 
     Raises:
         ModelLoadError: a package is missing; the map is damaged, names no layer of the model or weights of fewer than 8
@@ -96,8 +92,8 @@ def _scaled_in(kind: torch.dtype, tensors: Mapping[str, torch.Tensor], what: str
     """The checkpoint with its scales in another dtype, as if the model had been quantised in it.
 
     A quantised layer computes in the dtype of its scales, which the library takes from the weights that it quantised
-    and does not let anyone change later: a model with scales of another dtype than its norms and embeddings stops at
-    the first attention.
+    and which cannot be changed later: a model with scales of another dtype than its norms and embeddings fails at the
+    first attention.
 
     Source: optimum/quanto/library/qbytes_mm.py; tensor/weights/qbytes.py, `__torch_dispatch__`.
 
@@ -124,7 +120,7 @@ def _aligned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _differences(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What transformers' loading information would say; tied weights are stored once."""
+    """The differences in the format of transformers' loading information; tied weights are stored once."""
     expected, ours = model.state_dict(), {name: tuple(t.shape) for name, t in tensors.items()}
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     missing = {name for name in expected if name not in ours and name not in tied}
@@ -140,13 +136,8 @@ def _differences(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _read_map(file: Path, what: str) -> dict[str, dict[str, str]]:
-    try:
-        layers = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{what}: {file} cannot be read as JSON: {error}; download it again") from error
-    fits = isinstance(layers, dict) and all(
-        isinstance(how, dict) and {"weights", "activations"} <= set(how) for how in layers.values()
-    )
+    layers = dict(read_object(file, what))
+    fits = all(isinstance(how, dict) and {"weights", "activations"} <= set(how) for how in layers.values())
     if not fits or not layers:
         raise ModelLoadError(f"{what}: {file} is no map of layers to weights and activations; download it again")
     return layers

@@ -1,4 +1,4 @@
-"""How large things are when the user does not say: K and the longest request. The KV cache: `groups`."""
+"""Defaults of devices, dtypes, K and the longest request. The KV cache: `groups`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def resolve_dtype(dtype: Any, device: torch.device) -> torch.dtype | str:
     """A torch dtype; "auto" is float32 on CPU and the checkpoint's own on a GPU.
 
     Raises:
-        InvalidInputError: no floating-point dtype that a model computes in.
+        InvalidInputError: no dtype of models.
     """
     if isinstance(dtype, str) and dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
@@ -78,11 +78,11 @@ def num_drafts(asked: int | None, head: Head | None) -> int:
 def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
     """Most tokens of one request: the given limit, else the model's own limit.
 
-    Rotary embeddings of type dynamic look at the largest position of the whole batch: one long request would change the
-    others. So with them no request may be longer than the length from which on they change. Those of type longrope do
-    the same; of them each token gets its own factors (`specdec.wrapped.long_rope`), but for modules that are unknown.
-    Sparse attention with an indexer is served up to the length from which on it is sparse (`hf.model_specific`); a
-    SpecdecWarning says so.
+    Rotary embeddings of type dynamic depend on the largest position of the whole batch: one long request would change
+    the others. So with them no request may be longer than the length from which they change. The same holds for type
+    longrope, except where each token gets its own factors (`specdec.wrapped.long_rope`), in all known modules. Sparse
+    attention with an indexer is served up to the length from which it is sparse (`hf.model_specific`); a SpecdecWarning
+    says so.
 
     Raises:
         InvalidInputError: more than the model was made for, or the model has no limit.
@@ -118,7 +118,7 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
 
 
 def long_rope_extras(model: PreTrainedModel, longest: int) -> tuple[RoundExtra, ...]:
-    """That of a longrope model whose requests may become longer than its short factors reach; else ()."""
+    """The extra of a longrope model whose requests may exceed the reach of its short factors; else ()."""
     found = find_long_rope(model)
     if found is None or longest <= found.rule.original:
         return ()

@@ -35,7 +35,7 @@ def state_runner(probed: TargetProbe, config: EngineConfig) -> StateRunner:
 
 
 def state_extras(probed: TargetProbe, num_drafts: int) -> tuple[RoundExtra, ...]:
-    """What rounds with K drafts have of a target's recurrent layers; () where it has none."""
+    """The extra of rounds for a target's recurrent layers with K drafts; () without such layers."""
     return (RecurrentStates(fold_rule(probed.recurrence_specs, num_drafts)),) if probed.recurrent_calls else ()
 
 

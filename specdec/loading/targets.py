@@ -1,4 +1,4 @@
-"""A name, a folder or a loaded model -> the target."""
+"""Loads the target by a name or from a folder, or takes a loaded model."""
 
 from __future__ import annotations
 
@@ -55,13 +55,14 @@ weights are read; for a loaded model, before it is run."""
 
 
 def load_target(
-    name: str | Path | Checkpoint,
+    checkpoint: Checkpoint,
     dtype: torch.dtype | str,
     device: torch.device,
     on_config: OnConfig | None = None,
     group: Group = ALONE,
-) -> PreTrainedModel:
-    """Load a causal language model, or a model with one inside (`auto_classes`), through transformers.
+) -> tuple[PreTrainedModel, Quantisation | None]:
+    """Load a causal language model, or a model with one inside (`auto_classes`); returns it and how its weights are
+    stored.
 
     group: the processes that load it together, all of which call it.
 
@@ -70,13 +71,6 @@ def load_target(
             fit (see `specdec.loading.load_errors`), or the device has no room for it.
         UnsupportedModelError: it is quantised in FP8 by a scheme that no operator serves.
     """
-    return _load(name if isinstance(name, Checkpoint) else find_checkpoint(name), dtype, device, on_config, group)[0]
-
-
-def _load(
-    checkpoint: Checkpoint, dtype: torch.dtype | str, device: torch.device, on_config: OnConfig | None, group: Group
-) -> tuple[PreTrainedModel, Quantisation | None]:
-    """As `load_target`, with how the weights are stored."""
     check_target_folder(checkpoint)
     with loading_named(checkpoint, "the target model"):
         config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
@@ -101,19 +95,15 @@ def _load(
     if checkpoint.adapter is not None:
         model = applied(model, checkpoint.adapter)
     check_weights_fit(model, device, checkpoint.name)
-    placed = _at(model, device) if not place else model  # a library that packed it for a device may refuse to move it
+    placed: Any = model  # hides transformers' decorators, behind which type checkers do not see what `to` takes
+    if not place:  # a library that packed it for a device may refuse to move it
+        placed = placed.to(device)
     placed.eval()
     quantisation = None if method is None else quantisation_of(placed, stored)
     warn_of_dense(checkpoint.name, placed, quantisation)
     if quantisation is not None:
         log.info("the weights are quantised by %s", quantisation, extra={"aside": True})
     return placed, quantisation
-
-
-def _at(model: Any, device: torch.device) -> PreTrainedModel:
-    """The model on a device; transformers' decorators hide from type checkers what `to` takes."""
-    moved: PreTrainedModel = model.to(device)
-    return moved
 
 
 def _from_pretrained(
@@ -124,7 +114,7 @@ def _from_pretrained(
     place: Mapping[str, Any],
     group: Group,
 ) -> PreTrainedModel:
-    """The checkpoint through transformers, or what of it a process of the group has; `place`: see `placed_at`."""
+    """The checkpoint through transformers, or this process's share of it in a group; `place`: see `placed_at`."""
     reading = group.reading(config, found)
     quiet = _without_progress_bar() if checkpoint.builtin else nullcontext()
     expected, fp8 = _module_tensors_expected(config, found), fp8_checkpoint(config, checkpoint.name)
@@ -150,7 +140,7 @@ def _from_pretrained(
 
 @contextmanager
 def _module_tensors_expected(config: PreTrainedConfig, found: AutoClass) -> Iterator[None]:
-    """transformers reports no multi-token-prediction tensors as unexpected: it drops them, `load_mtp` reads them.
+    """Keep transformers from reporting multi-token-prediction tensors: it drops them, `load_mtp` reads them.
 
     Each model class keeps patterns of such names in `_keys_to_ignore_on_load_unexpected`; most cover only the published
     model's number of layers.
@@ -173,7 +163,7 @@ def _module_tensors_expected(config: PreTrainedConfig, found: AutoClass) -> Iter
 
 @contextmanager
 def _without_progress_bar() -> Iterator[None]:
-    """A built-in model loads in a blink: transformers shows no bar for it."""
+    """Hide transformers' progress bar, for built-in models, which load at once."""
     was_shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -188,7 +178,7 @@ _FP8 = "fp8"
 
 class Fp8Quantizer(FineGrainedFP8HfQuantizer):
     """transformers' quantizer for weights that stay in FP8, on any device (`specdec.wrapped.fp8` runs them). Its own
-    asks for accelerate, and without a GPU it multiplies the weights out in silence."""
+    needs accelerate, and multiplies the weights out silently where there is no GPU."""
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is needed."""
@@ -196,7 +186,7 @@ class Fp8Quantizer(FineGrainedFP8HfQuantizer):
 
 @contextmanager
 def fp8_checkpoint(config: Any, name: str) -> Iterator[None]:
-    """Load a target of this configuration inside. Nothing is done for one that is not quantised in FP8.
+    """A context in which a target of this configuration is loaded in FP8. Changes nothing for one in another format.
 
     Raises:
         UnsupportedModelError: a scheme of FP8 that no operator serves, or `dequantize`, before weights are read.
@@ -223,7 +213,7 @@ def fp8_checkpoint(config: Any, name: str) -> Iterator[None]:
 
 
 def _scheme(values: Mapping[str, Any]) -> Scheme:
-    """As transformers reads it: 128 x 128 where nothing is said, one scale a weight where that is null."""
+    """The scheme as transformers reads it: 128 x 128 by default, one scale a weight where it is null."""
     blocks = values.get("weight_block_size", (128, 128))
     static = str(values.get("activation_scheme", "dynamic")).lower() == "static"
     return Scheme(None if blocks is None else tuple(blocks), static, values.get("scale_fmt", "float") == "ue8m0")
@@ -258,7 +248,7 @@ def open_target(
         place = resolve_device(device)
         kind = resolve_dtype(dtype, place)
         checkpoint = with_adapter(find_checkpoint(target, revision, trust_remote_code), adapter, merge_adapter)
-        model, quantisation = _load(checkpoint, kind, place, on_config, group)
+        model, quantisation = load_target(checkpoint, kind, place, on_config, group)
         check_loaded_target(model)
         return model, replace(checkpoint, quantisation=quantisation)
     if not isinstance(dtype, str) or dtype != "auto" or device is not None:

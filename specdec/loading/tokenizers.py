@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,15 @@ def open_tokenizer(tokenizer: Any, checkpoint: Checkpoint | None) -> Any:
     return tokenizer
 
 
+def as_chats(tokenizer: Any, prompts: Iterable[Any]) -> list[Any]:
+    """Texts as the user's words of a chat, where the tokenizer has a template for chats."""
+    if not getattr(tokenizer, "chat_template", None):
+        return list(prompts)
+    return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+
+
 def _with_own_files(checkpoint: Checkpoint) -> Checkpoint:
-    """Where the tokenizer lies: in the adapter's folder when one was saved there (its chat template may be another)."""
+    """Where the tokenizer lies: in the adapter's folder if one was saved there (its chat template may differ)."""
     adapter = checkpoint.adapter
     if adapter is not None and (Path(adapter.checkpoint.path) / "tokenizer_config.json").is_file():
         return adapter.checkpoint
@@ -82,9 +90,9 @@ def _processor_template(checkpoint: Checkpoint) -> str | None:
 
 
 def warn_of_another_vocabulary(tokenizer: Any, vocab_size: int) -> None:
-    """Warn of a tokenizer with more tokens than the target; prompts that use them are refused one by one.
+    """Warn about a tokenizer with more tokens than the target; prompts that use them are refused one by one.
 
-    Not an error: checkpoints with a padding token after the last row of their embedding are common.
+    No error: checkpoints with a padding token after the last row of their embedding are common.
     """
     if not hasattr(type(tokenizer), "__len__"):
         return

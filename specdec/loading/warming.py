@@ -1,4 +1,4 @@
-"""torch's compiler, loaded while a start does something else."""
+"""Loads torch's compiler in the background of a start."""
 
 from __future__ import annotations
 
@@ -11,21 +11,16 @@ from typing import Any
 _NICE = 10
 """Niceness of the compiler's processes."""
 _LEFT_TO_TORCH = (ImportError, AttributeError, AssertionError, RuntimeError, OSError)
-"""Of a version with other names, or where it wants no such processes: it starts what it needs when it compiles."""
-
-
-def warm_compiler() -> None:
-    """Load the compiler in the background, and start the processes in which it compiles kernels: both take seconds.
-
-    The processes import torch. They give way to others, such as the compilers of attention kernels, which are what a
-    first start waits for in the end.
-    """
-    loading_thread()
+"""Errors of a version with other names, or without such processes, which starts what it needs when it compiles."""
 
 
 @cache
 def loading_thread() -> Thread:
-    """Once a process."""
+    """The thread that loads the compiler and starts the processes in which it compiles kernels, begun once a process.
+
+    Both take seconds. The processes import torch, at a low priority: compilers of attention kernels are what a first
+    start waits for in the end.
+    """
     thread = Thread(target=_warm, name="load the compiler", daemon=True)
     thread.start()
     return thread

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -70,12 +70,8 @@ class Choice:
     usual_us: float
 
 
-class Timer(Protocol):
-    """Times launches of one shape against each other."""
-
-    def __call__(self, launches: Sequence[Launch], calls: int, rounds: int) -> list[float]:
-        """µs of one call of each launch: the least of `rounds` means over `calls`; inf for one that fails."""
-        ...
+Timer = Callable[[Sequence[Launch], int, int], list[float]]
+"""(launches of one shape, calls, rounds) -> µs of a call of each: the least of `rounds` means; inf where one fails."""
 
 
 def fastest(

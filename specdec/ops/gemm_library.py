@@ -31,9 +31,8 @@ class Library:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """
-        Raises:
-            Exception: nvmath-python or its library is missing, or does not work here.
+        """Raises:
+        Exception: nvmath-python or its library is missing, or does not work here.
         """
         from nvmath.bindings import cublas, cublasLt
 

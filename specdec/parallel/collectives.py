@@ -1,10 +1,9 @@
-"""What carries sums, gathers and broadcasts between ranks: torch's default process group (gloo, NCCL), and its end.
+"""Sums, gathers and broadcasts between ranks over torch's default process group (gloo, NCCL), and how it is left.
 
 The group is left whatever the device waits for and whatever CUDA graphs hold. NCCL ends a communicator only when no
 CUDA graph holds a launch of it any more, and waits for that without end. Graphs are dropped when the device is idle,
-and the device may wait for a rank that is gone until NCCL's abort begins. So the abort begins on a thread of its own,
-and the graphs are dropped meanwhile.
-
+and the device may wait for a lost rank until NCCL's abort begins. So the abort begins on a thread of its own, and the
+graphs are dropped meanwhile.
 Source: NVIDIA/nccl, src/init.cc (commDestroySync polls until localPersistentRefs is 0, since NCCL 2.26; ncclCommAbort
 sets the abort flag that its kernels look at, then goes there).
 """
@@ -19,7 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,46 +37,11 @@ log = logging.getLogger("specdec")
 
 
 class RankGoneError(RanksLostError):
-    """Another rank does not take part any more. Which one, and why, rank 0 knows of its process."""
-
-
-class Collectives(Protocol):
-    """Every rank calls the same functions in the same order, with tensors of the same shapes.
-
-    All of them raise RankGoneError when another rank does not take part any more.
-
-    name: what `describe()` calls them.
-    """
-
-    name: str
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, in memory of its own; the same bits on every rank."""
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, …]: every rank's x."""
-
-    def from_first(self, x: torch.Tensor) -> None:
-        """Overwrite x, contiguous, with that of rank 0."""
-
-    def least(self, values: Sequence[int]) -> list[int]:
-        """The smallest of all ranks' values, place by place; on the host."""
-
-    def abort(self) -> None:
-        """Let calls that wait for a lost rank fail. May be called on another thread; idempotent."""
-
-    def hold(self, graph: torch.cuda.CUDAGraph) -> None:
-        """A graph was captured that holds exchanges: `leave` drops it."""
-
-    def leave(self) -> None:
-        """Leave the group; the other ranks may be gone. Nothing here is called after it, no graph is launched again."""
+    """Another rank takes part no more. Rank 0 knows which one, and why."""
 
 
 class _named:
-    """A with-block in which torch's error about a rank that is gone becomes ours.
-
-    It is a RuntimeError there, like anything that a model may raise.
-    """
+    """A with-block that turns torch's error about a lost rank, a RuntimeError, into a RankGoneError."""
 
     def __enter__(self) -> None:
         pass
@@ -88,10 +52,8 @@ class _named:
 
 
 def _done(work: Any) -> None:
-    """Until a call is done; nothing for one on a GPU, which is queued (None).
-
-    A call may end after a wait for it has run out of time: what it raises is then asked of it, not of that wait.
-    """
+    """Wait until a call is done; on a GPU it is queued (None), and nothing is waited for. A call may end after a wait
+    for it has timed out: what it raises is then asked of the call, not of that wait."""
     if work is None:
         return
     while not work.is_completed():
@@ -100,8 +62,12 @@ def _done(work: Any) -> None:
     work.wait(_LOOK)
 
 
-class GroupCollectives:
-    """`Collectives` of torch.distributed's default group."""
+class Collectives:
+    """Exchanges between ranks over torch.distributed's default group.
+
+    Every rank calls the same functions in the same order, with tensors of the same shapes. All raise RankGoneError when
+    another rank takes part no more. name: what `describe()` calls them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """device: where the tensors are."""
@@ -114,38 +80,47 @@ class GroupCollectives:
             self.name = "NCCL"
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, in memory of its own; the same bits on every rank."""
         out = x.clone(memory_format=torch.contiguous_format)
         with _named():
             _done(dist.all_reduce(out, async_op=not out.is_cuda))
         return out
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, …]: every rank's x."""
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         with _named():
             _done(_gather(out, x.contiguous(), async_op=not out.is_cuda))
         return out.view(self._size, *x.shape)
 
     def from_first(self, x: torch.Tensor) -> None:
+        """Overwrite x, contiguous, with that of rank 0."""
         with _named():
             _done(dist.broadcast(x, src=0, async_op=not x.is_cuda))
 
     def least(self, values: Sequence[int]) -> list[int]:
+        """The smallest of all ranks' values, place by place; on the host."""
         found = torch.tensor(values, dtype=torch.int64)
         with _named():
             _done(dist.all_reduce(found, dist.ReduceOp.MIN, async_op=True))
         return [int(value) for value in found.tolist()]
 
     def abort(self) -> None:
-        """See `Collectives.abort`. gloo's calls fail by themselves when the other end of a connection is gone."""
+        """Let calls that wait for a lost rank fail. May be called on another thread; idempotent.
+
+        gloo's calls fail by themselves when the other end of a connection is gone.
+        """
         if self._device.type != "cuda" or not dist.is_initialized():
             return
         backend: Any = dist.group.WORLD._get_backend(self._device)  # type: ignore[union-attr]
         backend.abort()
 
     def hold(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Note a captured graph that holds exchanges, so that `leave` drops it."""
         self._graphs.add(graph)
 
     def leave(self) -> None:
+        """Leave the group; other ranks may be gone. No call and no launch of a graph follows."""
         if self._device.type != "cuda":
             leave_group()
             return
@@ -157,11 +132,11 @@ class GroupCollectives:
             log.warning("NCCL did not let go of the other ranks: no other tensor-parallel model loads in this process")
 
     def let_go(self) -> None:
-        """Until what was launched on the device is done, or a while has passed. The group's own abort has begun."""
+        """Wait until what was launched on the device is done, for a while at most. The group's own abort has begun."""
         self._idle().wait(LONGEST_RELEASE)
 
     def _idle(self) -> threading.Event:
-        """Set once all that was launched on the device before is done, or has failed."""
+        """An event that is set once all that was launched on the device is done, or has failed."""
         return self._watching.start(partial(torch.cuda.synchronize, self._device))
 
 

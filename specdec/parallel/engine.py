@@ -1,10 +1,10 @@
-"""The engine of a tensor-parallel target: every rank runs the same one, and rank 0 says what comes next.
+"""The engine of a tensor-parallel target: every rank runs the same one, and rank 0 decides what comes next.
 
-Requests, aborts and steps go one way, in the order in which rank 0 does them itself; its users, threads and texts are
-its own. What a step decides follows from what was submitted and from the verification results, which are rank 0's on
-every rank. Should ranks come to other decisions nevertheless, it is noticed before anything is launched: rank 0 sends
-a digest of every round's schedule, with which the others compare their own. (Sums of different sizes would hang with
-NCCL, and with gloo end the process.)
+Rank 0 sends requests, aborts and steps in the order in which it does them itself; only it has users, threads and texts.
+What a step decides follows from what was submitted and from the verification results, which are rank 0's on every
+rank. If ranks still decided differently, that is noticed before anything is launched: rank 0 sends a digest of every
+round's schedule, with which the others compare their own. (Sums of different sizes would hang with NCCL, and with gloo
+end the process.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specdec.requests.sampling import SamplingParams
 
 
 class LeadingEngine(Engine):
-    """Rank 0's. An error inside a round ends all requests: the ranks may stand at different places after it."""
+    """Rank 0's engine. An error inside a round ends all requests: the ranks may be at different places after it."""
 
     def __init__(self, ranks: Ranks, *parts: Any) -> None:
         """parts: see `Engine`. The ranks' channel is a `Link`."""
@@ -86,10 +86,8 @@ class LeadingEngine(Engine):
             self._link.send(message)
 
     def run(self, function: str, *arguments: Any) -> Any:
-        """Call a function ("module:name") with these arguments on every rank; what it returns here.
-
-        The first argument on each rank is its engine. Between two rounds only.
-        """
+        """Call a function ("module:name") with each rank's engine and these arguments on every rank, between two
+        rounds; returns the result here."""
         with self.all_ranks():
             self._tell("run", function, *arguments)
             return named_function(function)(self, *arguments)
@@ -99,9 +97,9 @@ class LeadingEngine(Engine):
 
     @contextmanager
     def all_ranks(self) -> Iterator[None]:
-        """Whatever is begun here is done on every rank: no interrupt strikes in the middle, but a second one.
+        """A block that every rank executes to its end: no interrupt strikes inside it, except a second one.
 
-        What is left half done here leaves the ranks at different places: then the model is given up.
+        If it fails, the ranks are at different places and the model is given up.
 
         Raises:
             RanksLostError: a rank is lost, which is named.
@@ -136,20 +134,20 @@ class LeadingEngine(Engine):
         self._forget_all()
 
     def _forget_all(self) -> None:
-        """No requests, and empty tables, which no round will use."""
+        """Drop all requests; tables are empty, and no round will use them."""
         self._requests.clear()
         self._start([])
 
 
 def _copy(found: RanksLostError, cause: Exception) -> SpecdecError:
-    """An error of its own for each request: callers in several threads raise them."""
+    """An error object for each request: callers in several threads raise them."""
     own = RanksLostError(str(found))
     own.__cause__ = cause
     return own
 
 
 def _by_text(update: Update) -> bool:
-    """Whether a request ended by what rank 0 alone sees: its text, or an error in it."""
+    """Whether a request ended by something only rank 0 sees: its text, or an error in it."""
     return update.error is not None or (update.completion is not None and update.completion.finish_reason == "stop")
 
 
@@ -159,7 +157,7 @@ def named_function(name: str) -> Any:
     return getattr(import_module(module), function)
 
 
-def differing_ids(engine: LeadingEngine | FollowingEngine) -> list[int]:
+def differing_ids(engine: Any) -> list[int]:
     """How many drafts and decided tokens of each rank were not rank 0's before they were overwritten.
 
     Counted with SPECDEC_CHECK=1; elsewhere 0. Ids may differ where logits are as good as equal, in half precision or
@@ -177,10 +175,10 @@ def _gathered_differing(engine: LeadingEngine | FollowingEngine) -> list[int]:
 
 
 class FollowingEngine(Engine):
-    """Another rank's: it does what rank 0 says, and has no texts. Whatever goes wrong is raised: the process ends.
+    """The engine of another rank: it does what rank 0 does, and has no texts. Any error ends its process.
 
     Attributes:
-        also_follows: does what a feature's message says; False for a message that it does not know.
+        also_follows: handles the messages of a feature; False for an unknown one.
     """
 
     def __init__(self, ranks: Ranks, *parts: Any) -> None:

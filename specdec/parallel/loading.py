@@ -1,5 +1,5 @@
-"""Rank 0 of a load: what cannot be divided is refused, the other ranks' processes are started, all load their shares,
-and an error names its rank."""
+"""Loading on rank 0: checks what can be divided, starts the other ranks, loads all shares, and names the rank of an
+error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers.utils import is_accelerate_available
 from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError, SpecdecError, UnsupportedModelError
 from specdec.loading.adapters import with_adapter
 from specdec.loading.auto_classes import auto_class
-from specdec.loading.checkpoint import Adapter, Checkpoint, check_quantisation, check_target_folder, find_checkpoint
+from specdec.loading.checkpoint import Checkpoint, check_quantisation, check_target_folder, find_checkpoint
 from specdec.loading.load_errors import loading_named
 from specdec.loading.pairs import pair_of
 from specdec.loading.progress import log
@@ -40,7 +40,7 @@ from specdec.values import short
 
 T = TypeVar("T")
 _LOOK = 0.1
-"""Seconds between two looks at the ranks while they meet."""
+"""Seconds between two polls of the ranks while they meet."""
 Load = Callable[[Any, Any, LoadOptions, Ranks], T]
 """(target, draft, options with a tokenizer, ranks) -> the model."""
 
@@ -79,10 +79,7 @@ def load_divided(load: Load[T], target: Any, draft: Any, options: LoadOptions) -
 
 
 def check_shares(checkpoint: Checkpoint, size: int) -> None:
-    """Refuse, by its configuration alone, a target that cannot be divided: before any process is started for it.
-
-    Args:
-        checkpoint: where the target is read from. size: how many ranks there will be.
+    """Check by a target's configuration alone that `size` ranks can divide it, before any process is started.
 
     Raises:
         InvalidInputError: it is an adapter, or its heads cannot be divided among so many.
@@ -90,7 +87,8 @@ def check_shares(checkpoint: Checkpoint, size: int) -> None:
         ModelLoadError: its configuration is missing or damaged.
     """
     checkpoint = with_adapter(checkpoint, None, "auto")
-    check_no_adapter(checkpoint.adapter, size)
+    if checkpoint.adapter is not None:
+        raise InvalidInputError(_no_adapter(size, f"the target is the adapter {checkpoint.adapter}, which"))
     check_target_folder(checkpoint)
     with loading_named(checkpoint, "the target model"):
         config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
@@ -100,23 +98,22 @@ def check_shares(checkpoint: Checkpoint, size: int) -> None:
 
 
 def _text_ids(tokenizer: Any) -> list[int]:
-    """Of the head's self-test; none where this tokenizer cannot encode it, which a head that needs them says itself."""
+    """Token ids of the head's self-test; [] if the tokenizer cannot encode its text: a head that needs them raises."""
     with suppress(InvalidInputError):
         return encode_prompts(SELF_TEST_TEXT, tokenizer)[0]
     return []
 
 
 def _everywhere(name: str | Path) -> str:
-    """A name that means the same in a process that was started in another folder."""
+    """The name, valid in a process that was started in another folder."""
     return os.path.abspath(name) if os.path.isdir(name) else str(name)
 
 
 def start_ranks(size: int, device: torch.device) -> Link:
-    """A link to the other ranks, which are started unless they are.
+    """A link to the other ranks, which are started unless they run.
 
     Raises:
-        InvalidInputError: models of another number of ranks are open.
-        ModelLoadError: a rank does not start.
+        InvalidInputError: models of another number of ranks are open. ModelLoadError: a rank does not start.
     """
     with starting:
         workers, new = open_workers(size)
@@ -128,7 +125,7 @@ def start_ranks(size: int, device: torch.device) -> Link:
 
 
 def _meet(workers: Workers, link: Link, device: torch.device) -> None:
-    """Wait until the other ranks run, and form a group with them. What raises ends them."""
+    """Wait until the other ranks run, and form a group with them. An error ends them."""
     size = workers.size
     try:
         workers.wait_started()
@@ -170,10 +167,10 @@ def _joined(workers: Workers, size: int, device: torch.device, meeting: str) -> 
 
 
 def _settled(workers: Workers, error: BaseException) -> SpecdecError | None:
-    """The error of another rank that `error` here came from, or None where it is this rank's own.
+    """The other rank's error that `error` came from; None where it is this rank's own.
 
-    What all ranks refuse alike leaves them where they were. Otherwise they stand at different places: other models that
-    are open are lost, too.
+    Where all ranks raise the same they stay in step. Otherwise they are at different places, and other open models are
+    lost, too.
     """
     if isinstance(error, SpecdecError) and workers.same_failures(type(error).__name__):
         return None
@@ -266,16 +263,6 @@ def _first_device(device: Any, size: int) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def check_no_adapter(adapter: Adapter | None, size: int) -> None:
-    """Refuse a target that is an adapter itself. adapter: the one of its checkpoint.
-
-    Raises:
-        InvalidInputError: it is one.
-    """
-    if adapter is not None:
-        raise InvalidInputError(_no_adapter(size, f"the target is the adapter {adapter}, which"))
-
-
 def _no_adapter(size: int, what: str) -> str:
     return (
         f"tensor_parallel_size={size}: {what} cannot be applied to shares of weights; merge it and save the merged "
@@ -284,7 +271,7 @@ def _no_adapter(size: int, what: str) -> str:
 
 
 def check_not_quantised(method: str | None, size: int) -> None:
-    """Refuse shares of quantised weights. method: by which they are; None where they are not.
+    """Check that weights are not quantised by a `method`, as shares of such are not served.
 
     Raises:
         UnsupportedModelError: they are.

@@ -1,8 +1,7 @@
-"""What rank 0 tells the other ranks, one way, and the few words that come back: plain dataclasses, pickled.
+"""Messages from rank 0 to the other ranks, and the few that come back: plain dataclasses, pickled.
 
-To the others each goes with the number of the model that it is for.
-
-The connection is a socket pair between a process and its own child: nobody else can write to it.
+Each goes with the number of the model that it is for. The connection is a socket pair between a process and its own
+child: nobody else can write to it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Join:
-    """Join the group, by a file that all ranks meet by. device: "cpu" or "cuda"."""
+    """Join the group, by a file that all ranks know. device: "cpu" or "cuda"."""
 
     rank: int
     size: int
@@ -68,10 +67,8 @@ class Resume:
 
 @dataclass(frozen=True)
 class OpenTransfer:
-    """Let others read this rank's pages: `open_transfer` with these, by a name of the engine and its secret.
-
-    round: which opening of this model it is; the rank says `Opened` with it.
-    """
+    """Let others read this rank's pages by `open_transfer`, under the engine's name and secret. round: which opening of
+    this model it is, for the answer `Opened`."""
 
     transport: str
     options: dict[str, Any]
@@ -82,12 +79,12 @@ class OpenTransfer:
 
 @dataclass(frozen=True)
 class CloseTransfer:
-    """No longer."""
+    """Close the transport."""
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Fill this rank's reserved pages, beside the rounds; the rank says `Fetched`.
+    """Fill this rank's reserved pages, beside the rounds; the answer is `Fetched`.
 
     Attributes:
         number: of the reservation. deadline: `time.monotonic` seconds, which ranks of one machine share.
@@ -106,19 +103,19 @@ class Close:
 
 @dataclass(frozen=True)
 class Started:
-    """Back to rank 0: the process runs, and everything could be imported."""
+    """To rank 0: the process runs, and everything could be imported."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """Back to rank 0: the model of this number is loaded."""
+    """To rank 0: the model of this number is loaded."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Opened:
-    """Back to rank 0: the answer to `OpenTransfer`. table: of this rank, JSON; "" where it failed, by `error`."""
+    """To rank 0: the answer to `OpenTransfer`. table: of this rank, JSON; "" where it failed, with `error`."""
 
     model: int
     round: int
@@ -127,13 +124,13 @@ class Opened:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What it answers."""
+        """Identifies the request that it answers."""
         return ("opened", self.model, self.round)
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """Back to rank 0: the answer to `Fetch`, and once more where pages were written to after it.
+    """To rank 0: the answer to `Fetch`, and a second one where pages were written to after it.
 
     Attributes:
         error: why it failed, "" where every byte is there. late: whether that is a `TransferTimeoutError`.
@@ -148,7 +145,7 @@ class Fetched:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What it answers."""
+        """Identifies the request that it answers."""
         return ("fetched", self.model, self.number)
 
 
@@ -157,10 +154,10 @@ Answer = Opened | Fetched
 
 @dataclass(frozen=True)
 class Failed:
-    """Back to rank 0: a load failed, or these are the last words of the rank.
+    """To rank 0: a load failed, or the process ends with this error.
 
     Attributes:
-        kind: the error's class. follows: whether it came from another rank that was gone before.
+        kind: the error's class. follows: whether it came from another rank that was lost before.
     """
 
     kind: str

@@ -1,4 +1,5 @@
-"""Which parameters of a target are divided among ranks, and how: transformers' plan, its gaps filled, the rest whole.
+"""Plans which parameters of a target are divided among ranks, and how: transformers' plan, completed; the rest is
+whole.
 
 A plan is found on a model without weights. transformers names modules and parameters with `*` for layer numbers, and a
 style for each. Of its styles those are used that divide a pair of projections (the first by its outputs, the second by
@@ -6,7 +7,7 @@ its inputs, whose partial results are summed) and stacked experts. Whatever gath
 is left whole: on few tokens such a gather costs more than the matmul. The embedding and lm_head are read whole, because
 heads share them; of lm_head every rank multiplies its own rows (`specdec.parallel.shares`).
 
-While transformers reads the shares it is told the plan, and finds one mesh of all ranks: `told`, `as_rank`.
+While transformers reads the shares it gets the plan, and finds one mesh of all ranks: `told`, `as_rank`.
 
 Source: transformers, src/transformers/distributed/tensor_parallel.py (styles), `_tp_plan` of its modeling files.
 """
@@ -61,17 +62,17 @@ class Plan:
     kv_cut: frozenset[str]
 
     def style_of(self, name: str) -> str:
-        """Of a module or parameter of the model."""
+        """The style of a module or parameter of the model."""
         return self.styles.get(pattern_of(name), _WHOLE)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What of a target a rank has.
+    """The part of a target that a rank holds.
 
     Attributes:
         divided: names of tensors of which each rank has a part of its own.
-        repeated: of tensors that are parted among fewer ranks than there are: how many in a row have the same part.
+        repeated: of tensors divided among fewer ranks than there are: how many in a row have the same part.
             Every other tensor is whole on every rank.
         kv_copies: in attention modules with keys of their own, how many ranks in a row have the same KV heads, 1 where
             they are divided among all ranks, N where every rank has all; as many numbers as there are kinds of layers.
@@ -126,17 +127,15 @@ def plan_of(model: Any, size: int) -> Plan:
 
 
 def _pattern(model: Any, name: str) -> str:
-    """Of a module of the decoder, by the name of the whole model."""
+    """A decoder module's name in the whole model, as plans have it."""
     decoder = model.get_decoder()
     prefix = next((n for n, m in model.named_modules() if m is decoder), "")
     return pattern_of(f"{prefix}.{name}" if prefix else name)
 
 
 def _is_fused_pair(module: Any, up: str, down: str, given: Mapping[str, str]) -> bool:
-    """Whether a feed-forward part has gate and up in one projection, which transformers' plan gathers behind it.
-
-    Divided in two halves each, it needs no gather: its forward parts what it gets in the middle.
-    """
+    """Whether a feed-forward part has gate and up in one projection, behind which transformers' plan gathers. Divided
+    in two halves each, it needs no gather: its forward splits its input in the middle."""
     linear = all(type(getattr(module, part, None)) is nn.Linear for part in ("gate_up_proj", "down_proj"))
     return linear and (given.get(up), given.get(down)) == ("colwise_gather_output", "rowwise_split_input")
 
@@ -228,14 +227,14 @@ def plan_for(config: PreTrainedConfig, found: AutoClass, size: int) -> Plan:
 
 
 def told(plan: Plan, size: int) -> dict[str, Any]:
-    """What transformers' from_pretrained is given beside the rest."""
+    """The arguments of transformers' from_pretrained for a plan."""
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_size=size, tp_plan=dict(plan.styles))}
 
 
 class _Meshes:
-    """What a load of transformers asks for its meshes: one of all ranks, whose process group is the default one."""
+    """The mesh that a load of transformers asks for: one of all ranks, whose process group is the default one."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tp",))
@@ -250,8 +249,8 @@ def as_rank(device: torch.device, size: int) -> Iterator[None]:
     """While transformers loads: this rank's device, and a mesh for which no process group is made.
 
     transformers' own meshes have three dimensions of one rank beside the one of all, for layers and again for experts,
-    and torch makes a process group of each: six a load, which nobody uses and which stay until the last model is
-    closed. With NCCL they are split off the default one, and on a GPU whose memory is full that has ended the process.
+    and torch makes a process group of each: six a load, unused, which stay until the last model is closed. With NCCL
+    they are split off the default one, and on a GPU whose memory is full that has ended the process.
     """
     from transformers.distributed import mixin  # as of 5.23
 

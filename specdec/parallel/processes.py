@@ -1,4 +1,4 @@
-"""One process of another rank: started, listened to, ended."""
+"""The process of another rank: starting it, listening to it, ending it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from specdec.parallel.messages import Answer, Done, Failed, Started
 _GRACE = 2.0
 """Seconds for a process to end by itself."""
 _PATIENCE = 3.0
-"""Seconds in which a load that failed on one rank fails on rank 0, too, if it fails there."""
+"""Seconds within which a load that failed on one rank fails on rank 0, too, if it fails there."""
 
 
 @dataclass
 class Process:
-    """One process: what it said, and why it is lost, or None.
+    """One process of another rank, and its messages; `lost`: why it is lost, or None.
 
     Attributes:
         line: the socket of `connection`. loaded: numbers of the models it has loaded.
-        failed: what it said of a load or a round that failed. answers: what it said to what it was asked, by key.
+        failed: its message about a load or a round that failed. answers: its answers to requests, by key.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Process:
 
     @property
     def follows(self) -> bool:
-        """Whether it failed because another rank was gone."""
+        """Whether it failed because another rank was lost."""
         return self.failed is not None and self.failed.follows
 
 
@@ -91,7 +91,7 @@ def start(rank: int, folder: str) -> Process:
 
 
 def _listen(process: Process, watched: Watched) -> None:
-    """Note what one process says until it ends."""
+    """Note the messages of one process until it ends."""
     while True:
         try:
             message = process.connection.recv()
@@ -117,10 +117,8 @@ def _listen(process: Process, watched: Watched) -> None:
 
 
 def end_waiting(process: Process, watched: Watched, loading: object) -> None:
-    """End a process whose load failed, when this one is still loading after a while: it waits for that process.
-
-    loading: which load that was, see `Watched`.
-    """
+    """End a process whose load failed, if rank 0 is still in that load (see `Watched`) after a while, waiting for
+    it."""
     with watched.changed:
         if not watched.changed.wait_for(lambda: loading is None or watched.loading is not loading, _PATIENCE):
             process.process.kill()
@@ -136,7 +134,7 @@ def _ending(code: int) -> str:
 
 
 def end(watched: Watched) -> None:
-    """End all processes: they see that the line is cut. Idempotent."""
+    """End all processes by closing their sockets. Idempotent."""
     watched.closing = True
     for process in watched.processes:
         with contextlib.suppress(OSError):

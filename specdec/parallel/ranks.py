@@ -1,4 +1,4 @@
-"""Ranks: this process's place among those that run one target, and what all of them must do alike."""
+"""Ranks: this process's place among those that run one target, and what they must do alike."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from specdec.wrapped.probing import TargetProbe
 
 
 class Channel(Protocol):
-    """Of one model: rank 0's to the other ranks, or another rank's from rank 0."""
+    """The connection of one model between rank 0 and the other ranks."""
 
     def told(self, message: Any) -> Any:
-        """On rank 0: tell all others this message. On another rank: the next one of rank 0. Returns what rank 0 says.
+        """On rank 0: send this message to all others. On another rank: receive the next one. Returns rank 0's message.
 
         Raises:
             RanksLostError: a rank is lost.
@@ -41,18 +41,17 @@ class Channel(Protocol):
         """On rank 0: whether `check` raises."""
 
     def close(self) -> None:
-        """On rank 0: the other ranks let go of the model. Idempotent."""
+        """On rank 0: let the other ranks close the model. Idempotent."""
 
 
 class Ranks(Group):
     """This process among the N that run one target.
 
     Attributes:
-        rank: 0 is the user's process. size: N, at least 2.
-        device: this rank's.
-        collectives: what carries sums, gathers and broadcasts.
-        channel: rank 0's to the others' processes, or another rank's from rank 0.
-        lost: whether a rank was lost before `close`. part: what of the target this rank has, once it is loaded.
+        rank: 0 is the user's process. size: N, at least 2. device: this rank's.
+        collectives: sums, gathers and broadcasts. channel: rank 0's to the others' processes, or another rank's from
+            it.
+        lost: whether a rank was lost before `close`. part: this rank's share of the target, once it is loaded.
     """
 
     def __init__(
@@ -78,10 +77,6 @@ class Ranks(Group):
         """While all ranks run the same: only then, and on this thread, forwards are allowed."""
         return exchanging(self.collectives)
 
-    def check_alive(self) -> None:
-        """Raises RanksLostError once a rank is lost; called while the host waits for the device."""
-        self.channel.check()
-
     def share(self, ids: torch.Tensor) -> None:
         """See `Group.share`.
 
@@ -104,7 +99,7 @@ class Ranks(Group):
     def wait(self, event: torch.cuda.Event) -> None:
         """See `Group.wait`: the event of a round that waits for a lost rank never comes."""
         while not event.query():
-            self.check_alive()
+            self.channel.check()
 
     def before_launch(self, target: TargetArrays) -> None:
         """See `Group.before_launch`: rank 0 tells the digest of its round, the others compare their own with it.
@@ -167,7 +162,7 @@ class Ranks(Group):
         return {"size": self.size, "rank": self.rank, "collectives": self.collectives.name}
 
     def close(self) -> None:
-        """On rank 0: the other ranks let go of this model. Idempotent."""
+        """On rank 0: let the other ranks close this model. Idempotent."""
         self.lost = self.lost or self.channel.is_lost
         self.channel.close()
 
@@ -187,7 +182,7 @@ class _ReadingShare(Reading):
 
 
 def digest_of(target: TargetArrays) -> int:
-    """Of the schedule of a round: its rows, what each reads from where, and how many drafts it verifies."""
+    """A digest of a round's schedule: its rows, what each reads from where, and how many drafts it verifies."""
     digest = 0
     for array in (target.request_rows, target.start, target.num_new, target.drafts, target.decided):
         digest = zlib.crc32(array.tobytes(), digest)
@@ -200,11 +195,10 @@ _NUMBERS = tuple(int(n) for n in signal.valid_signals() if isinstance(n, signal.
 
 
 class HeldInterrupt:
-    """A with-block that no signal strikes whose handler may raise (Ctrl-C, an alarm): the handler is called at the end.
-    All ranks must come to the same place.
+    """A with-block inside which no signal handler that may raise runs (Ctrl-C, an alarm): it is called at the end.
 
-    A second one of the same number strikes at once. On other threads than the main one, which no signal strikes, it
-    does nothing.
+    All ranks must come to the same place. A second signal of the same number strikes at once. On other threads than the
+    main one, which no signal strikes, it does nothing.
     """
 
     def __init__(self) -> None:

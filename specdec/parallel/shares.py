@@ -46,7 +46,7 @@ def exchanging(collectives: Collectives) -> Iterator[None]:
 
 
 def _current() -> Collectives:
-    """What carries exchanges on this thread. Raises SpecdecError outside of `exchanging`: others would not answer."""
+    """The exchanges of this thread. Raises SpecdecError outside of `exchanging`: others would not answer."""
     found: Collectives | None = getattr(_here, "collectives", None)
     if found is None:
         raise SpecdecError(_ALONE)
@@ -97,7 +97,7 @@ def sum_once(graph: Graph) -> None:
 
 
 def _sum_behind(found: Any) -> Node | None:
-    """The sum that `found` is, or a view of it, where nothing else reads either."""
+    """The sum that `found` is, or is a view of, where nothing else reads either."""
     while isinstance(found, Node) and found.target in _VIEWS and len(found.users) == 1:
         found = found.args[0]
     if not isinstance(found, Node) or found.target is not _SUM or len(found.users) != 1:
@@ -117,7 +117,7 @@ _SUMMED = ("rowwise", "moe_tp_experts", "all_reduce")
 
 
 def take_share(model: Any, plan: Plan, rank: int, size: int) -> Share:
-    """Turn a divided model into plain modules over rank's share, in place; what that is."""
+    """Turn a divided model into plain modules over rank's share, in place; returns what that is."""
     divided: set[str] = set()
     repeated: dict[str, int] = {}
     kv_copies: set[int] = set()
@@ -150,12 +150,12 @@ def take_share(model: Any, plan: Plan, rank: int, size: int) -> Share:
 
 
 def _kv_copies(module: Any, size: int) -> int:
-    """Ranks that have the same one of a module's KV heads, which is whole yet."""
+    """How many ranks have the same one of a module's KV heads, whose module is still whole."""
     return size // (module.k_proj.out_features // module.head_dim)
 
 
 def _take_off(module: nn.Module) -> list[str]:
-    """Undo what transformers did to one module beside narrowing its parameters; names of those that it narrowed."""
+    """Undo transformers' changes of one module, except narrower parameters; returns the names of those."""
     divided = []
     if vars(module).pop("_is_hooked", False):
         vars(module).pop("forward", None)
@@ -168,7 +168,7 @@ def _take_off(module: nn.Module) -> list[str]:
 
 
 def _keep_one_kv_head(module: Any, rank: int, size: int) -> None:
-    """Of keys and values that were read whole: the head that this rank's queries attend to."""
+    """Cut keys and values that were read whole to the head that this rank's queries attend to."""
     kv_heads = module.k_proj.out_features // module.head_dim
     head = rank * kv_heads // size
     module.num_key_value_groups = module.num_key_value_groups * kv_heads // size
@@ -181,7 +181,7 @@ def _keep_one_kv_head(module: Any, rank: int, size: int) -> None:
 
 
 def _add_once(module: nn.Module, rank: int) -> None:
-    """A bias behind a summed matmul is added by rank 0 alone."""
+    """Let only rank 0 add a bias behind a summed matmul."""
     if rank == 0:
         return
     names = ("bias",) if isinstance(module, nn.Linear) else ("down_proj_bias",)

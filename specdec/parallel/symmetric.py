@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from specdec.parallel.collectives import LONGEST_RELEASE, Collectives, GroupCollectives
+from specdec.parallel.collectives import LONGEST_RELEASE, Collectives
 
 MOST_BYTES = 8 << 20
 """Of one sum: 512 tokens of width 8,192 in bfloat16. Longer ones are NCCL's, whose launch then no longer counts."""
@@ -75,15 +75,15 @@ class Signals:
         return cls(awaited, tuple(block[:, rank] for other, block in enumerate(blocks) if other != rank))
 
     def give(self) -> None:
-        """As if every other rank had signalled, and had taken all signals."""
+        """Act as if every other rank had signalled, and had taken all signals."""
         for words in self.awaited:
             words.fill_(1)
         for words in self.taken:
             words.fill_(0)
 
 
-class SymmetricCollectives(GroupCollectives):
-    """As `GroupCollectives`, but for sums of up to 8 MiB."""
+class SymmetricCollectives(Collectives):
+    """As `Collectives`, but for sums of up to 8 MiB."""
 
     def __init__(self, device: torch.device, store: dist.Store) -> None:
         """Allocate, and meet the other ranks by `store`. Raises RuntimeError or AttributeError where that cannot be."""
@@ -92,7 +92,8 @@ class SymmetricCollectives(GroupCollectives):
         super().__init__(device)
         if self._size not in _RANKS:
             raise RuntimeError(f"torch has none in two shots for {self._size} ranks")
-        self._group: Any = _name()
+        name: Any = f"symmetric memory {next(_numbers)}"
+        self._group = name
         self._met = _register(self._group, RenumberedStore(store), self._size)
         self._one_shot: Any = torch.ops.symm_mem.one_shot_all_reduce_copy
         self._two_shot: Any = torch.ops.symm_mem.two_shot_all_reduce_out
@@ -127,10 +128,8 @@ class SymmetricCollectives(GroupCollectives):
         beside.join()
 
     def let_go(self) -> None:
-        """Sums wait for signals: they are given in place of the lost ranks, until all that was launched is done.
-
-        What that computes, nobody reads.
-        """
+        """Give the signals that sums wait for in place of the lost ranks, until all that was launched is done. Its
+        results are unused."""
         deadline, idle = time.monotonic() + LONGEST_RELEASE, self._idle()
         with suppress(RuntimeError):  # of a device in an error, on which nothing waits
             while not idle.wait(_GIVE_EVERY) and time.monotonic() < deadline:
@@ -142,14 +141,10 @@ class SymmetricCollectives(GroupCollectives):
         self._beside.synchronize()
 
 
-def _name() -> Any:
-    return f"symmetric memory {next(_numbers)}"
-
-
 def _register(name: Any, store: dist.Store, size: int) -> tuple[dist.ProcessGroup, dist.Store]:
     """A group of all ranks by which memory is exchanged, and nothing else. Ends with the default group.
 
-    Both are to be kept as long as it is used: torch does not keep what Python has of a store.
+    Keep both results as long as it is used: torch does not keep Python's part of a store.
     """
     from torch._C._distributed_c10d import _register_process_group
 
@@ -159,12 +154,10 @@ def _register(name: Any, store: dist.Store, size: int) -> tuple[dist.ProcessGrou
     return group, store
 
 
-def symmetric_or_group(device: torch.device, store: dist.Store) -> GroupCollectives:
-    """Symmetric memory where every rank has it and it is right, else NCCL; `name` says which, and why.
-
-    All ranks choose the same. store: what all ranks have, and use for nothing else.
-    """
-    plain = GroupCollectives(device)
+def symmetric_or_group(device: torch.device, store: dist.Store) -> Collectives:
+    """Symmetric memory where every rank has it and its sums are right, else NCCL; all ranks choose the same. `name`
+    tells which, and why. store: one that all ranks have, used for nothing else."""
+    plain = Collectives(device)
     peers = all(torch.cuda.can_device_access_peer(device, i) for i in range(dist.get_world_size()) if i != device.index)
     if not plain.least([int(peers)])[0]:
         plain.name = "NCCL (the GPUs cannot reach each other's memory)"
@@ -183,7 +176,7 @@ def symmetric_or_group(device: torch.device, store: dist.Store) -> GroupCollecti
     return found
 
 
-def _is_right(found: GroupCollectives, plain: GroupCollectives, device: torch.device) -> bool:
+def _is_right(found: Collectives, plain: Collectives, device: torch.device) -> bool:
     """Whether sums of every kind are NCCL's, up to rounding, twice in a row."""
     right = True
     most_of_one_shot = ONE_SHOT_BYTES // dist.get_world_size()
@@ -254,4 +247,4 @@ def join_group(rank: int, size: int, device: torch.device, rendezvous: str) -> C
     )
     if on_cuda and os.environ.get(_COLLECTIVES) != "nccl":
         return symmetric_or_group(device, dist.PrefixStore("symmetric memory", store))
-    return GroupCollectives(device)
+    return Collectives(device)

@@ -1,7 +1,7 @@
-"""A rank other than 0: `python -m specdec.parallel.worker`, which does what rank 0 says.
+"""A rank other than 0: `python -m specdec.parallel.worker`, which does what rank 0 does.
 
-The process is started by `specdec.parallel.workers`. It hears messages of rank 0 in order, and ends when rank 0 does,
-whatever it is doing.
+The process is started by `specdec.parallel.workers`. It receives messages of rank 0 in order, and ends when rank 0
+does, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from specdec.parallel.ranks import Ranks
 from specdec.parallel.symmetric import join_group
 
 _LOOK = 1.0
-"""Seconds between two looks at whose child this process is: rank 0's socket may live on in another child of its."""
+"""Seconds between two checks whose child this process is: rank 0's socket may live on in another child of rank 0."""
 
 
 class Inbox:
-    """Messages are read on a thread of their own, so that rank 0 never waits for a full socket."""
+    """Reads messages on a thread of its own, so that rank 0 never waits for a full socket."""
 
     def __init__(self, connection: Connection, parent: int, folder: str) -> None:
         """parent: process id of rank 0. folder: for files of all ranks; removed at the end, in case rank 0 cannot."""
@@ -49,20 +49,21 @@ class Inbox:
         threading.Thread(target=self._end_with, args=(parent,), name="parent", daemon=True).start()
 
     def get(self) -> tuple[int, Any]:
-        """The number of a model and the next message to it; waits for it."""
+        """A model's number and the next message to it; waits for it."""
         return self.later.popleft() if self.later else self.next()
 
     def next(self) -> tuple[int, Any]:
-        """The next message that has come, whatever was left for later."""
+        """The next message that arrives, ignoring those left for later."""
         return self._messages.get()
 
     def say(self, message: Any) -> None:
-        """A word back to rank 0, on any thread."""
+        """Send a message to rank 0, from any thread."""
         with self._speaking:
             self._connection.send(message)
 
     def end_badly(self, error: BaseException) -> None:
-        """Say why, and end this process, on any thread: others may wait for ranks that are at another place."""
+        """Report an error and end this process, from any thread: others may wait for ranks that are at another
+        place."""
         try:
             self.say(failed(error))
         finally:  # rank 0 may be gone
@@ -88,20 +89,20 @@ class Inbox:
 
 
 def failed(error: BaseException) -> Failed:
-    """An error in words."""
+    """An error as a message."""
     text = str(error) or "".join(traceback.format_exception_only(error)).strip()
     return Failed(type(error).__name__, text, _follows(error))
 
 
 def _follows(error: BaseException | None) -> bool:
-    """Whether an error came from another rank that was gone: from a `RankGoneError`, whatever it was made into."""
+    """Whether an error came from another rank that was lost: from a `RankGoneError`, whatever it was turned into."""
     while error is not None and not isinstance(error, RankGoneError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 class Orders:
-    """What rank 0 tells one model of this process: a `Channel`, which is never lost, since this process ends first."""
+    """Rank 0's messages to one model of this process: a `Channel`, never lost, since this process ends first."""
 
     is_lost = False
 
@@ -113,7 +114,7 @@ class Orders:
         """The next message; waits for it.
 
         One to another model is left for later: on rank 0 the garbage collector may abort a request of that, or close
-        it, in the midst of a round of this one.
+        it, in the middle of a round of this one.
         """
         while True:
             number, message = self._inbox.next()
@@ -132,7 +133,8 @@ class Orders:
 
 
 class SilentTokenizer:
-    """Texts are rank 0's: every token is an empty text, and the only text to read has the ids that rank 0 sent."""
+    """A tokenizer without texts, which rank 0 has: every token is an empty text, and any text has the ids that rank 0
+    sent."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids = list(ids)
@@ -159,7 +161,7 @@ class Follower:
         self._transfers: dict[int, FollowedTransfers] = {}
 
     def run(self) -> None:
-        """Do what rank 0 does. It ends when rank 0 cuts the line, see `Inbox`."""
+        """Do what rank 0 does, until it closes the socket, see `Inbox`."""
         while True:
             number, message = self._inbox.get()
             if isinstance(message, Load):

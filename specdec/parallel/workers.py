@@ -1,7 +1,7 @@
-"""The processes of ranks 1 … N-1, on the side of rank 0: told what to do, watched, and ended with it.
+"""The processes of ranks 1 … N-1, as rank 0 starts them, sends to them, watches them and ends them.
 
 A process has one set of them, however many tensor-parallel models are open: torch has one default group. Calls go one
-way, over a socket pair with each; what comes back are that it has loaded, answers about moved requests, and last words.
+way, over a socket pair with each; back come messages that it has loaded, answers about moved requests, and errors.
 A thread notices a process that ends: the next call raises RanksLostError, and what waits for it on the device is
 aborted. They run `python -m specdec.parallel.worker`, import nothing of the user's program, have a session of their own
 (Ctrl-C reaches rank 0 alone), and end when their socket does.
@@ -30,7 +30,7 @@ from specdec.parallel.messages import Answer, Close
 from specdec.parallel.processes import Process, Watched, end, start
 
 _LAST_WORDS = 2.0
-"""Seconds in which a process that fails says why, once something failed here because of it."""
+"""Seconds within which a failing process reports its error, once something failed here because of it."""
 _AGAIN = "; the model cannot be used any more: load it again"
 _open: Workers | None = None
 starting = threading.RLock()
@@ -73,21 +73,21 @@ class Workers:
         return [each.process.pid for each in self._watched.processes]
 
     def wait_started(self) -> None:
-        """Raises RanksLostError when one ends instead."""
+        """Wait until every process runs. Raises RanksLostError when one ends instead."""
         self._wait(lambda process: process.started)
 
     def wait_loaded(self, number: int) -> None:
-        """Until every process has loaded this model. Raises RanksLostError when one fails instead."""
+        """Wait until every process has loaded this model. Raises RanksLostError when one fails instead."""
         self._wait(lambda process: number in process.loaded)
 
     def met(self, collectives: Collectives) -> None:
-        """They have met; calls that wait for a lost process are to fail."""
+        """Note that they have met, so that calls that wait for a lost process fail."""
         self.collectives = collectives
         self._watched.abort = collectives.abort
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """While all ranks load: one that fails is ended after a while, should this one wait for it."""
+        """While all ranks load: a process that fails is ended after a while, if rank 0 waits for it."""
         self._watched.loading = object()
         try:
             yield
@@ -97,21 +97,21 @@ class Workers:
                 self._watched.changed.notify_all()
 
     def new_link(self) -> Link:
-        """For one more model."""
+        """A link for one more model."""
         link = Link(self, self._next)
         self._numbers.add(link.number)
         self._next += 1
         return link
 
     def send(self, message: Any, rank: int | None = None) -> None:
-        """Tell all of them, or one. Raises RanksLostError when one is gone."""
+        """Send to all of them, or to one. Raises RanksLostError when one is gone."""
         self.check()
         while self._closed:
             self._send((self._closed.popleft(), Close()), None)
         self._send(message, rank)
 
     def _send(self, message: Any, rank: int | None) -> None:
-        """The garbage collector may come here in the midst of a message, to abort a request: that is sent after it."""
+        """Send in turn: the garbage collector may call this in the middle of a message, to abort a request."""
         self._unsent.append((message, rank))
         if self._sending:
             return
@@ -132,7 +132,7 @@ class Workers:
                 raise self.give_up(self.found_loss() or f"the connection to {process} failed ({error})") from error
 
     def check(self) -> None:
-        """Raises RanksLostError once a process is lost, or the ranks do not stand at the same place any more."""
+        """Raises RanksLostError once a process is lost, or the ranks are not in step any more."""
         if self._broken is not None:
             raise RanksLostError(self._broken + _AGAIN)
         if os.getpid() != self._owner:
@@ -148,23 +148,20 @@ class Workers:
         return self._broken is not None or any(process.lost is not None for process in self._watched.processes)
 
     def give_up(self, reason: str) -> RanksLostError:
-        """End the processes: from now on `check` raises RanksLostError with this reason. The first one stays.
-
-        Returns:
-            What `check` raises.
-        """
+        """End the processes; from now on `check` raises RanksLostError with the first such reason. Returns that
+        error."""
         if self._broken is None:
             self._broken = reason
         self.end()
         return RanksLostError(self._broken + _AGAIN)
 
     def answers(self, key: tuple[str, int, int]) -> dict[int, Answer]:
-        """What the processes said to what they were asked, by rank."""
+        """The processes' answers to a request, by rank."""
         with self._watched.changed:
             return {each.rank: each.answers[key] for each in self._watched.processes if key in each.answers}
 
     def wait_answers(self, key: tuple[str, int, int], deadline: float) -> dict[int, Answer]:
-        """As `answers`, once all have come, or at the deadline (`time.monotonic` seconds).
+        """The answers once all have come, or at the deadline (`time.monotonic` seconds).
 
         Raises:
             RanksLostError: one that has not answered is lost.
@@ -179,18 +176,18 @@ class Workers:
                 self._watched.changed.wait(min(max(deadline - time.monotonic(), 0), 0.5))
 
     def forget_answers(self, key: tuple[str, int, int]) -> None:
-        """They were read."""
+        """Drop answers that were read."""
         with self._watched.changed:
             for each in self._watched.processes:
                 each.answers.pop(key, None)
 
     def found_loss(self) -> str | None:
-        """Why something just failed here: which rank is lost and how, if one is; waits for its last words."""
+        """Why something just failed here: which rank is lost and how, if one is; waits for its error."""
         found = self._origin(lambda process: process.lost is not None)
         return None if found is None else f"{found} is lost: {found.lost}"
 
     def same_failures(self, kind: str) -> bool:
-        """Whether a load fails on every other rank, too, with an error of this class. Waits shortly."""
+        """Whether a load fails on every other rank, too, with an error of this class. Waits briefly."""
         processes = self._watched.processes
 
         def another() -> bool:
@@ -205,14 +202,14 @@ class Workers:
             return True
 
     def found_failure(self) -> str | None:
-        """Which rank said that a load failed there, and how; waits shortly."""
+        """Which rank reported that a load failed, and its error; waits briefly."""
         found = self._origin(lambda process: process.failed is not None or process.lost is not None)
         return None if found is None else f"{found}: {found.failed or found.lost}"
 
     def close_link(self, number: int) -> None:
-        """One model less; without any the processes end. Idempotent.
+        """Forget one model; without any the processes end. Idempotent.
 
-        The garbage collector may call it in the midst of a message to another model: it is told before the next one.
+        The garbage collector may call it in the middle of a message to another model: it is sent before the next one.
         """
         if number not in self._numbers:
             return
@@ -235,10 +232,8 @@ class Workers:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _origin(self, failed: Callable[[Process], bool]) -> Process | None:
-        """A process of which that is true, and that did not fail because another was gone; waits shortly for it.
-
-        Where there is none, one that did.
-        """
+        """A process for which `failed` is true that did not fail because another was lost; waits briefly for it. If
+        there is none, one that did."""
 
         def origins() -> list[Process]:
             return [each for each in self._watched.processes if failed(each) and not each.follows]
@@ -257,7 +252,7 @@ class Workers:
 
 
 def _started(size: int, folder: str) -> list[Process]:
-    """The processes of all other ranks; none, and no folder, where one cannot be started."""
+    """The processes of all other ranks; none, and no folder, if one cannot be started."""
     processes: list[Process] = []
     try:
         for rank in range(1, size):
@@ -272,7 +267,7 @@ def _started(size: int, folder: str) -> list[Process]:
 
 
 class Link:
-    """A `Channel`: what one model says to the others. Closed with the model, or when nobody has the model any more."""
+    """A `Channel` from one model to the other ranks. Closed with the model, or when it is garbage."""
 
     def __init__(self, workers: Workers, number: int) -> None:
         """number: of the model, the same on every rank."""
@@ -282,7 +277,7 @@ class Link:
         self._close.atexit = False
 
     def send(self, message: Any) -> None:
-        """Tell all. Raises RanksLostError when one is gone."""
+        """Send to all. Raises RanksLostError when one is gone."""
         self.workers.send((self.number, message))
 
     def told(self, message: Any) -> Any:
@@ -302,7 +297,7 @@ class Link:
 
 
 def open_workers(size: int) -> tuple[Workers, bool]:
-    """The processes of this process's models, started unless they are; and whether they were started now.
+    """The processes of this process's models, started unless they run; and whether they were started now.
 
     Raises:
         InvalidInputError: there are models among another number of ranks. ModelLoadError: see `Workers`.

@@ -7,7 +7,6 @@ keys that sparse attention keeps. What happens past one is seen only by rows tha
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -115,7 +114,7 @@ def _named_integers(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
         elif isinstance(value, (list, tuple)):
             for inner in value:
                 yield from walk(name, inner)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and _is_whole(value):
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer():
             yield name, int(value)
 
     for name, value in vars(config).items():
@@ -123,10 +122,6 @@ def _named_integers(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
             yield from walk(name, value)
     for overrides in _layer_overrides(config).values():
         yield from walk("", overrides)
-
-
-def _is_whole(value: float) -> bool:
-    return math.isfinite(value) and value == int(value)
 
 
 def _is_threshold(name: str) -> bool:

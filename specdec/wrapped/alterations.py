@@ -18,10 +18,8 @@ from specdec.errors import InvariantError
 
 
 class Hook:
-    """A hook of ours. Pickled with the model, it does nothing: what it is for stays in this process.
-
-    Subclasses pass on what they find in a hook's arguments.
-    """
+    """A hook of this library, which calls `call`. Pickled with the model, it does nothing. Subclasses pass on parts of
+    a hook's arguments."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
@@ -37,7 +35,7 @@ class Hook:
 
 
 def without_unpickled(model: nn.Module) -> None:
-    """Take off what is left of the hooks of an engine with which a model was pickled."""
+    """Remove the hooks that were pickled with a model of another engine."""
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for number in [number for number, hook in hooks.items() if hook is _nothing]:
@@ -59,9 +57,9 @@ def _nothing(*given: Any) -> None:
 
 
 class Alterations:
-    """What was done to models on behalf of one owner. Undone by `undo`, or when the owner is garbage.
+    """Changes of models on behalf of one owner, taken back by `undo`, or when the owner is garbage.
 
-    What is registered must not refer to the owner, or the owner would never be garbage.
+    A registered function must not refer to the owner, or the owner would never be garbage.
     """
 
     def __init__(self, owner: object) -> None:
@@ -71,7 +69,7 @@ class Alterations:
         self._finalizer.atexit = False
 
     def on_undo(self, undo: Callable[[], object]) -> None:
-        """Register what takes back a change that was just made.
+        """Register a function that takes back a change just made.
 
         Raises:
             InvariantError: everything was undone already; the change is taken back.
@@ -95,7 +93,7 @@ class Alterations:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Take back everything when the block raises: an engine that could not be built leaves the model as it was."""
+        """Take back everything when the block raises, so that a failed load leaves the model as it was."""
         try:
             yield
         except BaseException:
@@ -104,6 +102,6 @@ class Alterations:
 
 
 def _on_real_tensors(undo: Callable[[], object]) -> None:
-    """An owner may become garbage while the compiler traces another model, with tensors that are none."""
+    """Run `undo` outside of tracing: an owner may become garbage while the compiler traces another model."""
     with _disable_current_modes():
         undo()

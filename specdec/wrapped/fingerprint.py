@@ -65,7 +65,8 @@ def _with_configuration(model: PreTrainedModel, weights: str) -> str:
 
 @torch.no_grad()
 def shared_fingerprint(model: PreTrainedModel, group: Group = ALONE) -> tuple[str, list[str]]:
-    """What a target is, however it is divided, and what each process of its group has of it. All of them call it.
+    """Fingerprints of a target, however it is divided, and of each process's share of it. All of its group's processes
+    call it.
 
     The first is the same for any number of processes: of each tensor of the whole model it has the number of elements
     and the sum of all bits, which parts add up to, but no places, so a tensor with rows in another order is the same.

@@ -33,7 +33,7 @@ _INPUTS_OF_TORCHAO = ("act_quant_kwargs", "activation_quantization")
 
 
 def are_rounded() -> bool:
-    """Whether layers that run now round their activations; compiled code does always."""
+    """Whether layers that run now round their activations; in compiled code always."""
     return torch.compiler.is_compiling() or _ROUNDS.get()
 
 
@@ -72,7 +72,7 @@ def _rounds_by_its_forward(layer: Any) -> bool:
 
 
 def _switched(layer: Any, rounding: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A forward of this layer that is its class's where activations are not rounded."""
+    """A forward of this layer that is its class's while activations are not rounded."""
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         out: torch.Tensor = rounding(*args, **kwargs) if are_rounded() else type(layer).forward(layer, *args, **kwargs)
@@ -86,7 +86,7 @@ def _rounds_by_its_weight(weight: Any) -> bool:
 
 
 class _WeightsMultipliedOut(TorchFunctionMode):
-    """linear(x, weight) of a weight that rounds its input is linear(x, weight multiplied out); of this thread.
+    """On this thread, linear(x, weight) of a weight that rounds its input is linear(x, weight multiplied out).
 
     Source: torchao/quantization/quantize_/workflows/float8/float8_tensor.py and int8/int8_tensor.py, `linear`.
     """
@@ -132,7 +132,7 @@ class Scheme:
 
     Attributes:
         blocks: rows and columns that share a scale; None: the whole weight has one.
-        static: whether activations have one scale that the checkpoint gives; else one a token and group.
+        static: whether activations have one scale from the checkpoint; else one a token and group.
         exponents: scales are powers of two (scale_fmt "ue8m0").
     """
 

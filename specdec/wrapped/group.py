@@ -33,12 +33,11 @@ class Reading:
 class Group:
     """The processes that run one target together: here this process alone, which has all of the target.
 
-    Whoever loads, tests or runs a target makes these calls wherever several processes would have to agree. A target
+    Code that loads, tests or runs a target makes these calls wherever several processes would have to agree. A target
     that is divided among processes has a subclass; all of its processes make the same calls in the same order.
 
     Attributes:
-        size: how many processes there are.
-        lost: whether another process was lost before `close`.
+        size: how many processes there are. lost: whether another process was lost before `close`.
     """
 
     size: int = 1
@@ -97,9 +96,8 @@ class Group:
         return make(*parts)
 
     def run(self, function: Callable[..., E], engine: Any, *arguments: Any) -> E:
-        """Call a function of a module with the engine and these arguments in every process; what it returns here.
-
-        Between two rounds only.
+        """Call a function of a module with the engine and these arguments in every process, between two rounds; returns
+        the result here.
 
         Raises:
             RanksLostError: another process is lost.

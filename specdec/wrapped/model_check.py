@@ -37,8 +37,7 @@ _OR_AGAIN = ", or wrap it again with SpeculativeModel.from_pretrained(model, …
 def part_in_training(model: nn.Module) -> str | None:
     """Name of a part of the model in training mode, where dropout changes the output; None when there is none.
 
-    Linear layers and containers are the same in both modes and are made in training mode, ours and slices of a list of
-    layers among them.
+    Linear layers and containers, which are made in training mode and are the same in both, do not count.
     """
     named = ((name, m) for name, m in model.named_modules() if m.training and not isinstance(m, _SAME_IN_TRAINING))
     return next((name or type(m).__name__ for name, m in named), None)
@@ -91,8 +90,8 @@ def in_words(states: tuple[AdapterState, ...]) -> str:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What is quick to compare of a model: of every module its mode and children, of all parameters in order identity,
-    dtype, device and, where graphs hold them, address.
+    """The state of a model that is quick to compare: of every module its mode and children, of all parameters in order
+    identity, dtype, device and, where graphs hold them, address.
 
     A call compares some thousand things, so they are collected by kind, not by module.
     """
@@ -125,8 +124,8 @@ class _Snapshot:
 
 
 class _Buffer(NamedTuple):
-    """A buffer that rounds do not read again: the dict that it is in, and its key there. writes: to it, where new
-    values in place are not read either."""
+    """A buffer that rounds do not read again: its dict and key. writes: torch's count of writes to it, where new values
+    in place are not read either."""
 
     name: str
     held_by: dict[str, torch.Tensor | None]
@@ -207,10 +206,10 @@ class LiveModel:
         )
 
     def begin_check(self) -> Callable[[], None] | None:
-        """What of `check` must come before a round; what is left of it, which may run while the device does.
+        """Do the part of `check` that must precede a round; returns the rest, which may run while the device does.
 
-        Rounds from graphs call no module of the model: all they need is that its weights lie where they lay, which is
-        soon seen. The rest only decides whether a call is refused. None: no graph holds the weights, all was checked.
+        Rounds from graphs call no module of the model: they only need its weights to lie where they lay, which is seen
+        at once. The rest only decides whether a call is refused. None: no graph holds the weights, all was checked.
 
         Raises:
             ModelChangedError: see `check`.

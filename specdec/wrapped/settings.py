@@ -1,7 +1,7 @@
 """Settings: what a model computes with beside its weights, as far as it can be read: attributes of its modules and
 configurations, functions of their classes and of the files these are in.
 
-Rounds call the modules, so a changed setting counts from the next round on, and what was kept from earlier ones is
+Rounds call the modules, so a changed setting counts from the next round on, and cached results of earlier ones are
 stale. Some settings were read once, at loading: by the plan of attention, and all of them by a graph.
 """
 

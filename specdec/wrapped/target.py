@@ -38,10 +38,8 @@ class AuxStateRecorder:
     def __init__(
         self, probed: TargetProbe, aux_layers: tuple[int, ...], max_tokens: int, alterations: Alterations
     ) -> None:
-        """Raises InvalidInputError for a layer boundary that the target does not have; nothing is hooked then.
-
-        Raises UnsupportedModelError, where the last state is read, for a model that does not give it.
-        """
+        """Raises InvalidInputError for a layer boundary that the target does not have (nothing is hooked then), and
+        UnsupportedModelError for a model without a last state, where that is read."""
         num_layers = len(probed.layers)
         for layer in aux_layers:
             if layer != FINAL_NORM and not 0 <= layer <= num_layers:
@@ -65,11 +63,12 @@ class AuxStateRecorder:
 
     @contextmanager
     def recording(self, num_tokens: int, keep: bool = True) -> Iterator[None]:
-        """Record the forward inside. Others are the user's: the states of a queued verification must outlive them.
+        """Record the forward inside. Other forwards, the user's, are not: states of a queued verification must outlive
+        them.
 
         Args:
             num_tokens: T, rows that count; a compiled forward may have one more.
-            keep: False for a forward whose aux hidden states nobody reads; it may be longer than the buffer. Compiled
+            keep: False for a forward whose aux hidden states are unused; it may be longer than the buffer. Compiled
                 code is the same for both.
 
         Raises:

@@ -1,5 +1,5 @@
-"""What a model's forward may depend on that nobody can see: the state of hooks, parametrizations and forwards that are
-the user's own functions, which may read any variable."""
+"""Detects changes of a model, and state that cannot be seen: of hooks, parametrizations and forwards that are the
+user's own functions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WATCHING = ("attention", "drafters", "specdec", "torch", "transformers")
 
 
 def unseen_state(model: nn.Module) -> str:
-    """The first hook, parametrization or forward of a model whose state nobody can see, in words; "" where none is."""
+    """The first hook, parametrization or forward of a model with state that cannot be seen, in words; "" for none."""
     for kind, hooks in (
         ("forward hook", of_every_module._global_forward_hooks),
         ("forward pre-hook", of_every_module._global_forward_pre_hooks),
@@ -156,12 +156,13 @@ class WeightVersions:
         self._count = sum(tensor._version for tensor in self._counted)
 
     def changed(self) -> bool:
-        """Whether any has since this was asked last."""
-        return self._counted_on() if self._captured else self._looks_different()
-
-    def _counted_on(self) -> bool:
-        """Of the same tensors: a first token waits for this."""
-        before, self._count = self._count, sum(tensor._version for tensor in self._counted)
+        """Whether anything has changed since the last call."""
+        if not self._captured:
+            return self._looks_different()
+        before, self._count = (
+            self._count,
+            sum(tensor._version for tensor in self._counted),
+        )  # first tokens wait
         return before != self._count
 
     def _looks_different(self) -> bool:

@@ -20,11 +20,11 @@ from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import ModelLoadError, SpecdecError, SpecdecWarning, UnsupportedModelError
 from specdec.loading.backends import check_backend_fits
 from specdec.loading.memory import check_weights_fit
-from specdec.loading.targets import load_target
 from specdec.ops import experts as fp8_experts
 from specdec.ops import fp8 as operators
 from specdec.wrapped.fp8 import Fp8Linear
 from specdec.wrapped.probing import probe_target
+from tests.fakes import load_target
 from tests.fp8 import (
     DEEPSEEK,
     FP8,

@@ -44,7 +44,14 @@ def eagle1_head(model: PreTrainedModel) -> Eagle1Head:
     embedding: Any = model.get_input_embeddings()
     output: Any = model.get_output_embeddings()
     torch.manual_seed(1)
-    spec = Eagle1Spec(embedding.weight.shape[1], 48, 4, 2, 8, len(output.weight))
+    spec = Eagle1Spec(
+        hidden_size=embedding.weight.shape[1],
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=len(output.weight),
+    )
     head = Eagle1Head(spec, embedding.weight, output.weight).eval().requires_grad_(False)
     enlarge(head)
     with torch.no_grad():

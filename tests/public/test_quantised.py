@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from specdec import SamplingParams
 from specdec.errors import ModelLoadError, SpecdecWarning, UnsupportedModelError
 from specdec.loading import quantisation
-from specdec.loading.targets import load_target
+from tests.fakes import load_target
 from tests.quantised import add_tensors, make, mxfp4, need, own_model, plain_llama, quanto, settings
 
 NEW = 16

@@ -12,7 +12,7 @@ import torch
 from transformers import DeepseekV3ForCausalLM, Qwen2ForCausalLM
 
 from specdec.errors import ModelLoadError
-from specdec.loading.targets import load_target
+from tests.fakes import load_target
 
 CPU = torch.device("cpu")
 

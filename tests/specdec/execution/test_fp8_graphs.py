@@ -13,9 +13,9 @@ from torch._inductor import config as inductor
 
 from specdec.compiler.passes import Rewriting
 from specdec.compiler.siblings import SiblingFp8Linear
-from specdec.loading.targets import load_target
 from specdec.requests.sampling import SamplingParams
 from specdec.wrapped.fp8 import Fp8Linear
+from tests.fakes import load_target
 from tests.fp8 import DEEPSEEK, LLAMA, gaps, greedy, prompts, reference, write
 from tests.specdec.compiler.test_passes import operators
 from tests.specdec.execution.test_closed_graphs import state_of

@@ -91,7 +91,7 @@ def test_the_compiler_is_loaded_aside_and_once(error: type[Exception] | None, mo
     monkeypatch.setattr(specdec.loading.warming, "make_pool", make)
     specdec.loading.warming.loading_thread.cache_clear()
     for _ in range(2):
-        specdec.loading.warming.warm_compiler()
+        specdec.loading.warming.loading_thread()
     specdec.loading.warming.loading_thread().join()
     assert len(threads) == 1 and get_ident() not in threads
     specdec.loading.warming.loading_thread.cache_clear()

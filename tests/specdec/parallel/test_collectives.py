@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from specdec.parallel.collectives import GroupCollectives, RankGoneError
+from specdec.parallel.collectives import Collectives, RankGoneError
 
 
 class Work:
@@ -34,9 +34,9 @@ class Work:
 
 
 @pytest.fixture
-def collectives(monkeypatch: pytest.MonkeyPatch) -> GroupCollectives:
+def collectives(monkeypatch: pytest.MonkeyPatch) -> Collectives:
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    return GroupCollectives(torch.device("cpu"))
+    return Collectives(torch.device("cpu"))
 
 
 def calls_give(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,9 +48,7 @@ def calls_give(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("slow", [1, 3])
-def test_a_slow_rank_is_not_a_lost_one(
-    slow: int, collectives: GroupCollectives, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_rank_is_not_a_lost_one(slow: int, collectives: Collectives, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait runs out of time, the other rank comes, and only then is it asked whether the call is over."""
     calls_give(Work(slow), monkeypatch)
     assert collectives.sum(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
@@ -59,7 +57,7 @@ def test_a_slow_rank_is_not_a_lost_one(
 
 
 def test_a_lost_rank_is_named_by_what_the_call_reports(
-    collectives: GroupCollectives, monkeypatch: pytest.MonkeyPatch
+    collectives: Collectives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls_give(Work(2, "Connection closed by peer"), monkeypatch)
     with pytest.raises(RankGoneError, match="Connection closed by peer"):

@@ -13,7 +13,6 @@ from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from specdec.errors import UnsupportedModelError
-from specdec.loading.targets import load_target
 from specdec.ops import experts as fp8_experts
 from specdec.ops import fp8 as operators
 from specdec.ops.fp8 import FP8, dequantised
@@ -24,6 +23,7 @@ from specdec.wrapped import fp8
 from specdec.wrapped.fp8 import Fp8Layers, unrounded_activations
 from specdec.wrapped.probing import probe_target
 from specdec.wrapped.target import Target
+from tests.fakes import load_target
 from tests.fp8 import LLAMA, QWEN, multiplied_out, quantised, write
 from tests.specdec.ops.test_fp8 import Block
 

@@ -19,12 +19,12 @@ from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from specdec.errors import UnsupportedModelError
-from specdec.loading.targets import load_target
 from specdec.selftest import eager_reference, selftest
 from specdec.selftest.selftest import self_test
 from specdec.wrapped.fp8 import unrounded_activations
 from specdec.wrapped.probing import probe_target
 from specdec.wrapped.target import Target
+from tests.fakes import load_target
 from tests.quantised import compressed_tensors, need
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
