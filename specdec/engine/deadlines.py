@@ -9,15 +9,18 @@ from specdec.requests.request import Request, Update
 
 
 class Deadlines:
-    """The moments (time.perf_counter seconds) at which requests with `SamplingParams.max_time` end, soonest first."""
+    """When requests with `SamplingParams.max_time` end.
+
+    moments: (time.perf_counter seconds, request id), soonest first.
+    """
 
     def __init__(self) -> None:
-        self._moments: list[tuple[float, int]] = []
+        self.moments: list[tuple[float, int]] = []
 
     def add(self, request: Request) -> None:
         """Note a request that is queued; nothing where it has no limit."""
         if request.params.max_time is not None:
-            insort(self._moments, (request.times.submitted + request.params.max_time, request.id))
+            insort(self.moments, (request.times.submitted + request.params.max_time, request.id))
 
     def updates(self, now: float, requests: Mapping[int, Request], others: Sequence[Update]) -> list[Update]:
         """End those of these requests, by id, whose time is over, waiting or running.
@@ -25,12 +28,12 @@ class Deadlines:
         They are named until they are gone: a round that is run again after an interrupt names them again. A request
         that leaves for another engine goes on there.
 
-        others: updates of the same round; requests that they end are left out.
+        There must be moments. others: updates of the same round; requests that they end are left out.
         """
-        if not self._moments or self._moments[0][0] > now:
+        if self.moments[0][0] > now:
             return []
-        due = bisect_right(self._moments, (now, self._moments[-1][1]))
-        alive = [moment for moment in self._moments[:due] if moment[1] in requests]
-        self._moments = [*alive, *self._moments[due:]]
+        due = bisect_right(self.moments, (now, self.moments[-1][1]))
+        alive = [moment for moment in self.moments[:due] if moment[1] in requests]
+        self.moments = [*alive, *self.moments[due:]]
         ended = {update.request_id for update in others if update.last}
         return [requests[i].timed_out(now) for _, i in alive if i not in ended and not requests[i].leaves]

@@ -362,7 +362,8 @@ class Engine:
         updates = [taken(request, share, now) for request, share in shares]
         if self.guests is not None:
             updates = [self.guests.reported(r, update) for (r, _), update in zip(shares, updates, strict=True)]
-        updates += self._deadlines.updates(now, self._requests, updates)
+        if self._deadlines.moments:
+            updates += self._deadlines.updates(now, self._requests, updates)
         refused = self.scheduler.refused
         if refused:
             updates += [Update(r.id, [], "", error=request_failed(e, "its parameters")) for r, e in refused]

@@ -63,7 +63,8 @@ def rewound(requests: Iterable[Request]) -> tuple[list[Request], int]:
 
 def taken(request: Request, share: RowRound, now: float) -> Update:
     """A request's update of one round; with an error when its text or stop strings cannot be computed."""
-    refused = request.refused_by(share)
+    code = request.params.logits_processor
+    refused = None if code is None else request.refused_by(share)
     if refused is not None:
         return Update(request.id, [], "", error=request_failed(refused, "its logits processor"))
     found: list[Update] = []

@@ -11,7 +11,7 @@ from specdec.config import EngineConfig
 from specdec.execution.base import Drafter, Verification
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
-from specdec.rounds.extras import Decision, adjusted, noted, rewritten
+from specdec.rounds.extras import Decision, adjusted, adjusting, noted, rewritten
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import RoundTransfer
 from specdec.rounds.verification import TargetArrays
@@ -26,7 +26,7 @@ class EagerExecutor:
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
         self.target = target
-        self._draws, self._extras = config.draws_drafts, config.extras
+        self._draws, self._extras, self._adjusting = config.draws_drafts, config.extras, adjusting(config.extras)
         self.drafter = drafter
         device = target.hf_model.device
         self._transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
@@ -70,13 +70,14 @@ class EagerExecutor:
         if draft is not None and self.target.group.size > 1:
             self.target.group.share(draft.token_ids)
         output = self.target.forward(fill_drafts(device, draft), planned, device.logits_indices)
-        logits = output.logits
-        if self._extras:
-            logits = adjusted(self._extras, logits, device)
-            logits = rewritten(self._extras, round_.target.extras, logits, device)
+        logits, extras, notes = output.logits, round_.target.extras, None
+        if self._adjusting:
+            logits = adjusted(self._adjusting, logits, device)
+        if any(extras):
+            logits = rewritten(self._extras, extras, logits, device)
         result = judge(logits, device, draft, self._vocab)
-        decision = Decision(output.logits, logits, device.logit_index, result.tokens)
-        notes = noted(self._extras, round_.target.extras, decision)
+        if any(extras):
+            notes = noted(self._extras, extras, Decision(output.logits, logits, device.logit_index, result.tokens))
         read = self.reads.start(result, device.num_drafts, notes)
         return Verification(read, output.aux_hidden_states)
 

@@ -178,7 +178,8 @@ class Request:
         if ids:
             at_id = next((i + 1 for i in range(before, known) if self.new_tokens[i] in ids), None)
         end = self.stream.push(self.new_tokens, at_id or known) or at_id
-        end = self._at_criterion(before, end or known) or end
+        if self.params.stopping_criteria is not None:
+            end = self._at_criterion(before, end or known) or end
         if end is not None:
             del self.new_tokens[end:]
             self.finish_reason = "stop"

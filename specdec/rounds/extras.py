@@ -158,6 +158,11 @@ def make_sections(extras: Sequence[RoundExtra], fixed: bool) -> list[MakeSection
     return [make for extra in extras if (make := extra.section(fixed)) is not None]
 
 
+def adjusting(extras: Sequence[RoundExtra]) -> tuple[RoundExtra, ...]:
+    """Those that have an `adjust`."""
+    return tuple(extra for extra in extras if type(extra).adjust is not RoundExtra.adjust)
+
+
 def adjusted(extras: Sequence[RoundExtra], logits: torch.Tensor, round_: DecidedRows) -> torch.Tensor:
     """The logits [R', V] by which a verification is decided, see `RoundExtra.adjust`."""
     for extra in extras:
