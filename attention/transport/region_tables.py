@@ -33,7 +33,7 @@ from attention.cached import cached_property
 from attention.errors import HandoffMismatchError
 
 _DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
-VERSION = 4
+VERSION = 5
 """Version of the tables. An engine that expects another one refuses them by name."""
 _MOST = 2**63
 """Larger than every address, and than every integer of numpy and torch."""

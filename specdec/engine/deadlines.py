@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from specdec.requests.request import Request, Update
 
@@ -19,8 +20,14 @@ class Deadlines:
 
     def add(self, request: Request) -> None:
         """Note a request that is queued; nothing where it has no limit."""
-        if request.params.max_time is not None:
+        if request.params.max_time not in (None, inf):
             insort(self.moments, (request.times.submitted + request.params.max_time, request.id))
+
+    def discard(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        if self.moments and request.params.max_time not in (None, inf):
+            own = request.times.submitted + request.params.max_time, request.id
+            self.moments = [moment for moment in self.moments if moment != own]
 
     def updates(self, now: float, requests: Mapping[int, Request], others: Sequence[Update]) -> list[Update]:
         """End those of these requests, by id, whose time is over, waiting or running.
@@ -35,5 +42,6 @@ class Deadlines:
         due = bisect_right(self.moments, (now, self.moments[-1][1]))
         alive = [moment for moment in self.moments[:due] if moment[1] in requests]
         self.moments = [*alive, *self.moments[due:]]
-        ended = {update.request_id for update in others if update.last}
-        return [requests[i].timed_out(now) for _, i in alive if i not in ended and not requests[i].leaves]
+        found = {update.request_id: update for update in others}
+        over = [requests[i] for _, i in alive if not (i in found and found[i].last) and not requests[i].leaves]
+        return [r.timed_out(now, found[r.id].progress if r.id in found else r.progress) for r in over]

@@ -174,14 +174,11 @@ class Engine:
         sample_index: int = 0,
         eos_token_ids: Sequence[int] | None = None,
     ) -> int:
-        """Queue a request; it joins the batch between two rounds.
+        """Queue a request, which joins the batch between two rounds; its id.
 
         Args:
             token_ids: the prompt. sample_index: its place among several samples of one prompt (with one seed).
             eos_token_ids: ids that end it unless params.ignore_eos is set; default the engine's.
-
-        Returns:
-            The request's id.
 
         Raises:
             InvalidInputError, CacheTooSmallError: see `check`.
@@ -237,8 +234,8 @@ class Engine:
     def forget_prefixes(self) -> None:
         """Empty the prefix cache because weights have changed; running requests add no pages to it."""
         with self.change:
-            if self.scheduler.prefixes is not None:
-                self.scheduler.prefixes.clear()
+            if (prefixes := self.scheduler.prefixes) is not None:
+                prefixes.clear()
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Remove requests, waiting or running; their rows and pages are free at once."""
@@ -246,6 +243,7 @@ class Engine:
             for request_id in request_ids:
                 request = self._requests.pop(request_id, None)
                 if request is not None:
+                    self._deadlines.discard(request)
                     self.scheduler.remove(request)
             if not self.scheduler.running:  # no request is left in the launched round
                 self.inflight = self._following = None
@@ -362,14 +360,15 @@ class Engine:
         updates = [taken(request, share, now) for request, share in shares]
         if self.guests is not None:
             updates = [self.guests.reported(r, update) for (r, _), update in zip(shares, updates, strict=True)]
-        if self._deadlines.moments:
-            updates += self._deadlines.updates(now, self._requests, updates)
         refused = self.scheduler.refused
         if refused:
             updates += [Update(r.id, [], "", error=request_failed(e, "its parameters")) for r, e in refused]
             refused.clear()
+        if self._deadlines.moments:
+            updates += self._deadlines.updates(now, self._requests, updates)
         self.reported = [*self._kept, *updates]
         for request in self._note(updates):
+            self._deadlines.discard(request)
             self.scheduler.remove(request)
         if not self.scheduler.running:
             self.inflight = self._following = None

@@ -8,6 +8,7 @@ from functools import partial
 from specdec.errors import RequestFailedError, RoundFailedError
 from specdec.interrupts import raised_twice
 from specdec.requests.request import Request, RowRound, Update
+from specdec.requests.user_code import UserCodeError
 
 
 def round_failed(error: Exception, count: int) -> RoundFailedError:
@@ -62,14 +63,12 @@ def rewound(requests: Iterable[Request]) -> tuple[list[Request], int]:
 
 
 def taken(request: Request, share: RowRound, now: float) -> Update:
-    """A request's update of one round; with an error when its text or stop strings cannot be computed."""
-    code = request.params.logits_processor
-    refused = None if code is None else request.refused_by(share)
-    if refused is not None:
-        return Update(request.id, [], "", error=request_failed(refused, "its logits processor"))
+    """A request's update of one round; with an error when its text or the user's code in it raised."""
     found: list[Update] = []
     undo = partial(request.give_back, len(request.new_tokens), len(request.rounds), request.finish_reason)
     fault = raised_twice(lambda: found.append(request.take(share, now)), undo)
+    if isinstance(fault, UserCodeError):
+        return Update(request.id, [], "", error=request_failed(fault.error, fault.source))
     if fault is not None:
-        return Update(request.id, [], "", error=request_failed(fault, "its text, stop strings or stopping criteria"))
+        return Update(request.id, [], "", error=request_failed(fault, "its text or stop strings"))
     return found[-1]

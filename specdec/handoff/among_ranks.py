@@ -65,7 +65,7 @@ class LeadingRequests(MovingRequests):
         """See `MovingRequests.submit_leaving`. Raises RanksLostError: a rank is lost."""
         self.check_leaving(request)
         with self._leading.all_ranks():
-            told = replace(request, params=replace(request.params, stop=()))
+            told = replace(request, params=request.params.for_other_ranks)
             self._channel.send(CallMoving("submit_leaving", (told,)))
             return super().submit_leaving(request)
 
@@ -156,7 +156,7 @@ class FollowingRequests(MovingRequests):
         moved = handoff.moved
         assert moved is not None
         arrival = None if message.number is None else (message.number, handoff.tensors)
-        self.resume(replace(moved, params=replace(moved.params, stop=())), arrival)
+        self.resume(replace(moved, params=moved.params.for_other_ranks), arrival)
 
 
 def confirm(ranks: Ranks, granted: Mapping[str, Pages]) -> None:

@@ -111,6 +111,10 @@ class OptionColumns(ExtraColumns):
             if subject.filters is not None:
                 table.leave_unfiltered(row)
 
+    def close(self, row: int) -> None:
+        """See `ExtraColumns.close`."""
+        self._subjects[row] = None
+
     def scheduled(self, table: RowTable, schedule: Schedule) -> ChangedRows | None:
         """See `ExtraColumns.scheduled`."""
         decided = table.computed[schedule.rows] + schedule.num_new == table.length[schedule.rows]
@@ -160,9 +164,10 @@ def subject_of(params: SamplingParams, table: RowTable, row: int) -> Subject | N
     filters = None
     if not params.greedy and any(given is not None for given in later.values()):
         filters = Filters(params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, **later)
-    if filters is None and not settings and params.logits_processor is None:
+    processors, function = params.logits_processor, params.prefix_allowed_tokens_fn
+    if filters is None and not settings and processors is None and function is None:
         return None
     ends = (*(int(i) for i in table.eos[row] if i >= 0), *params.stop_token_ids)
-    processors = params.logits_processor
     assert processors is None or isinstance(processors, RequestProcessors), "not copied for its request"
-    return Subject(settings, int(table.prompt[row]), int(table.limit[row]), ends, filters, processors)
+    assert function is None or isinstance(function, RequestProcessors), "not copied for its request"
+    return Subject(settings, int(table.prompt[row]), int(table.limit[row]), ends, filters, processors, function)

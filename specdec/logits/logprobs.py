@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 from attention.batch.host import BatchExtra
 from attention.checking import require
+from specdec.logits.options import SAMPLED_ONLY
 from specdec.logits.processing import on_device
 from specdec.requests.logprobs import COLUMNS
 from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors, target_probs
@@ -96,8 +97,14 @@ class AskingColumns(ExtraColumns):
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
         """See `ExtraColumns.open`."""
         asks = params.logprobs is not None
+        if asks and any(getattr(params, name) is not None for name in SAMPLED_ONLY):  # its filters have been applied
+            params = replace(params, top_k=0, top_p=1.0, min_p=0.0)
         self._params[row] = params if asks else None
         self.idle = self.idle and not asks
+
+    def close(self, row: int) -> None:
+        """See `ExtraColumns.close`."""
+        self._params[row] = None
 
     def scheduled(self, table: RowTable, schedule: Schedule) -> AskingRows | None:
         """See `ExtraColumns.scheduled`."""

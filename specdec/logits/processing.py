@@ -67,7 +67,7 @@ class Subject:
         settings: its options that do something, by name (see `LogitsOptions`).
         prompt_len: tokens of its prompt. limit: most tokens, of prompt and new ones. ends: token ids that end it.
         filters: of a sampled request whose filters are applied here, all of them; None where the round applies them.
-        processors: the user's own, see `RequestProcessors`.
+        processors, prefix_function: the user's own, see `RequestProcessors`.
     """
 
     settings: Mapping[str, Any]
@@ -76,6 +76,7 @@ class Subject:
     ends: tuple[int, ...]
     filters: Filters | None = None
     processors: RequestProcessors | None = None
+    prefix_function: RequestProcessors | None = None
 
     def get(self, name: str) -> Any:
         """An option; its value for off where it is not set."""
@@ -90,11 +91,10 @@ class Subject:
     @cached_property
     def reads_prefix(self) -> bool:
         """Whether any option needs the tokens before a position, not just how many there are."""
-        return (
-            self.processors is not None
-            or any(name in self.settings for name in _OF_TOKENS)
-            or any(len(ids) > 1 for ids, _ in (*self.get("sequence_bias"), *_bad_words(self)))
-        )
+        if self.processors is not None or self.prefix_function is not None:
+            return True
+        sequences = (*self.get("sequence_bias"), *_bad_words(self))
+        return any(name in self.settings for name in _OF_TOKENS) or any(len(ids) > 1 for ids, _ in sequences)
 
 
 _OF_TOKENS = (
@@ -308,6 +308,7 @@ RULES: tuple[Rule, ...] = (
     (_value("encoder_no_repeat_ngram_size"), _prompt_ngrams),
     (_bad_words, _sequence_bias),
     (_set("min_length", "min_new_tokens"), _no_end_yet),
+    (lambda subject: subject.prefix_function, _by_the_user),
     (_first_token, _forced_first),
     (_value("forced_eos_token_id"), _forced_last),
     (_set("remove_invalid_values"), _finite),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -45,7 +44,7 @@ class LeadingEngine(Engine):
         """See `Engine.submit`; a request that is refused is told to nobody. Raises RanksLostError: a rank is lost."""
         self.check(token_ids, params)
         with self.all_ranks():
-            self._tell("submit", list(token_ids), replace(params, stop=()), sample_index, eos_token_ids)
+            self._tell("submit", list(token_ids), params.for_other_ranks, sample_index, eos_token_ids)
             return super().submit(token_ids, params, sample_index, eos_token_ids)
 
     def arrange(self, request_ids: Sequence[int]) -> None:
@@ -147,8 +146,9 @@ def _copy(found: RanksLostError, cause: Exception) -> SpecdecError:
 
 
 def _by_text(update: Update) -> bool:
-    """Whether a request ended by something only rank 0 sees: its text, or an error in it."""
-    return update.error is not None or (update.completion is not None and update.completion.finish_reason == "stop")
+    """Whether a request ended by something only rank 0 sees: its text, an error in it, or the time."""
+    done = update.completion
+    return update.error is not None or (done is not None and done.finish_reason in ("stop", "timeout"))
 
 
 def named_function(name: str) -> Any:

@@ -17,8 +17,8 @@ class TokenLogprobs(NamedTuple):
     """Log-probabilities (natural logarithm) at the position of one token.
 
     token_id: the token. logprob: its own. rank: tokens that are more probable. top: the most probable tokens, each
-        (token id, log-probability), as many as were asked for, the most probable first; the token is one of them where
-        its rank allows.
+        (token id, log-probability), as many as were asked for, the most probable first; of equal ones any, the token
+        itself perhaps not.
     """
 
     token_id: int
@@ -30,9 +30,10 @@ class TokenLogprobs(NamedTuple):
 def of_notes(token_id: int, notes: np.ndarray, count: int) -> TokenLogprobs:
     """From the notes of a token [W] float32: log-probability, rank, ids of the m most probable tokens, theirs.
 
-    Ids below 2^24 are exact in float32. count: alternatives wanted, at most m.
+    Ids below 2^24 are exact in float32. count: alternatives wanted; at most m are there, of a smaller vocabulary fewer.
     """
     most = (len(notes) - COLUMNS) // 2
+    count = min(count, most)
     ids = notes[COLUMNS : COLUMNS + count].astype(np.int64).tolist()
     values = notes[COLUMNS + most : COLUMNS + most + count].tolist()
     return TokenLogprobs(token_id, float(notes[0]), int(notes[1]), tuple(zip(ids, values, strict=True)))

@@ -12,7 +12,7 @@ from specdec.requests.logprobs import TokenLogprobs, of_notes
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import AcceptanceStats, RequestStats, RoundRecord, pool
 from specdec.requests.text import TextStream
-from specdec.requests.user_code import RequestCriteria, RequestProcessors
+from specdec.requests.user_code import RequestCriteria
 
 FinishReason = Literal["eos", "stop", "length", "timeout"]
 
@@ -183,6 +183,8 @@ class Request:
         if end is not None:
             del self.new_tokens[end:]
             self.finish_reason = "stop"
+        if self.params.user_code:
+            self._check_user_code(before)
         emitted = len(self.new_tokens) - before
         if self.params.logprobs is not None and round_.notes is not None:
             each = zip(self.new_tokens[before:], round_.notes, strict=False)
@@ -200,21 +202,21 @@ class Request:
         self.times.finished = now
         return self._last_update()
 
-    def timed_out(self, now: float) -> Update:
-        """End it with the tokens that were reported."""
-        self.finish_reason, self.times.finished = "timeout", now
+    def timed_out(self, now: float, reported: Progress) -> Update:
+        """End it with the tokens that it has. reported: how much of it has been, with this round's updates."""
+        self.finish_reason, self.times.finished, self.progress = "timeout", now, reported
+        if not self.times.admitted:
+            self.times.admitted = now
         if not self.new_tokens:
             self.times.first_token = now
         return self._last_update()
 
-    def refused_by(self, round_: RowRound) -> Exception | None:
-        """What a logits processor of the user's raised for one of a round's tokens."""
-        own = self.params.logits_processor
-        if not isinstance(own, RequestProcessors):
-            return None
-        first = self.prompt_len + len(self.new_tokens)
-        found = (own.error_at(first + i) for i in range(len(round_.token_ids)))
-        return next((error for error in found if error is not None), None)
+    def _check_user_code(self, before: int) -> None:
+        """Raises UserCodeError: code of the user's raised for one of the tokens after the first `before` new ones."""
+        for place in range(before, len(self.new_tokens)):
+            error = self.params.error_at(self.prompt_len + place)
+            if error is not None:
+                raise error
 
     def _at_criterion(self, before: int, end: int) -> int | None:
         """New tokens up to the first with which a stopping criterion is met, of those after `before` up to `end`."""
@@ -223,7 +225,12 @@ class Request:
             return None
         tokens = [*self.committed[: self.prompt_len].tolist(), *self.new_tokens[:end]]
         length = own.first_end(tokens, self.prompt_len + before)
-        return None if length is None else length - self.prompt_len
+        if length is None or (length - self.prompt_len == len(self.new_tokens) and self.finish_reason is not None):
+            return None  # the last token ends it anyway
+        met = length - self.prompt_len
+        if met < end:  # as if later tokens had not been read
+            self.stream.rewind(self.new_tokens[:met], self.progress.num_characters)
+        return met
 
     @property
     def _new_logprobs(self) -> tuple[TokenLogprobs, ...] | None:

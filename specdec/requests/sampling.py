@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic
 
@@ -15,11 +15,13 @@ from specdec.errors import InvalidInputError
 from specdec.logits.options import OFF, LogitsOptions
 from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode
 from specdec.requests.user_code import (
+    Constrained,
     Criterion,
+    PrefixFunction,
     Processor,
     RequestCriteria,
     RequestProcessors,
-    constrained,
+    UserCodeError,
     criteria,
     overlapping,
     prefix_function,
@@ -74,13 +76,15 @@ class SamplingParams(LogitsOptions):
         prefix_allowed_tokens_fn: (batch_id, tokens [L]) -> the ids that may follow, as in transformers; batch_id is
             the completion's place in its call.
         stopping_criteria: a transformers StoppingCriteria, or a list of them: called once for each new token, in order,
-            with all tokens [1, L] and None for scores; the request ends where one is true.
+            with all tokens [1, L] and None for scores; the request ends where one is true. Copied for each request; one
+            that cannot be copied is shared by all requests that have it (a SpecdecWarning says so).
         logprobs: log-probabilities of each new token and of this many alternatives, the most probable ones, in
             `Completion.logprobs`; 0: of the tokens alone.
         logprobs_mode: "raw": of the model's own logits; "processed": of the distribution that the token was drawn from,
             after all options, processors, temperature and filters (a greedy request has no temperature).
         max_time: seconds from its submission after which the request ends ("timeout"), waiting or running, with the
-            tokens that it has.
+            tokens that it has; looked at once a round. None: as the model's own generation_config has it; infinity:
+            no limit.
     """
 
     max_new_tokens: int = 256
@@ -97,7 +101,7 @@ class SamplingParams(LogitsOptions):
     n: int = 1
     cache_prefix: bool = True
     logits_processor: Sequence[Processor] | RequestProcessors | None = None
-    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], Sequence[int]] | None = None
+    prefix_allowed_tokens_fn: PrefixFunction | RequestProcessors | None = None
     stopping_criteria: Sequence[Criterion] | RequestCriteria | None = None
     logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw"
@@ -161,7 +165,7 @@ class SamplingParams(LogitsOptions):
             )
         if self.max_time is not None:
             found["max_time"] = real("max_time", self.max_time, "None or seconds, 0 or more")
-            if not found["max_time"] >= 0:
+            if not found["max_time"] >= 0:  # NaN, too
                 raise refuse("max_time", self.max_time, "None or seconds, 0 or more")
         return found
 
@@ -172,24 +176,38 @@ class SamplingParams(LogitsOptions):
         return tuple(name for name in names if getattr(self, name) is not None)
 
     @property
+    def for_other_ranks(self) -> SamplingParams:
+        """Without what ends a request and the first of several ranks alone looks at: its text, the time."""
+        return replace(self, stop=(), max_time=None)
+
+    @property
     def not_drafted(self) -> str:
         """Why a request with these has no drafts, in words; "" where nothing stands against them."""
-        own = self.logits_processor
-        return own.not_copied if isinstance(own, RequestProcessors) else ""
+        each = (self.logits_processor, self.prefix_allowed_tokens_fn)
+        return next((own.not_copied for own in each if isinstance(own, RequestProcessors) and own.not_copied), "")
+
+    def error_at(self, length: int) -> UserCodeError | None:
+        """What code of the user's raised for the position after so many tokens; None if nothing was."""
+        own, function = self.logits_processor, self.prefix_allowed_tokens_fn
+        if isinstance(function, RequestProcessors) and (error := function.error_at(length)) is not None:
+            return UserCodeError(error, "its prefix_allowed_tokens_fn")
+        if isinstance(own, RequestProcessors) and (error := own.error_at(length)) is not None:
+            return UserCodeError(error, "its logits processor")
+        return None
 
     def of_request(self, batch_id: int, device: torch.device) -> SamplingParams:
         """The same with the user's code copied for one request, at this place of its call; itself where it has none.
 
         device: the model's.
         """
-        own, found = self.logits_processor, dict[str, Any]()
-        if self.prefix_allowed_tokens_fn is not None or (own is not None and not isinstance(own, RequestProcessors)):
-            each: tuple[Processor, ...] = () if own is None or isinstance(own, RequestProcessors) else tuple(own)
-            if self.prefix_allowed_tokens_fn is not None:
-                each = (constrained(self.prefix_allowed_tokens_fn, batch_id), *each)
-            found = {"logits_processor": RequestProcessors(each), "prefix_allowed_tokens_fn": None}
-        if self.stopping_criteria is not None and not isinstance(self.stopping_criteria, RequestCriteria):
-            found["stopping_criteria"] = RequestCriteria(self.stopping_criteria, device)
+        own, function, ends = self.logits_processor, self.prefix_allowed_tokens_fn, self.stopping_criteria
+        found: dict[str, Any] = {}
+        if own is not None and not isinstance(own, RequestProcessors):
+            found["logits_processor"] = RequestProcessors(own)
+        if function is not None and not isinstance(function, RequestProcessors):
+            found["prefix_allowed_tokens_fn"] = RequestProcessors((Constrained(function, batch_id),))
+        if ends is not None and not isinstance(ends, RequestCriteria):
+            found["stopping_criteria"] = RequestCriteria(ends, device)
         return replace(self, **found) if found else self
 
     @property

@@ -15,18 +15,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
 import torch
 from transformers.generation import logits_process as hf
 
 from specdec.errors import InvalidInputError
-from specdec.interrupts import raised_twice
+from specdec.interrupts import is_from_outside
+from specdec.user_warnings import warn_user
 from specdec.values import short
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Criterion = Callable[..., Any]
+PrefixFunction = Callable[[int, torch.Tensor], Sequence[int]]
 
 _KEPT_ROUNDS = 4
 """Rounds whose states are kept: after an interrupt a request goes on from its last reported token, at most two rounds
@@ -52,19 +54,21 @@ OPTIONS_OF: dict[type, str] = {
 
 _PURE: frozenset[type] = frozenset(OPTIONS_OF) | {
     *(hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.LogitNormalization, hf.MinPLogitsWarper),
-    *(hf.PrefixConstrainedLogitsProcessor, hf.TemperatureLogitsWarper, hf.TopHLogitsWarper, hf.TopKLogitsWarper),
+    *(hf.TemperatureLogitsWarper, hf.TopHLogitsWarper, hf.TopKLogitsWarper),
     *(hf.TopPLogitsWarper, hf.TypicalLogitsWarper, hf.WatermarkLogitsProcessor),
 }
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _RUN_A_MODEL = (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,)
 
 
-def processors(name: str, given: Any) -> tuple[Processor, ...]:
-    """Logits processors from one, a list of them or a LogitsProcessorList.
+def processors(name: str, given: Any) -> tuple[Processor, ...] | None:
+    """Logits processors from one, a list of them or a LogitsProcessorList; None from an empty one.
 
     Raises:
         InvalidInputError: something that cannot be called, or a processor that runs a model itself.
     """
+    if isinstance(given, (list, tuple)) and not given:
+        return None
     found = _callables(name, given, "a callable (input_ids, scores) -> scores, or a list of them")
     for one in found:
         if isinstance(one, _RUN_A_MODEL):
@@ -72,16 +76,18 @@ def processors(name: str, given: Any) -> tuple[Processor, ...]:
     return found
 
 
-def criteria(name: str, given: Any) -> tuple[Criterion, ...]:
+def criteria(name: str, given: Any) -> tuple[Criterion, ...] | None:
     """Stopping criteria from one, a list of them or a StoppingCriteriaList. Raises as `processors`."""
+    if isinstance(given, (list, tuple)) and not given:
+        return None
     return _callables(name, given, "a callable (input_ids, scores) -> bool, or a list of them")
 
 
-def prefix_function(name: str, given: Any) -> Callable[[int, torch.Tensor], Sequence[int]]:
+def prefix_function(name: str, given: Any) -> PrefixFunction:
     """A `prefix_allowed_tokens_fn`. Raises InvalidInputError: it cannot be called."""
     if not callable(given):
         raise InvalidInputError(f"{name}={short(given)}: allowed is a function (batch_id, input_ids) -> token ids")
-    function: Callable[[int, torch.Tensor], Sequence[int]] = given
+    function: PrefixFunction = given
     return function
 
 
@@ -92,9 +98,17 @@ def overlapping(given: Iterable[Processor], settings: Mapping[str, Any]) -> list
 
 def _callables(name: str, given: Any, allowed: str) -> tuple[Any, ...]:
     several = given if isinstance(given, (list, tuple)) else (given,)
-    if not several or not all(callable(one) and not isinstance(one, type) for one in several):
+    if not all(callable(one) and not isinstance(one, type) for one in several):
         raise InvalidInputError(f"{name}={short(given)}: allowed is {allowed}")
     return tuple(several)
+
+
+class UserCodeError(Exception):
+    """What code of the user's raised in a request. error: it. source: what raised, in words."""
+
+    def __init__(self, error: Exception, source: str) -> None:
+        super().__init__(str(error))
+        self.error, self.source = error, source
 
 
 @dataclass(frozen=True)
@@ -158,48 +172,66 @@ class RequestProcessors:
 
     def _next(self, state: State, ids: torch.Tensor, scores: torch.Tensor) -> State:
         """Call every processor once more, on copies, and write its scores."""
-        made: list[tuple[tuple[Processor, ...], torch.Tensor]] = []
-
-        def call() -> None:
+        try:
             own = state.processors if self._pure or self.not_copied else copy.deepcopy(state.processors)
-            changed = scores.clone()
-            for processor in own:
-                changed = _checked(processor, processor(ids, changed), scores)
-            made.append((own, changed))
-
-        error = raised_twice(call)
-        if error is not None:
-            return State((), error)
-        own, changed = made[-1]
+        except Exception as error:
+            if is_from_outside(error):
+                raise
+            return State((), TypeError(f"it can no longer be copied ({error}): give it a __deepcopy__"))
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                ids, changed = ids.clone(), scores.clone()
+                for processor in own:
+                    changed = _checked(processor, processor(ids, changed), scores)
+        except BaseException as error:
+            return State((), named(error))
         scores.copy_(changed)
         return State(own)
 
 
 class RequestCriteria:
-    """Stopping criteria of one request, called in the order of its tokens."""
+    """Stopping criteria of one request, called once for each of its tokens, in order."""
 
     def __init__(self, given: Sequence[Criterion], device: torch.device) -> None:
-        """device: of the tensors that they get. They are copied for this request, or called as they are where
-        that is impossible."""
+        """device: of the tensors that they get. They are copied for this request, or called as they are where that is
+        impossible."""
         try:
             self._own = copy.deepcopy(tuple(given))
-        except Exception:  # it has a lock, or a file
+        except Exception as error:  # it has a lock, or a file
+            if is_from_outside(error):
+                raise
             self._own = tuple(given)
+            warn_user(f"a stopping criterion cannot be copied for each request ({error}): requests share it")
         self._device = device
         self._stream: torch.cuda.Stream | None = None
+        self._known, self._end = 0, -1
+        self._error: UserCodeError | None = None
 
     def first_end(self, token_ids: Sequence[int], known: int) -> int | None:
         """How many tokens there are when a criterion is first met, of those after the first `known`; else None.
 
+        Tokens that are generated again after an interrupt are not shown again: they are the same.
+
         token_ids: the prompt's and all new ones. What criteria launch on a GPU does not wait for rounds.
+
+        Raises:
+            UserCodeError: a criterion raised; the same whenever it is asked again.
         """
-        with self._beside_rounds():
-            ids = torch.tensor([token_ids], dtype=torch.int64).to(self._device)
-            for length in range(known + 1, len(token_ids) + 1):
-                met = [bool(torch.as_tensor(one(ids[:, :length], None)).any()) for one in self._own]
-                if any(met):
-                    return length
-        return None
+        if self._error is not None:
+            raise self._error
+        try:
+            with self._beside_rounds(), torch.inference_mode(False), torch.no_grad():
+                ids = torch.tensor([token_ids], dtype=torch.int64).to(self._device)
+                for length in range(max(known, self._known) + 1, len(token_ids) + 1):
+                    met = [bool(torch.as_tensor(one(ids[:, :length], None)).any()) for one in self._own]
+                    self._known = length
+                    if any(met):
+                        self._end = length
+                        break
+        except BaseException as error:
+            self._error = UserCodeError(named(error), "a stopping criterion")
+            raise self._error from error
+        return self._end if known < self._end <= len(token_ids) else None
 
     def _beside_rounds(self) -> Any:
         if self._device.type != "cuda":
@@ -209,24 +241,42 @@ class RequestCriteria:
         return torch.cuda.stream(self._stream)
 
 
-def constrained(function: Callable[[int, torch.Tensor], Sequence[int]], batch_id: int) -> Processor:
+class Constrained:
     """The processor of a `prefix_allowed_tokens_fn`, for the request at this place of its call."""
-    return hf.PrefixConstrainedLogitsProcessor(partial(_at_place, function, batch_id), 1)
+
+    def __init__(self, function: PrefixFunction, batch_id: int) -> None:
+        self.function, self._batch_id = function, batch_id
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        allowed = self.function(self._batch_id, input_ids[0])
+        if not len(allowed):
+            raise ValueError(f"it allows no token for batch_id {self._batch_id} after {input_ids.shape[1]} tokens")
+        kept = torch.full_like(scores, float("-inf"))
+        kept[:, allowed] = scores[:, allowed]
+        return kept
 
 
-def _at_place(function: Callable[[int, torch.Tensor], Sequence[int]], batch_id: int, _: int, ids: torch.Tensor) -> Any:
-    return function(batch_id, ids)
+def named(error: BaseException) -> Exception:
+    """What code of the user's raised, as an exception that ends its request; raised as it is if it came from outside.
+
+    One that is no Exception (asyncio.CancelledError, say) is named in a RuntimeError.
+    """
+    if isinstance(error, (KeyboardInterrupt, SystemExit)) or is_from_outside(error):
+        raise error
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _is_pure(processor: Processor) -> bool:
+def _is_pure(processor: Any) -> bool:
     """Whether calls change nothing in it: transformers' own classes without a state, and functions."""
     if isinstance(processor, partial):
-        return _is_pure(processor.func)
-    return type(processor) in _PURE or isinstance(processor, _FUNCTIONS)
+        return all(_is_pure(part) for part in (processor.func, *processor.args, *processor.keywords.values()))
+    if isinstance(processor, Constrained):
+        return _is_pure(processor.function)
+    return type(processor) in _PURE or isinstance(processor, (*_FUNCTIONS, int, str, float, NoneType))
 
 
 def _checked(processor: Processor, found: Any, scores: torch.Tensor) -> torch.Tensor:
-    if not isinstance(found, torch.Tensor) or found.shape != scores.shape:
-        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-        raise TypeError(f"{type(processor).__name__} returned {shape} in place of scores {tuple(scores.shape)}")
+    if not isinstance(found, torch.Tensor) or found.shape != scores.shape or not found.is_floating_point():
+        given = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise TypeError(f"{type(processor).__name__} returned {given} in place of scores {tuple(scores.shape)}")
     return found

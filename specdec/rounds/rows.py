@@ -26,6 +26,9 @@ class ExtraColumns:
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
         """A request with these parameters has got a row; the table's columns are set."""
 
+    def close(self, row: int) -> None:
+        """A request has left its row."""
+
     def scheduled(self, table: RowTable, schedule: Schedule) -> BatchExtra | None:
         """Arrays for the verification of a schedule; None if its rows need none."""
 
@@ -153,6 +156,8 @@ class RowTable:
     def close(self, row: int) -> None:
         """Give a row back."""
         self.previous[row] = -1
+        for columns in self.extras:
+            columns.close(row)
         self._free.append(row)
 
     def mark_batch(self, rows: np.ndarray) -> None:

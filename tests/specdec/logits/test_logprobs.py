@@ -33,7 +33,7 @@ RAW: list[dict[str, Any]] = [
 ]
 PROCESSED: list[dict[str, Any]] = [
     {"logprobs": 4, "temperature": 0.9, "top_k": 12, "top_p": 0.8},
-    {"logprobs": 4},
+    {"logprobs": 4, "temperature": 0.9, "top_p": 0.8, "typical_p": 0.9},
     {"logprobs": 2, "temperature": 1.4, "typical_p": 0.7, "repetition_penalty": 1.3},
     {"logprobs": 0, "no_repeat_ngram_size": 2},
     {"logprobs": 3, "temperature": 1.2, "min_p": 0.05, "suppress_tokens": [6, 9]},

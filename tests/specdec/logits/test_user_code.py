@@ -250,7 +250,149 @@ def test_a_criterion_that_raises_ends_its_request_alone() -> None:
 
     params = [SamplingParams(NEW, stopping_criteria=bad), *[SamplingParams(NEW)] * 5]
     _, errors = failing(engine_with(3, False, RoundExtra()), params)
-    assert "stopping criteria raised KeyError" in str(errors[0]) and errors[1:] == [None] * 5
+    assert "a stopping criterion raised KeyError" in str(errors[0]) and errors[1:] == [None] * 5
+
+
+def test_what_a_criterion_raises_once_is_its_requests() -> None:
+    """Not that of whoever leads the round; nor is it asked again."""
+    calls: list[int] = []
+
+    def bad(ids: torch.Tensor, scores: Any) -> bool:
+        calls.append(ids.shape[1])
+        if len(calls) == 5:
+            raise KeyError("planted")
+        return False
+
+    params = [SamplingParams(NEW, stopping_criteria=bad), *[SamplingParams(NEW)] * 5]
+    _, errors = failing(engine_with(3, False, RoundExtra()), params)
+    assert "a stopping criterion raised KeyError" in str(errors[0]) and errors[1:] == [None] * 5 and len(calls) == 5
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_what_is_raised_behind_an_end_ends_nothing(drafts: int) -> None:
+    """A grammar that is over may raise; the token that ended its request came before."""
+    expected = right([None] * 6)
+    ends = [own[6] for own in expected]
+    lengths = [len(prompt) + own.index(end) + 1 for prompt, own, end in zip(PROMPTS, expected, ends, strict=True)]
+    params = [
+        SamplingParams(NEW, stop_token_ids=(end,), logits_processor=Raising(lambda ids, n=n: len(ids) >= n))  # type: ignore[misc]
+        for end, n in zip(ends, lengths, strict=True)
+    ]
+    completions, errors = failing(engine_with(drafts, False, RoundExtra()), params)
+    assert errors == [None] * 6 and all(c.finish_reason == "stop" for c in completions)
+
+
+def test_a_prefix_function_comes_before_forced_tokens() -> None:
+    """As in transformers: what is forced is forced, whatever the function allows."""
+    options = {"forced_eos_token_id": (7,), "prefix_allowed_tokens_fn": lambda batch_id, ids: [1, 2, 9, 30]}
+    found = answers(engine_with(3, False, RoundExtra()), [SamplingParams(NEW, **options)] * 6)
+    assert all(completion.token_ids[-1] == 7 for completion in found)
+    model, ids = tiny_llama(), torch.tensor([PROMPTS[1]])
+    said = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options
+    )
+    assert found[1].token_ids == said[0, len(PROMPTS[1]) :].tolist()
+
+
+class Counting:
+    """A prefix function with a state."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, batch_id: int, ids: torch.Tensor) -> list[int]:
+        self.calls += 1
+        return [i for i in range(VOCAB) if (i + self.calls) % 3]
+
+
+def test_an_object_as_prefix_function_is_copied() -> None:
+    own = Counting()
+    drafted, plain = (
+        tokens(answers(engine_with(k, False, RoundExtra()), [SamplingParams(NEW, prefix_allowed_tokens_fn=own)] * 6))
+        for k in (3, 0)
+    )
+    assert drafted == plain and own.calls == 0
+
+
+def test_the_text_does_not_depend_on_drafts_where_a_criterion_is_met_inside_a_stop_string() -> None:
+    texts = ["".join(c.text) for c in answers(engine_with(0, False, RoundExtra()), [SamplingParams(NEW)] * 6)]
+    stops = [(text[3:6],) for text in texts]
+
+    def said_with(drafts: int) -> list[tuple[str, list[int]]]:
+        lengths = [len(prompt) + 5 for prompt in PROMPTS]
+        params = [
+            SamplingParams(NEW, stop=stop, stopping_criteria=lambda ids, scores, n=n: ids.shape[1] >= n)
+            for stop, n in zip(stops, lengths, strict=True)
+        ]
+        return [(c.text, c.token_ids) for c in answers(engine_with(drafts, False, RoundExtra()), params)]
+
+    assert said_with(3) == said_with(0)
+
+
+class Eighth(StoppingCriteria):
+    """Stops at its eighth call: a token that is shown twice ends a request early."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
+        self.calls += 1
+        return self.calls >= 8
+
+
+def test_criteria_see_every_token_once_after_interrupts() -> None:
+    own = [SamplingParams(NEW, stopping_criteria=Eighth())] * 6
+    found = answers(engine_with(3, False, RoundExtra(), kv_cache_tokens=88, max_num_seqs=6), own, (2, 3, 4))
+    assert [len(completion.token_ids) for completion in found] == [8] * 6
+
+
+class Late(Paced):
+    """It cannot be copied after its first call."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.lock = threading.Lock()
+        return super().__call__(input_ids, scores)
+
+
+def test_a_state_that_can_no_longer_be_copied_is_named() -> None:
+    params = [SamplingParams(NEW, logits_processor=Late()), *[SamplingParams(NEW)] * 5]
+    _, errors = failing(engine_with(3, False, RoundExtra()), params)
+    assert "it can no longer be copied" in str(errors[0]) and "__deepcopy__" in str(errors[0])
+    assert errors[1:] == [None] * 5
+
+
+def test_gradients_may_be_taken_in_a_processor() -> None:
+    def guided(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            own = scores.detach().clone().requires_grad_()
+            own.softmax(1)[:, :9].sum().log().backward()
+        assert own.grad is not None
+        return scores + 5 * own.grad
+
+    found = tokens(answers(engine_with(3, False, RoundExtra()), [SamplingParams(NEW, logits_processor=guided)] * 6))
+    assert found == tokens(
+        answers(engine_with(0, False, RoundExtra()), [SamplingParams(NEW, logits_processor=guided)] * 6)
+    )
+
+
+def test_no_copies_are_kept_of_requests_that_are_gone() -> None:
+    import gc
+    import weakref
+
+    alive: list[Any] = []
+
+    class Seen(Paced):
+        def __deepcopy__(self, memo: Any) -> Seen:
+            own = Seen()
+            own.calls = self.calls
+            alive.append(weakref.ref(own))
+            return own
+
+    engine = engine_with(3, False, RoundExtra())
+    answers(engine, [SamplingParams(NEW, logits_processor=Seen())] * 6)
+    answers(engine, [SamplingParams(NEW)] * 6)
+    gc.collect()
+    assert alive and not any(ref() is not None for ref in alive)
 
 
 def _bonus_token_alone(own: RequestProcessors, ids: torch.Tensor, lens: Sequence[int], scores: torch.Tensor) -> None:
@@ -290,7 +432,6 @@ def test_a_users_own_object_is_not_changed() -> None:
     ("given", "said"),
     [
         ({"logits_processor": 3}, "logits_processor=3: allowed is a callable"),
-        ({"logits_processor": []}, "logits_processor"),
         ({"logits_processor": [Paced]}, "allowed is a callable"),
         ({"stopping_criteria": "stop"}, "stopping_criteria='stop'"),
         ({"prefix_allowed_tokens_fn": [1]}, "allowed is a function"),
@@ -329,11 +470,17 @@ def test_a_request_ends_when_its_time_is_over(drafts: int) -> None:
     late = SamplingParams(200, max_time=0.0)
     ids = [engine.submit(PROMPTS[0], SamplingParams(NEW)), *(engine.submit(p, late) for p in PROMPTS[1:4])]
     ended: dict[int, Any] = {}
+    shown: dict[int, list[int]] = {i: [] for i in ids}
     rounds = 0
     while engine.has_work:
         rounds += 1
-        ended |= {u.request_id: u.completion for u in engine.step() if u.last}
+        updates = engine.step()
+        for update in updates:
+            shown[update.request_id] += update.token_ids
+        ended |= {u.request_id: u.completion for u in updates if u.last}
         assert rounds > 3 or ended.keys() >= set(ids[1:])
+    assert all(shown[i] == ended[i].token_ids for i in ids)
+    assert all(0 <= done.stats.queue_s < 100 and 0 <= done.stats.prefill_s < 100 for done in ended.values())
     assert [ended[i].finish_reason for i in ids] == ["length", *["timeout"] * 3]
     assert ended[ids[0]].token_ids == right([None] * 6)[0]
     assert engine.usage().requests == 0
@@ -348,3 +495,13 @@ def test_time_is_counted_from_the_submission() -> None:
         last = [u for u in engine.step() if u.request_id == own][-1]
     assert last is not None and last.completion.finish_reason == "timeout"
     assert 0.4 <= time.perf_counter() - begin < 5 and 0 < len(last.completion.token_ids) < 100
+
+
+def test_other_ranks_look_at_no_clock() -> None:
+    params = SamplingParams(max_time=3.0, stop=("a",), stop_token_ids=(4,))
+    assert params.for_other_ranks == SamplingParams(stop_token_ids=(4,))
+
+
+def test_infinity_is_no_limit() -> None:
+    engine = engine_with(0, False, RoundExtra())
+    assert [c.finish_reason for c in answers(engine, [SamplingParams(4, max_time=float("inf"))] * 6)] == ["length"] * 6
