@@ -44,7 +44,8 @@ class LogitsOptions:
             the length allows, an id or several.
         remove_invalid_values: NaN becomes 0, infinities the largest finite numbers.
         exponential_decay_length_penalty: (start, factor): from start new tokens on the logits of ids that end the
-            request grow by |logit| · (factor^(new - start) - 1).
+            request grow by |logit| · (factor^(new - start) - 1); not those that a least length has taken away (of which
+            transformers makes NaN, and ends the request).
         suppress_tokens: ids that are not generated; begin_suppress_tokens: not as the first new token.
         allowed_token_ids: only these ids are generated.
         top_h, typical_p, epsilon_cutoff, eta_cutoff: filters of sampled requests; top_h stands between temperature
