@@ -31,6 +31,7 @@ from specdec.loading.groups import Rows
 from specdec.loading.memory import check_cache_fits
 from specdec.loading.states import state_bytes
 from specdec.logits.extra import ChangedLogits
+from specdec.logits.logprobs import Logprobs
 from specdec.wrapped.probing import probe_target
 from tests.hybrids import TYPES, RecallHead, greedy_text, tiny_config, tiny_hybrid
 
@@ -85,7 +86,7 @@ def test_a_hybrid_class_with_attention_layers_only_is_a_plain_model(name: str) -
     assert [p + tokens for p, tokens in zip(PROMPTS, said(wrapped), strict=True)] == right
     facts = wrapped.describe()
     assert facts["recurrent"] is None and facts["prefix_caching"] == "on"
-    assert [type(extra) for extra in wrapped.config.extras] == [ChangedLogits]
+    assert [type(extra) for extra in wrapped.config.extras] == [ChangedLogits, Logprobs]
 
 
 def test_batch_invariance_is_refused_by_name() -> None:
