@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from math import inf
 
@@ -17,17 +17,21 @@ class Deadlines:
 
     def __init__(self) -> None:
         self.moments: list[tuple[float, int]] = []
+        self._of: dict[int, float] = {}
 
     def add(self, request: Request) -> None:
-        """Note a request that is queued; nothing where it has no limit."""
-        if request.params.max_time not in (None, inf):
-            insort(self.moments, (request.times.submitted + request.params.max_time, request.id))
+        """Note a request, or that its time of submission is another; nothing where it has no limit."""
+        if request.params.max_time in (None, inf):
+            return
+        self.discard(request.id)
+        self._of[request.id] = moment = request.times.submitted + request.params.max_time
+        insort(self.moments, (moment, request.id))
 
-    def discard(self, request: Request) -> None:
-        """Forget a request that has ended."""
-        if self.moments and request.params.max_time not in (None, inf):
-            own = request.times.submitted + request.params.max_time, request.id
-            self.moments = [moment for moment in self.moments if moment != own]
+    def discard(self, request_id: int) -> None:
+        """Forget a request that has ended. Its place is searched for, however many wait."""
+        moment = self._of.pop(request_id, None)
+        if moment is not None:
+            del self.moments[bisect_left(self.moments, (moment, request_id))]
 
     def updates(self, now: float, requests: Mapping[int, Request], others: Sequence[Update]) -> list[Update]:
         """End those of these requests, by id, whose time is over, waiting or running.

@@ -214,7 +214,9 @@ class Engine:
     def add_wait(self, request_ids: Sequence[int], seconds: float) -> None:
         """Add seconds that these requests, just queued, waited for the engine."""
         for request_id in request_ids:
-            self._requests[request_id].times.submitted -= seconds
+            request = self._requests[request_id]
+            request.times.submitted -= seconds
+            self._deadlines.add(request)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """See `Admission.check`."""
@@ -243,7 +245,7 @@ class Engine:
             for request_id in request_ids:
                 request = self._requests.pop(request_id, None)
                 if request is not None:
-                    self._deadlines.discard(request)
+                    self._deadlines.discard(request_id)
                     self.scheduler.remove(request)
             if not self.scheduler.running:  # no request is left in the launched round
                 self.inflight = self._following = None
@@ -368,7 +370,6 @@ class Engine:
             updates += self._deadlines.updates(now, self._requests, updates)
         self.reported = [*self._kept, *updates]
         for request in self._note(updates):
-            self._deadlines.discard(request)
             self.scheduler.remove(request)
         if not self.scheduler.running:
             self.inflight = self._following = None
@@ -380,6 +381,7 @@ class Engine:
             request = self._requests.get(update.request_id)
             if request is not None and update.last:
                 ended.append(self._requests.pop(request.id))
+                self._deadlines.discard(request.id)
             elif request is not None:
                 request.progress = update.progress
         return ended

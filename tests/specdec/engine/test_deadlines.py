@@ -1,0 +1,45 @@
+"""Requests with a time limit: found when it is over, whatever ended or waited before."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from specdec.engine.deadlines import Deadlines
+from specdec.requests.sampling import SamplingParams
+
+
+def request(number: int, submitted: float, max_time: float | None) -> Any:
+    return SimpleNamespace(
+        id=number,
+        params=SamplingParams(max_time=max_time),
+        times=SimpleNamespace(submitted=submitted),
+        leaves=False,
+        progress=number,
+        timed_out=lambda now, progress: (number, progress),
+    )
+
+
+def test_those_that_ended_are_forgotten_and_others_are_found_in_their_order() -> None:
+    deadlines = Deadlines()
+    every = [request(i, float(i % 3), 5.0) for i in range(9)]
+    for one in (*every, request(9, 0.0, None), request(10, 0.0, float("inf"))):
+        deadlines.add(one)
+    for one in every[:4]:
+        deadlines.discard(one.id)
+    deadlines.discard(10)
+    assert deadlines.moments == [(5.0, 6), (6.0, 4), (6.0, 7), (7.0, 5), (7.0, 8)]
+    alive: Any = {one.id: one for one in every[4:]}
+    assert deadlines.updates(4.9, alive, []) == []
+    assert deadlines.updates(6.0, alive, []) == [(6, 6), (4, 4), (7, 7)]
+    assert deadlines.updates(6.0, alive, []) == [(6, 6), (4, 4), (7, 7)]  # until they are gone
+
+
+def test_the_wait_before_the_queue_counts() -> None:
+    deadlines, own = Deadlines(), request(0, 10.0, 2.0)
+    deadlines.add(own)
+    own.times.submitted -= 1.5
+    deadlines.add(own)
+    assert deadlines.moments == [(10.5, 0)]
+    deadlines.discard(0)
+    assert not deadlines.moments
