@@ -155,15 +155,23 @@ class OptionColumns(ExtraColumns):
         return ChangedRows(subjects, lens, committed, own, counts[own])
 
 
+def filters_of(params: SamplingParams) -> Filters | None:
+    """All filters of a sampled request that has one of `SAMPLED_ONLY` on: they are applied here, in their order.
+
+    None where the round applies them, and of a greedy request.
+    """
+    settings = params.settings
+    later = {name: settings.get(name) for name in SAMPLED_ONLY}
+    if params.greedy or all(given is None for given in later.values()):
+        return None
+    return Filters(params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, **later)
+
+
 def subject_of(params: SamplingParams, table: RowTable, row: int) -> Subject | None:
     """What a row's options see of its request; None where it has none."""
-    settings = params.settings
-    later = {name: settings.pop(name, None) for name in SAMPLED_ONLY}
-    for name in WITHOUT_EFFECT:
+    settings, filters = params.settings, filters_of(params)
+    for name in (*SAMPLED_ONLY, *WITHOUT_EFFECT):
         settings.pop(name, None)
-    filters = None
-    if not params.greedy and any(given is not None for given in later.values()):
-        filters = Filters(params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, **later)
     processors, function = params.logits_processor, params.prefix_allowed_tokens_fn
     if filters is None and not settings and processors is None and function is None:
         return None

@@ -11,7 +11,7 @@ import torch
 
 from attention.batch.host import BatchExtra
 from attention.checking import require
-from specdec.logits.options import SAMPLED_ONLY
+from specdec.logits.extra import filters_of
 from specdec.logits.processing import on_device
 from specdec.requests.logprobs import COLUMNS
 from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors, target_probs
@@ -97,7 +97,7 @@ class AskingColumns(ExtraColumns):
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
         """See `ExtraColumns.open`."""
         asks = params.logprobs is not None
-        if asks and any(getattr(params, name) is not None for name in SAMPLED_ONLY):  # its filters have been applied
+        if asks and filters_of(params) is not None:  # they have been applied
             params = replace(params, top_k=0, top_p=1.0, min_p=0.0)
         self._params[row] = params if asks else None
         self.idle = self.idle and not asks

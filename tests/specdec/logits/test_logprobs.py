@@ -115,6 +115,13 @@ def test_plain_greedy_rounds_keep_the_fixed_shape(graphs_on_cpu: Any, monkeypatc
     assert len(fixed) > 3 * len(ragged)
 
 
+def test_a_filter_of_the_options_that_is_off_leaves_the_rounds_own() -> None:
+    options = [{"logprobs": VOCAB, "temperature": 1.1, "top_p": 0.7, "typical_p": 1.0}] * 6
+    completions = said(options, "processed", 3, False)
+    assert check(completions, [{**own, "typical_p": 1.0 - 1e-6} for own in options], "processed") == 6 * NEW
+    assert all(each.top[-1][1] == -math.inf for c in completions for each in c.logprobs[:1])
+
+
 def test_streams_tell_them_with_their_tokens() -> None:
     model = wrap(tiny_llama(), table_head(tiny_llama()), num_speculative_tokens=3)
     told: dict[int, list[TokenLogprobs]] = {0: [], 1: []}
