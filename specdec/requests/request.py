@@ -223,7 +223,7 @@ class Request:
         own = self.params.stopping_criteria
         if not isinstance(own, RequestCriteria):
             return None
-        tokens = [*self.committed[: self.prompt_len].tolist(), *self.new_tokens[:end]]
+        tokens = np.append(self.committed[: self.prompt_len], np.array(self.new_tokens[:end], np.int32))
         length = own.first_end(tokens, self.prompt_len + before)
         if length is None or (length - self.prompt_len == len(self.new_tokens) and self.finish_reason is not None):
             return None  # the last token ends it anyway

@@ -18,6 +18,7 @@ from functools import partial
 from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.generation import logits_process as hf
 
@@ -207,12 +208,12 @@ class RequestCriteria:
         self._known, self._end = 0, -1
         self._error: UserCodeError | None = None
 
-    def first_end(self, token_ids: Sequence[int], known: int) -> int | None:
+    def first_end(self, token_ids: np.ndarray, known: int) -> int | None:
         """How many tokens there are when a criterion is first met, of those after the first `known`; else None.
 
         Tokens that are generated again after an interrupt are not shown again: they are the same.
 
-        token_ids: the prompt's and all new ones. What criteria launch on a GPU does not wait for rounds.
+        token_ids: [L] int32, the prompt's and all new ones. What criteria launch on a GPU does not wait for rounds.
 
         Raises:
             UserCodeError: a criterion raised; the same whenever it is asked again.
@@ -221,7 +222,7 @@ class RequestCriteria:
             raise self._error
         try:
             with self._beside_rounds(), torch.inference_mode(False), torch.no_grad():
-                ids = torch.tensor([token_ids], dtype=torch.int64).to(self._device)
+                ids = torch.from_numpy(token_ids).long()[None].to(self._device)
                 for length in range(max(known, self._known) + 1, len(token_ids) + 1):
                     met = [bool(torch.as_tensor(one(ids[:, :length], None)).any()) for one in self._own]
                     self._known = length
