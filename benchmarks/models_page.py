@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from benchmarks.document import usage
+from benchmarks.document import md_table, usage
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -82,7 +82,7 @@ def page(path: Path) -> str:
     found = sections(document["models"])
     parts.append(_counts(found))
     for title, rows in found.items():
-        parts.append(f"## {title}\n\n" + _table([["type", "class", "what is served, or why not"], *map(_line, rows)]))
+        parts.append(f"## {title}\n\n" + md_table([["type", "class", "what is served, or why not"], *map(_line, rows)]))
     return "\n".join(parts)
 
 
@@ -93,7 +93,7 @@ def _counts(found: dict[str, list[Row]]) -> str:
         table.append(_count(title, rows, classes))
         if title == "Causal language models":
             table.append(_count("… without recurrent ones", [r for r in rows if not r.get("recurrent")], classes))
-    return "## Counts\n\n" + _table(table)
+    return "## Counts\n\n" + md_table(table)
 
 
 def _count(title: str, rows: list[Row], classes: list[str]) -> list[str]:
@@ -111,11 +111,6 @@ def _line(row: Row) -> list[str]:
         words.append(notes)
     name = row["name"].removesuffix(" (wrapper)")
     return [f"`{name}`", class_of(row), "; ".join(words).replace("|", "/").replace("<", "‹").replace(">", "›")]
-
-
-def _table(rows: list[list[str]]) -> str:
-    head, *body = rows
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body]) + "\n"
 
 
 def newest(results: Path = RESULTS) -> Path:

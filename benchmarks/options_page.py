@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from transformers import GenerationConfig
 
-from benchmarks.document import usage
+from benchmarks.document import md_table, usage
 from specdec.logits.options import OFF, SAMPLED_ONLY, WITHOUT_EFFECT
 from specdec.requests.generation_config import how_served
 from specdec.requests.sampling import SamplingParams
@@ -81,7 +81,7 @@ def page() -> str:
         ("Options that change logits (fields of both)", options),
         ("GenerationConfig", theirs),
     ):
-        parts.append(f"## {title}\n\n" + _table([("field", "what is done", "notes"), *rows]))
+        parts.append(f"## {title}\n\n" + md_table([("field", "what is done", "notes"), *rows]))
     return "\n".join(parts)
 
 
@@ -100,11 +100,6 @@ def _of_theirs(name: str) -> tuple[str, str]:
     served = how_served(name)
     reason = REASONS.get(name, "transformers' own speculation" if name.startswith(_OF_SPECULATION) else "not known")
     return _WORDS.get(served, served), reason if served == "refused" else ""
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    head, *body = rows
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ("---",) * len(head), *body]) + "\n"
 
 
 @click.command(help=usage(__doc__))

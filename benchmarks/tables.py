@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from benchmarks.document import usage
+from benchmarks.document import md_table, usage
 from benchmarks.evaluation_tables import DOCUMENTS, measured_by, percent, short
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -329,14 +329,14 @@ def section(path: Path) -> str:
     whole = json.loads(text) if path.suffix == ".json" else {}
     if "schema" in whole:
         made = DOCUMENTS.get(whole["schema"])
-        return f"## {path.name}\n\n{measured_by(whole)}\n\n{_table(made(whole) if made else rows_of('', [whole]))}"
+        return f"## {path.name}\n\n{measured_by(whole)}\n\n{md_table(made(whole) if made else rows_of('', [whole]))}"
     whole |= whole.get("provenance", {}) if whole.get("benchmark") else {}
     if whole.get("benchmark") in _WHOLE:
-        return f"## {path.name}\n\n{_measured_on(whole)}\n\n{_table(_WHOLE[whole['benchmark']](whole))}"
+        return f"## {path.name}\n\n{_measured_on(whole)}\n\n{md_table(_WHOLE[whole['benchmark']](whole))}"
     groups: dict[tuple[str, str], list[Line]] = {}
     for line in map(json.loads, text.splitlines()):
         groups.setdefault((line["benchmark"], _measured_on(line)), []).append(line)
-    parts = [f"{facts}\n\n{_table(rows_of(kind, group))}" for (kind, facts), group in groups.items()]
+    parts = [f"{facts}\n\n{md_table(rows_of(kind, group))}" for (kind, facts), group in groups.items()]
     return f"## {path.name}\n\n" + "\n".join(parts)
 
 
@@ -346,11 +346,6 @@ def _measured_on(line: Line) -> str:
     device = line.get("gpu") or line.get("device") or f"CPU ({line.get('machine', '')})"
     software = f"torch {line['torch']}, transformers {line['transformers']}{found}"
     return f"{device}; {software}; commit {str(line['commit'])[:7]}"
-
-
-def _table(rows: Iterable[list[str]]) -> str:
-    head, *body = rows
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body]) + "\n"
 
 
 @click.command(help=usage(__doc__))
