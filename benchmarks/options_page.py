@@ -41,6 +41,10 @@ OWN: dict[str, tuple[str, str]] = {
     "stopping_criteria": ("host", "the user's code, once for each committed token"),
     "logprobs": ("device", "read with the round's result"),
     "logprobs_mode": ("device", ""),
+    "prompt_logprobs": ("device", "positions asked for are read, a bounded number of them a round"),
+    "prompt_logprobs_start": ("host", ""),
+    "return_logits": ("device", "transformers' `output_logits`; in `Completion.logits`"),
+    "return_scores": ("device", "transformers' `output_scores`; in `Completion.scores`"),
     "max_time": ("host", "`max_time`; looked at once a round"),
 }
 """Fields of SamplingParams that are no options of logits: where they apply, and their names in GenerationConfig."""
@@ -53,9 +57,8 @@ REASONS: dict[str, str] = {
     "guidance_scale": "needs a second forward of each position",
     "watermarking_config": "it follows the filters; its processor as `logits_processor` comes before temperature",
     "token_healing": "changes the prompt before generation; do it before the call",
-    **dict.fromkeys(
-        ("return_dict_in_generate", "output_scores", "output_logits"), "`Completion` and `SamplingParams.logprobs`"
-    ),
+    "return_dict_in_generate": "the result is a `Completion`",
+    **dict.fromkeys(("output_scores", "output_logits"), "`SamplingParams.return_scores` and `return_logits`"),
     **dict.fromkeys(("output_attentions", "output_hidden_states"), "rounds keep neither"),
     **dict.fromkeys(("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"), "drafts are the head's"),
 }

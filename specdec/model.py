@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
@@ -18,7 +17,7 @@ from specdec.config import MAX_NUM_PREFILL_TOKENS
 from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine
 from specdec.engine.stats import EngineStats
-from specdec.engine.streams import Stream, StreamUpdate
+from specdec.engine.streams import Stream, StreamUpdate, completed
 from specdec.errors import ClosedModelError, InvalidInputError, ModelLoadError, NotCopyableError
 from specdec.execution.base import Executor
 from specdec.interrupts import interrupts_as_they_are
@@ -30,7 +29,8 @@ from specdec.loading.progress import startup_progress
 from specdec.options import LoadOptions, Use
 from specdec.requests.prompts import Prompts, ids_within
 from specdec.requests.request import Completion
-from specdec.requests.submission import Params, check_each, submissions
+from specdec.requests.scores import Score, scores, to_be_scored
+from specdec.requests.submission import Params, Submission, check_each, submissions
 from specdec.selftest.selftest import self_test
 from specdec.torch_state import own_torch_state
 from specdec.wrapped.group import ALONE, Group
@@ -54,8 +54,7 @@ class SpeculativeModel:
     only. `hf_model` may be called on another thread: its forward waits for a round's and vice versa. A call from inside
     a round (by the tokenizer or a hook) is refused with a SpecdecError.
 
-    Life: see `close`, which a with-block calls at its end, and garbage collection once the object and its streams are
-    unreachable. A closed model raises ClosedModelError. Several may wrap the same `hf_model`.
+    Life: see `close`, which a with-block calls at its end, and garbage collection. Several may wrap one `hf_model`.
 
     Attributes:
         hf_model: the transformers model; its own `generate` works as before. It stays after `close`.
@@ -135,7 +134,7 @@ class SpeculativeModel:
                 head whose config.json names its target (as the package speculators does) loads both.
             draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-
                 prediction module in the target's checkpoint, a loaded head, or None.
-            num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
+            num_speculative_tokens: K, drafts a round; default 5.
             backend: attention kernels. "auto": FlashInfer on a GPU, "flex" if it is not installed and on ROCm builds of
                 torch (untested on such hardware), "torch" (the reference) on a CPU. "flex": FlexAttention, compiled at
                 the first rounds; no CUDA graphs. "batch_invariant": results do not depend on the batch, so half
@@ -145,51 +144,46 @@ class SpeculativeModel:
             tokenizer: or its folder or hub name; default the target's own; required for a model without a name.
             max_model_len: most tokens of one request; default the model's limit, or the length where its rotary
                 embedding starts to depend on the batch's longest request (longrope, dynamic).
-            max_num_seqs: most requests in one batch.
-            max_num_batched_tokens: most tokens of one forward; longer prompts are read in chunks.
-            max_num_prefill_tokens: most prompt tokens of a forward in which other requests decode. With more these wait
-                longer for their next tokens, with fewer the prompts wait longer; the answers stay the same.
+            max_num_seqs, max_num_batched_tokens: most requests in one batch, and tokens of one forward.
+            max_num_prefill_tokens: most prompt tokens of a forward in which other requests decode, and wait for it.
             page_size: tokens a page of the KV cache. kv_cache_tokens: its size, in tokens of layers that see all;
                 default max_num_seqs full-length requests, within gpu_memory_utilization, or 1 GiB on a CPU.
-            kv_cache_dtype: "auto" (the model's) or "fp8": the target's cache in 8 bits (e4m3), half the memory. That
-                changes the model's tokens a little, but with and without speculation they stay the same.
+            kv_cache_dtype: "auto" (the model's) or "fp8": the target's cache in 8 bits (e4m3). That changes the model's
+                tokens a little, with and without speculation alike.
             kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
                 the checkpoint's calibrated ones (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
-            kv_cache_layout: order inside a page of both caches, which changes no token: "NHD", token by token, "HND",
-                head by head, or "auto": NHD, or HND if the GPU's kernels prefer it (Blackwell).
+            kv_cache_layout: order inside a page of both caches, which changes no token: "NHD" or "HND"; "auto": NHD, or
+                HND if the GPU's kernels prefer it (Blackwell).
             hybrid_kv_cache: beside layers that see further, layers with a sliding window (Gemma 3, gpt-oss, …) or in
-                chunks (Llama 4) free pages they passed: more requests fit, no token changes. False: all keep all keys.
-            enable_prefix_caching: reuse pages, the target's and the head's, of earlier requests with the same first
-                tokens; least recently used ones are evicted. "auto": if possible (see `describe`); True: else an error.
-                May change half-precision tokens, but not with "batch_invariant". Also SamplingParams.cache_prefix.
-            cascade_attention: attend pages that requests share (prefix caching) once for all, in rounds where that is
-                faster (attention/batch/transforms/cascade.py); sums are rounded in another order. Needs "flashinfer",
-                full attention, a cache of the model's dtype: else True is an error. Only for short queries.
-            gpu_memory_utilization: share of the GPU's memory for model, cache and graphs together.
-            cuda_graphs: compile the model and decode from CUDA graphs: many times faster for small batches, after a
-                longer start (about a minute the first time). "auto": on a GPU; off, with a SpecdecWarning, if the
-                model cannot be compiled or captured; True: that is an error; False: never. In half precision rounds of
-                different sizes use different kernels: more answers differ, except with "batch_invariant".
-            mtp_concat, mtp_feedback: of a multi-token-prediction module: the first input of its projection,
-                "embedding_first" or "hidden_first" ("auto": its family's order), and the input of its next step,
-                "post_norm" or "pre_norm". A plainly wrong choice is refused.
+                chunks (Llama 4) free pages they passed: more requests fit. False: all keep all keys.
+            enable_prefix_caching: reuse pages of earlier requests with the same first tokens; least recently used ones
+                are evicted. "auto": if possible (see `describe`); True: else an error. May change half-precision
+                tokens, but not with "batch_invariant". Also SamplingParams.cache_prefix.
+            cascade_attention: attend pages that requests share once for all, in rounds where that is faster; sums are
+                rounded in another order. Needs "flashinfer", full attention, a cache of the model's dtype: else True is
+                an error. Only for short queries.
+            gpu_memory_utilization: share of the GPU's memory for model, cache and graphs.
+            cuda_graphs: compile the model and decode from CUDA graphs: many times faster, after a longer start (a
+                minute the first time). "auto": on a GPU; off, with a SpecdecWarning, if the model cannot be captured;
+                True: that is an error; False: never. In half precision rounds of different sizes use different kernels:
+                more answers differ, except with "batch_invariant".
+            mtp_concat, mtp_feedback: of a multi-token-prediction module: "embedding_first" or "hidden_first" ("auto":
+                its family's order), and the input of its next step, "post_norm" or "pre_norm".
             head_overrides: corrections to an EAGLE head's config.json, by its keys ("rope_theta",
                 "eagle_config.norm_output", …; None removes one), or "aux_layers" (layer boundaries) and "feedback"
                 ("pre_norm", "post_norm"). Facts that the tensors show cannot be overridden.
-            generation_config: "model": the model's own generation_config applies as in transformers' `generate`; the
-                first request refuses unsupported settings that change greedy tokens (guidance_scale, …), by name.
-                "ignore": only its eos ids apply, to all requests; `describe` lists the ignored settings.
-            draft_sampling: drafts of sampled requests: "probabilistic", drawn from the head's distribution under the
-                request's temperature and filters, or "greedy". Affects acceptance, not the distribution of answers.
-            tensor_parallel_size: N GPUs of this machine (on a CPU, N processes) that share the target, one process
-                each. Needs the extra [parallel]; target and draft by name only. See docs/parallel.md.
-            seed: of requests without one: 64 bits, signed or not. adapter: a peft adapter (LoRA and the like), by
-                folder or hub name, for a target given by name.
-            merge_adapter: "auto" or True: add the adapter to the weights at loading, as by peft's merge_and_unload, at
-                no cost per token; in half precision the sum is rounded once. On quantised or shared (tied) weights
-                "auto" runs it live, True is an error. False: live, as the PeftModel: more launches, nothing fused.
+            generation_config: "model": the model's own applies as in transformers' `generate`; the first request
+                refuses settings that change greedy tokens and cannot be served. "ignore": only its eos ids apply.
+            draft_sampling: drafts of sampled requests: "probabilistic", drawn from the head's own distribution, or
+                "greedy". Affects acceptance, not the distribution of answers.
+            tensor_parallel_size: N GPUs of this machine (on a CPU, N processes) that share the target; see
+                docs/parallel.md. seed: of requests without one: 64 bits, signed or not.
+            adapter: a peft adapter (LoRA and the like), by folder or hub name, for a target given by name.
+            merge_adapter: "auto" or True: add the adapter to the weights at loading, as by peft's merge_and_unload; in
+                half precision the sum is rounded once. On quantised or shared (tied) weights "auto" runs it live, True
+                is an error. False: live, as the PeftModel: more launches, nothing fused.
             trust_remote_code: run the Python files of the target's checkpoint (on the hub, anybody's).
-            revision: branch, tag or commit of a target on the hub: of its configuration, weights, tokenizer, "mtp".
+            revision: branch, tag or commit of a target on the hub.
 
         Raises:
             ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
@@ -236,7 +230,7 @@ class SpeculativeModel:
 
     @property
     def start_seconds(self) -> dict[str, float]:
-        """Where the seconds of the start went, by step."""
+        """Seconds of the start, by step."""
         return dict(self._steps)
 
     @property
@@ -255,8 +249,8 @@ class SpeculativeModel:
         return self._shared.stats
 
     def usage(self) -> Usage:
-        """Requests, and the rows and pages that they hold; 0 when idle. Waits for a round on another thread. Raises
-        SpecdecError inside a round, and InvariantError, with SPECDEC_CHECK=1, when a page has no owner, or two."""
+        """Requests, and the rows and pages that they hold. Waits for a round on another thread. Raises SpecdecError
+        inside a round, and InvariantError, with SPECDEC_CHECK=1, when a page has no owner, or two."""
         return self._shared.usage()
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
@@ -273,27 +267,35 @@ class SpeculativeModel:
         Raises:
             InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
             ClosedModelError: the model is closed, also by another thread meanwhile. ModelChangedError: `hf_model` was
-                moved, recast, resized, rebuilt or put into training mode meanwhile. RoundFailedError: a round with
-                requests of this call failed twice, on the device for example. RequestFailedError, after all others
-                finish: a request's tokenizer raised. Exception: of a signal handler (an alarm) or another thread.
+                moved, recast, resized, rebuilt or put into training mode. RoundFailedError: a round with requests of
+                this call failed twice. RequestFailedError, after all others finish: a request's tokenizer or the user's
+                code in it raised. Exception: of a signal handler (an alarm) or another thread.
         """
         done = dict(self.generate_iter(prompts, params))
         return [done[i] for i in sorted(done)]
 
     def generate_iter(self, prompts: Prompts, params: Params = None) -> Iterator[tuple[int, Completion]]:
         """As `generate`, but yield (index, Completion) as each finishes."""
-        with closing(self.stream(prompts, params)) as stream:
-            for update in stream:
-                if update.completion is not None:
-                    yield update.index, update.completion
+        yield from completed(self.stream(prompts, params))
 
     def stream(self, prompts: Prompts, params: Params = None) -> Stream:
         """As `generate`, but yield every round's new tokens and text. Closing the iterator, on any thread, aborts the
-        rest. Raises InvalidInputError, ClosedModelError and ModelChangedError here, others from the iterator."""
+        rest. Bad input and a closed or changed model raise here, others from the iterator."""
+        return self._stream(submissions, prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
+
+    def score(self, prompts: Prompts, completions: Prompts, *, logprobs: int = 0) -> list[Score]:
+        """Log-probabilities of given completions, in one batch; prompts' common beginnings are read once.
+
+        prompts: as for `generate`, one for each completion, or one. completions: texts (tokenised without special
+        tokens) or ids. logprobs: alternatives of each token. Raises as `generate`."""
+        asked = self._stream(to_be_scored, prompts, completions, logprobs, self.tokenizer, self.device)
+        return scores(completed(asked))
+
+    def _stream(self, make: Callable[..., list[Submission]], *given: Any) -> Stream:
         self._shared.check_open()
         check = self._live.begin_check()
         with interrupts_as_they_are():
-            requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
+            requests = make(*given)
             check_each(requests, lambda request: self.engine.check(request.token_ids, request.params))
         return Stream(self._shared, requests, check=check)
 
@@ -301,13 +303,12 @@ class SpeculativeModel:
     def refresh(self) -> float:
         """Check a model whose weight values were changed in place: test it again and return its `self_test_error`.
 
-        Generation uses new values at once. A draft head keeps its copies of old weights (of the output embedding): that
-        costs acceptance, and changes no token.
+        Generation uses new values at once. A draft head keeps its copies of old weights: that costs acceptance alone.
 
         Raises:
-            ModelChangedError: more than values has changed (dtype, device, modules, vocabulary, mode; with CUDA graphs
-                also addresses): wrap the model again. UnsupportedModelError: the self-test failed. InvalidInputError:
-                requests run on the old weights, or this process has one share of the weights.
+            ModelChangedError: more than values has changed (with CUDA graphs also addresses): wrap the model again.
+            UnsupportedModelError: the self-test failed. InvalidInputError: requests run on the old weights, or this
+                process has one share of the weights.
         """
         self.group.check_whole("refresh()", "save new weights and load them again")
         with self._shared.between_rounds() as idle:
@@ -321,8 +322,7 @@ class SpeculativeModel:
 
     @own_torch_state()
     def own_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[T, V]: logits of the model's own forward after each of these tokens, without cache and head; on all ranks.
-        Raises InvalidInputError: no tokens, no integers, or an id outside the vocabulary; RanksLostError."""
+        """[T, V]: logits of the model's own forward after each of these tokens, without cache and head."""
         self._shared.check_open()
         ids = ids_within(token_ids, self.target.num_embeddings, "own_logits")
         with self._shared.between_rounds():
@@ -362,16 +362,16 @@ class SpeculativeModel:
         return transfers_of(self)
 
     def describe(self) -> dict[str, Any]:
-        """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""
+        """Resolved facts of the model, head and engine."""
         self._shared.check_open()
         return facts_of(self)
 
     def close(self) -> None:
         """End all requests, free caches, graphs and other ranks' processes, and restore `hf_model`. Idempotent.
 
-        Unfinished requests raise ClosedModelError after their last update. Waits for a round or a forward on another
-        thread. `hf_model`, `tokenizer`, `config`, `engine_stats`, the self-test's results stay readable. If a GPU waits
-        for a lost rank, its memory stays until this process ends. Raises SpecdecError inside a round."""
+        Unfinished requests raise ClosedModelError after their last update, later calls at once. Waits for a round on
+        another thread. If a GPU waits for a lost rank, its memory stays until this process ends. Raises SpecdecError
+        inside a round."""
         self._shared.close()  # from here on every step can be done twice: an interrupted close() is called again
         self.group.close()
         device = self.device

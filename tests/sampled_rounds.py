@@ -21,7 +21,8 @@ from drafters.oracle import ChooseDraft, most_probable
 from specdec.acceptance.accept import SampledInputs, accept_sampled
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.draws import Filtered, Proposal, accept_drafts, draw_drafts, filter_rows
-from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors, draw, target_probs
+from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors
+from specdec.requests.target_probs import draw, target_probs
 from specdec.rounds.randomness import Role, request_key, uniforms
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.requests.sampling import draw
+from specdec.requests.target_probs import draw
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from drafters.vocab import scatter
 from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_greedy, accept_sampled
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.greedy_rows import accept_greedily, greedy_ids, place_drafts
-from specdec.requests.sampling import draw, target_probs
+from specdec.requests.target_probs import draw, target_probs
 from specdec.rounds.transfer import DeviceRound, DeviceSampling
 
 

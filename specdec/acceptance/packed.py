@@ -78,14 +78,14 @@ class PackedResult:
 class Outcome:
     """The round's one device-to-host read.
 
-    num_accepted [J]; tokens [J, n+1], valid up to num_accepted; drafts [J, n]. notes [J, n+1, W] of these tokens,
-    see `specdec.rounds.extras.RoundExtra.notes`; None where no row has any.
+    num_accepted [J]; tokens [J, n+1], valid up to num_accepted; drafts [J, n]. notes: what was read beside
+    them, see `specdec.rounds.extras.RoundExtra.notes`; none where no row has any.
     """
 
     num_accepted: np.ndarray
     tokens: np.ndarray
     drafts: np.ndarray
-    notes: np.ndarray | None = None
+    notes: tuple[np.ndarray, ...] = ()
 
 
 def unpack_outcome(packed: np.ndarray) -> Outcome:

@@ -11,6 +11,7 @@ import numpy as np
 from attention.cache.windowed import WindowedTables
 from specdec.config import EngineConfig
 from specdec.errors import CacheTooSmallError, InvalidInputError
+from specdec.requests.logprobs import MOST_ROW_BYTES
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import TextStream, Tokenizer, Vocabulary
@@ -68,6 +69,7 @@ class Admission:
                 "tensor_parallel_size > 1; give it to a model in one process"
             )
         limit = min(len(token_ids) + params.max_new_tokens, self.config.max_model_len)
+        self._check_rows(params, limit - len(token_ids))
         self.check_cache(len(token_ids), len(token_ids) if prompt_alone else limit)
         return limit
 
@@ -99,6 +101,16 @@ class Admission:
             eos_token_ids=() if params.ignore_eos else eos,
             times=Times(time.perf_counter()),
         )
+
+    def _check_rows(self, params: SamplingParams, new_tokens: int) -> None:
+        """Raises InvalidInputError: the logits and scores that it asks for are too large."""
+        asked = [name for name in ("return_logits", "return_scores") if getattr(params, name)]
+        size = 4 * self._target.vocab_size * new_tokens * len(asked)
+        if size > MOST_ROW_BYTES:
+            raise InvalidInputError(
+                f"{' and '.join(asked)} of {new_tokens} new tokens take {size / 2**30:.1f} GiB on the host; at most "
+                f"{MOST_ROW_BYTES / 2**30:.0f} GiB a request: lower max_new_tokens, or ask for logprobs"
+            )
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Raises InvalidInputError: no tokens, too many, or ids that are no text."""

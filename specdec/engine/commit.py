@@ -22,7 +22,8 @@ class Committed:
         rows: [J] RowTable rows. tokens: [J, n+1]; the first count[j] are committed.
         num_drafts, num_accepted, count: [J].
         at_eos, at_limit: [J] bool, why a row ends.
-        drafts: [J, n]. notes: [J, n+1, W] of the tokens, see `RoundExtra.notes`; None where no row has any.
+        drafts: [J, n]. notes: [J, n+1, W] told with the tokens, see `RoundExtra.notes`; None where no row has
+            any.
     """
 
     verified: Verified
@@ -88,7 +89,8 @@ def commit(
     if head_has_read:
         table.head_computed[schedule.rows] = table.computed[schedule.rows]
     for columns, extra in zip(table.extras, target.extras, strict=True):
-        columns.commit(table, schedule.rows, extra)
+        if not columns.idle:
+            columns.commit(table, schedule.rows, extra, outcome.notes)
     return Committed(
         verified=Verified(target.query_start_loc, schedule.rows, schedule.num_drafts, accepted),
         rows=rows,
@@ -99,5 +101,5 @@ def commit(
         at_eos=at_eos,
         at_limit=length + count >= limit,
         drafts=outcome.drafts,
-        notes=outcome.notes,
+        notes=outcome.notes[0] if outcome.notes else None,
     )

@@ -1,4 +1,4 @@
-"""Deadlines: when requests with a time limit are to end."""
+"""Deadlines: which requests are to end with the tokens that they have: by their time limit, or cancelled."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from math import inf
 
-from specdec.requests.request import Request, Update
+from specdec.requests.request import FinishReason, Request, Update
 
 
 class Deadlines:
-    """When requests with `SamplingParams.max_time` end.
+    """When requests with `SamplingParams.max_time` end, and which are cancelled.
 
-    moments: (time.perf_counter seconds, request id), soonest first.
+    moments: (time.perf_counter seconds, request id), soonest first. cancelled: ids.
     """
 
     def __init__(self) -> None:
         self.moments: list[tuple[float, int]] = []
         self._of: dict[int, float] = {}
+        self.cancelled: set[int] = set()
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """End these with the next round, also one that runs now; may be called on any thread."""
+        self.cancelled.update(request_ids)
 
     def add(self, request: Request) -> None:
         """Note a request, or that its time of submission is another; nothing where it has no limit."""
@@ -29,23 +34,25 @@ class Deadlines:
 
     def discard(self, request_id: int) -> None:
         """Forget a request that has ended. Its place is searched for, however many wait."""
+        self.cancelled.discard(request_id)
         moment = self._of.pop(request_id, None)
         if moment is not None:
             del self.moments[bisect_left(self.moments, (moment, request_id))]
 
     def updates(self, now: float, requests: Mapping[int, Request], others: Sequence[Update]) -> list[Update]:
-        """End those of these requests, by id, whose time is over, waiting or running.
+        """End those of these requests, by id, whose time is over or that are cancelled, waiting or running.
 
         They are named until they are gone: a round that is run again after an interrupt names them again. A request
         that leaves for another engine goes on there.
 
-        There must be moments. others: updates of the same round; requests that they end are left out.
+        others: updates of the same round; requests that they end are left out.
         """
-        if self.moments[0][0] > now:
-            return []
-        due = bisect_right(self.moments, (now, self.moments[-1][1]))
+        due = bisect_right(self.moments, (now, inf))
         alive = [moment for moment in self.moments[:due] if moment[1] in requests]
         self.moments = [*alive, *self.moments[due:]]
+        ends: dict[int, FinishReason] = {i: "timeout" for _, i in alive}
+        self.cancelled.intersection_update(requests)
+        ends |= dict.fromkeys(sorted(self.cancelled), "cancelled")
         found = {update.request_id: update for update in others}
-        over = [requests[i] for _, i in alive if not (i in found and found[i].last) and not requests[i].leaves]
-        return [r.timed_out(now, found[r.id].progress if r.id in found else r.progress) for r in over]
+        over = [requests[i] for i in ends if not (i in found and found[i].last) and not requests[i].leaves]
+        return [r.end_early(ends[r.id], now, found[r.id].progress if r.id in found else r.progress) for r in over]

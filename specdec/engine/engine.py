@@ -53,7 +53,7 @@ class Engine:
             the next step.
         drafter: head and draft loop; None without a head. next_id: of the next request; ids count up.
         admission: checks requests before they are queued. change: guards every change of rows, pages or the queue.
-        table, scheduler: rows and pages of the running requests; rebuilt after an interrupt.
+        table, scheduler: rows and pages of the running requests; rebuilt after an interrupt. deadlines: early ends.
         guests: moves requests between engines with their keys and values; None where all begin and end here.
     """
 
@@ -78,7 +78,7 @@ class Engine:
         self._queue_verification = target.hf_model.device.type == "cuda"
         self._counters = Counters(self.executor.transfers)
         self._requests: dict[int, Request] = {}
-        self._deadlines = Deadlines()
+        self.deadlines = Deadlines()
         self.next_id = 0
         if versions is None and config.enable_prefix_caching:
             captured = not isinstance(self.executor, EagerExecutor)
@@ -197,7 +197,7 @@ class Engine:
         with self.change:
             self._requests[request.id] = request
             request.turn = request.id
-            self._deadlines.add(request)
+            self.deadlines.add(request)
             self.scheduler.waiting.append(request)
         return request.id
 
@@ -216,7 +216,7 @@ class Engine:
         for request_id in request_ids:
             request = self._requests[request_id]
             request.times.submitted -= seconds
-            self._deadlines.add(request)
+            self.deadlines.add(request)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """See `Admission.check`."""
@@ -245,7 +245,7 @@ class Engine:
             for request_id in request_ids:
                 request = self._requests.pop(request_id, None)
                 if request is not None:
-                    self._deadlines.discard(request_id)
+                    self.deadlines.discard(request_id)
                     self.scheduler.remove(request)
             if not self.scheduler.running:  # no request is left in the launched round
                 self.inflight = self._following = None
@@ -366,8 +366,8 @@ class Engine:
         if refused:
             updates += [Update(r.id, [], "", error=request_failed(e, "its parameters")) for r, e in refused]
             refused.clear()
-        if self._deadlines.moments:
-            updates += self._deadlines.updates(now, self._requests, updates)
+        if self.deadlines.moments or self.deadlines.cancelled:
+            updates += self.deadlines.updates(now, self._requests, updates)
         self.reported = [*self._kept, *updates]
         for request in self._note(updates):
             self.scheduler.remove(request)
@@ -381,7 +381,7 @@ class Engine:
             request = self._requests.get(update.request_id)
             if request is not None and update.last:
                 ended.append(self._requests.pop(request.id))
-                self._deadlines.discard(request.id)
+                self.deadlines.discard(request.id)
             elif request is not None:
                 request.progress = update.progress
         return ended

@@ -100,13 +100,14 @@ class Prefixes:
         """The cached pages for a waiting request that reads `prefill` tokens before it decodes."""
         if not request.params.cache_prefix:
             return NOTHING
-        tokens, drafts = request.committed[:prefill], self._drafts(request.num_drafts)
+        tokens, drafts = request.committed[: min(prefill, request.shareable)], self._drafts(request.num_drafts)
         return self.cache.find(tokens, drafts, request.variant)
 
     def worth_waiting(self, request: Request, prefill: int, found: Found) -> bool:
         """Whether a row is computing pages now that this request could use, beyond those found."""
         if not self.owing or not request.params.cache_prefix:
             return False
+        prefill = min(prefill, request.shareable)
         drafts, tokens, rows = self._drafts(request.num_drafts), request.committed[:prefill], self._table
         taken = len(found.pages)
         begin, end = taken * self.cache.page_size, (taken + 1) * self.cache.page_size

@@ -202,9 +202,11 @@ class Scheduler:
         if drafts.all():
             return Schedule(rows, pending, drafts)
         budget = prefill_budget(self._config, int((pending + drafts)[~prefilling].sum()))
+        read: list[tuple[int, int]] = []
         for i in np.flatnonzero(prefilling):
-            pending[i] = min(int(pending[i]), budget)
+            pending[i] = table.chunk(int(rows[i]), min(int(pending[i]), budget), read)
             budget -= int(pending[i])
+            read.append((int(rows[i]), int(pending[i])))
         order = np.argsort(drafts == 0, kind="stable")
         order = order[pending[order] > 0]
         return Schedule(rows[order], pending[order], drafts[order])
@@ -266,10 +268,11 @@ class Scheduler:
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:
         """Open rows for waiting requests while rows, tokens and pages last."""
-        reads = int(schedule.num_new[self._table.prefilling(schedule.rows)].sum())
+        prefilling = self._table.prefilling(schedule.rows)
+        read = [*zip(schedule.rows[prefilling].tolist(), schedule.num_new[prefilling].tolist(), strict=True)]
+        reads = sum(chunk for _, chunk in read)
         budget = prefill_budget(self._config, schedule.num_tokens - reads) - reads
-        rows: list[int] = []
-        chunks: list[int] = []
+        admitted: list[tuple[int, int]] = []
         later: list[Request] = []
         promised = np.zeros(1 + len(self.windowed_pages), np.int64)
         while self.waiting and budget > 0 and self._table.num_free and len(later) < self._config.max_num_seqs:
@@ -295,17 +298,16 @@ class Scheduler:
                 promised -= own
                 self.refused.append((request, fault))
                 continue
-            rows.append(request.row)
-            chunks.append(min(int(self._table.pending(np.array([request.row]))[0]), budget))
-            budget -= chunks[-1]
+            pending = min(int(self._table.pending(np.array([request.row]))[0]), budget)
+            admitted.append((request.row, self._table.chunk(request.row, pending, [*read, *admitted])))
+            budget -= admitted[-1][1]
         self.waiting.extendleft(reversed(later))
-        admitted, lens = np.array(rows, np.int64), np.array(chunks, np.int64)
-        self.reserve(admitted, self._table.computed[admitted] + lens, False)
-        no_drafts = np.zeros(len(rows), np.int64)
+        rows, lens = np.array([each for each in admitted if each[1]], np.int64).reshape(-1, 2).T
+        self.reserve(rows, self._table.computed[rows] + lens, False)
         return Schedule(
-            np.concatenate([schedule.rows, admitted]),
+            np.concatenate([schedule.rows, rows]),
             np.concatenate([schedule.num_new, lens]),
-            np.concatenate([schedule.num_drafts, no_drafts]),
+            np.concatenate([schedule.num_drafts, np.zeros_like(rows)]),
             schedule.num_arrived,
         )
 

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -199,6 +199,12 @@ class SharedEngine:
                 self._lead(None, me)
         finally:
             self._pass_on()
+
+    def cancel(self, call: Call, indices: Collection[int]) -> None:
+        """End these requests of a call, which are reported once more. Never waits, as `abandon`."""
+        engine = self._open_engine
+        if engine is not None:
+            engine.deadlines.cancel([request_id for request_id, i in list(call.places.items()) if i in indices])
 
     def abandon(self, call: Call) -> None:
         """End a call's remaining requests: at once, or after the running round.

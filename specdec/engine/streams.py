@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -73,6 +74,16 @@ class Stream(Iterator[StreamUpdate]):
             self.close()
             raise
 
+    def cancel(self, *indices: int) -> None:
+        """End these completions of the call, by their places in it, or all: each is reported with the tokens that it
+        has, finish reason "cancelled". On any thread; nothing where they have ended."""
+        if self._requests is not None:
+            requests, self._requests = self._requests, None
+            self._call = self._shared.submit(requests, self._check)
+        call = self._call
+        if call is not None:
+            self._shared.cancel(call, indices or tuple(call.places.values()))
+
     def _raise_errors(self) -> NoReturn:
         first, *more = self._errors
         self._errors = []
@@ -92,3 +103,11 @@ class Stream(Iterator[StreamUpdate]):
                 self.close()
         except AttributeError:  # __init__ did not come to its end, or `sys` is None itself
             return
+
+
+def completed(stream: Stream) -> Iterator[tuple[int, Completion]]:
+    """(index, Completion) of each as it finishes; closes the stream at its end."""
+    with closing(stream):
+        for update in stream:
+            if update.completion is not None:
+                yield update.index, update.completion

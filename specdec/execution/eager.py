@@ -70,7 +70,8 @@ class EagerExecutor:
         if draft is not None and self.target.group.size > 1:
             self.target.group.share(draft.token_ids)
         output = self.target.forward(fill_drafts(device, draft), planned, device.logits_indices)
-        logits, extras, notes = output.logits, round_.target.extras, None
+        logits, extras = output.logits, round_.target.extras
+        notes: tuple[torch.Tensor, ...] = ()
         if self._adjusting:
             logits = adjusted(self._adjusting, logits, device)
         if any(extras):

@@ -143,7 +143,9 @@ class RaggedTarget:
         return sum(each.graph.num_graphs for each in self._graphs.values())
 
     def _index_bucket(self, rows: int) -> int:
-        """The logits indices of the graphs that serve so many."""
+        """The logits indices of the graphs that serve so many: beyond what is decided, a power of two."""
+        if rows > self._most_indices:
+            return power_of_two(rows)
         return self._few_indices if rows <= self._few_indices else self._most_indices
 
     def _graph(self, tokens: int, indices: int) -> _TargetGraph:
@@ -232,7 +234,8 @@ class RaggedPrefill:
         graph = self._graph(token_bucket(count, self._most_tokens))
         ids, last_row = graph.inputs.token_ids, graph.inputs.last_row
         ids[:count].copy_(ahead.token_ids)
-        ids.index_copy_(0, logits_indices, result.tokens.reshape(-1).index_select(0, ahead.token_sources))
+        decided = logits_indices[: len(ahead.token_sources)]
+        ids.index_copy_(0, decided, result.tokens.reshape(-1).index_select(0, ahead.token_sources))
         accepted = torch.cat([result.num_accepted, result.num_accepted.new_zeros(1)])
         accepted = accepted.index_select(0, ahead.decided_place)
         torch.add(ahead.last_row, accepted, out=last_row[:rows])

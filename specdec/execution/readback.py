@@ -25,7 +25,7 @@ class Readback:
     host: torch.Tensor
     copied: torch.cuda.Event | None
     group: Group = ALONE
-    notes: torch.Tensor | None = None
+    notes: tuple[torch.Tensor, ...] = ()
 
     def wait(self) -> np.ndarray:
         """Wait, and return a copy of the tensor. Launches after the verification continue meanwhile.
@@ -62,7 +62,7 @@ class HostReads:
         self.before_read: Callable[[PackedResult, torch.Tensor], None] | None = None
         self.after_read: Callable[[Outcome, np.ndarray], Outcome] | None = None
 
-    def start(self, result: PackedResult, num_drafts: torch.Tensor, notes: torch.Tensor | None = None) -> Readback:
+    def start(self, result: PackedResult, num_drafts: torch.Tensor, notes: tuple[torch.Tensor, ...] = ()) -> Readback:
         """Queue the copy after all launches so far.
 
         Args:
@@ -79,12 +79,11 @@ class HostReads:
         self._started += 1
         host = self._pinned[slot][: packed.numel()].view(packed.shape)
         host.copy_(packed, non_blocking=True)
-        own = None
-        if notes is not None:
-            own = torch.empty(notes.shape, dtype=notes.dtype, pin_memory=True)  # of a cache of torch's
-            own.copy_(notes, non_blocking=True)
+        own = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in notes]  # of a cache of torch's
+        for there, each in zip(own, notes, strict=True):
+            there.copy_(each, non_blocking=True)
         self._events[slot].record()
-        return Readback(host, self._events[slot], self._group, own)
+        return Readback(host, self._events[slot], self._group, tuple(own))
 
     def finish(self, read: Readback, num_drafts: np.ndarray) -> Outcome:
         """Wait for a read of rows with num_drafts [J] drafts.
@@ -94,8 +93,8 @@ class HostReads:
             RanksLostError: another process of the group is lost.
         """
         outcome = unpack_outcome(read.wait())
-        if read.notes is not None:
-            outcome = replace(outcome, notes=read.notes.numpy())
+        if read.notes:
+            outcome = replace(outcome, notes=tuple([each.numpy() for each in read.notes]))
         if self.after_read is None:
             return outcome
         counts = self.after_read(outcome, num_drafts)

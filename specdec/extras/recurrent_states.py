@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,7 +75,9 @@ class FoldedTokens(ExtraColumns):
             index.validate(schedule.num_new + schedule.num_drafts, self._rule)
         return index
 
-    def commit(self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None) -> None:
+    def commit(
+        self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None, notes: Sequence[np.ndarray]
+    ) -> None:
         assert isinstance(committed, StateIndex)
         self.folded[rows] = folded_after(committed.start, committed.num_new, self.folded[rows])
 

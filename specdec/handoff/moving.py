@@ -107,8 +107,11 @@ class MovingRequests(Guests):
                 f"{', '.join(request.params.user_code)}: code of the caller's does not move to another engine; "
                 "generate such requests where they are submitted"
             )
-        if request.params.logprobs is not None:
-            raise HandoffMismatchError("logprobs: the first token's do not move to another engine; leave them out")
+        if request.params.told:
+            raise HandoffMismatchError(
+                f"{', '.join(request.params.told)}: what the first round tells does not move to another engine; leave "
+                "them out"
+            )
         return self._engine.admission.check(request.token_ids, request.params, prompt_alone=True)
 
     def check_moved(self, moved: MovedRequest) -> None:

@@ -38,7 +38,7 @@ from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import loading_thread
 from specdec.logits.extra import ChangedLogits
-from specdec.logits.logprobs import Logprobs
+from specdec.logits.logprobs import Logprobs, prompt_rows
 from specdec.options import LoadOptions
 from specdec.rounds.buckets import loop_limits
 from specdec.rounds.extras import RoundExtra
@@ -153,7 +153,7 @@ def _sized(
     cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
     tokens, *others = group.least([cache.tokens, *cache.windowed])  # their schedules must be the same
     cache = Division(tokens, tuple(others))
-    extras += (*long_rope_extras(probed.model, longest), ChangedLogits(), Logprobs())
+    extras += (*long_rope_extras(probed.model, longest), ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
     config = _config(rows, cache, sizes, extras, options)
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))

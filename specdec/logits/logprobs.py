@@ -1,10 +1,10 @@
-"""Logprobs: the extra of requests that ask for log-probabilities of their tokens."""
+"""Logprobs: the extra of requests that are told more than tokens: log-probabilities, also of the prompt, whole rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -13,55 +13,132 @@ from attention.batch.host import BatchExtra
 from attention.checking import require
 from specdec.logits.extra import filters_of
 from specdec.logits.processing import on_device
-from specdec.requests.logprobs import COLUMNS
-from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors, target_probs
+from specdec.requests.logprobs import PromptLogprobs, TokenRows, of_notes
+from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors
+from specdec.requests.target_probs import target_probs, warped
 from specdec.rounds.extras import Decision, RoundExtra
 from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
+
+MOST_PROMPT_ROWS = 512
+"""Rows of logits of prompts in one round, of a small vocabulary."""
+PROMPT_ROW_BYTES = 2**27
+"""The same rows in float32: 256 of a vocabulary of 128,000. What is made of them takes three times as much at most."""
+
+
+def prompt_rows(vocab_size: int) -> int:
+    """How many prompt tokens a round tells the log-probabilities of.
+
+    >>> prompt_rows(128_256), prompt_rows(1000), prompt_rows(10**9)
+    (261, 512, 1)
+    """
+    return max(1, min(MOST_PROMPT_ROWS, PROMPT_ROW_BYTES // (4 * vocab_size)))
+
+
+class PromptPart(NamedTuple):
+    """Prompt tokens of one request, told in one round. places: their positions."""
+
+    asked: PromptLogprobs
+    places: range
+
+
+class WholeRows(NamedTuple):
+    """One of the decided rows, whose request asks for whole rows [V]: of the model's own logits, or of the scores.
+
+    place: among the J. position: of its first new token.
+    """
+
+    told: TokenRows
+    params: SamplingParams
+    place: int
+    position: int
+    own: bool
 
 
 @dataclass(frozen=True)
 class AskingRows:
-    """The decided rows of a round whose requests ask for log-probabilities, on the host.
+    """The rows of a round whose requests are told something beside their tokens, on the host.
 
     Attributes:
-        params: [m] of these requests. places: [m] int64 where they are among the J decided rows.
+        params: [m] of those that ask for log-probabilities of new tokens. places: [m] int64 where they are among the J
+            decided rows.
+        whole: those that ask for whole rows.
+        prompts: those that ask for their prompt's, of N tokens in all; next_tokens: [N] int64 these tokens.
+        more_logits: [N] int64 rows of the batch that these follow from, see `NeedsLogits`.
     """
 
     params: tuple[SamplingParams, ...]
     places: np.ndarray
+    whole: tuple[WholeRows, ...]
+    prompts: tuple[PromptPart, ...]
+    next_tokens: np.ndarray
+    more_logits: np.ndarray
     what: ClassVar[str] = "log-probabilities"
 
     def validate(self, query_lens: np.ndarray) -> None:
         """See `BatchExtra.validate`."""
         require(len(self.params) == len(self.places) <= len(query_lens), "log-probabilities of other rows")
+        require(len(self.more_logits) == len(self.next_tokens), "log-probabilities of other prompt tokens")
+        require(bool((self.more_logits < query_lens.sum()).all()), "log-probabilities of tokens of no row")
 
 
 @dataclass(frozen=True)
 class Logprobs(RoundExtra):
-    """The extra. Rounds without such requests run no other operators; those with them one more launch a round, after
-    the decision, however the round itself runs."""
+    """The extra. Rounds without such requests run no other operators; those with them a few more after the decision,
+    however the round itself runs.
+
+    most_prompt_rows: see `prompt_rows`.
+    """
+
+    most_prompt_rows: int = MOST_PROMPT_ROWS
 
     def columns(self, max_rows: int) -> AskingColumns:
         """See `RoundExtra.columns`."""
-        return AskingColumns(max_rows)
+        return AskingColumns(max_rows, self.most_prompt_rows)
 
-    def notes(self, own: BatchExtra, decision: Decision) -> torch.Tensor:
-        """See `RoundExtra.notes`: columns as `specdec.requests.logprobs.of_notes` reads them.
+    def notes(self, own: BatchExtra, decision: Decision) -> tuple[torch.Tensor, ...]:
+        """See `RoundExtra.notes`: of new tokens [J, n+1, W] and of prompt tokens [N, W'], columns as `of_notes` reads
+        them, and whole rows [m, n+1, V].
 
-        Takes [m·(n+1), V] float32 a few times over.
+        Takes [m·(n+1), V] and [N, V] float32 a few times over.
         """
         assert isinstance(own, AskingRows)
-        device, (rows, width) = decision.logits.device, decision.index.shape
-        places = on_device(own.places, device)
-        at, tokens = decision.index[places].reshape(-1), decision.tokens[places].reshape(-1, 1)
-        found = _log_probabilities(own.params, decision, at, width)
-        most = min(found.shape[1], max(params.logprobs or 0 for params in own.params))
-        value = found.gather(1, tokens)
-        rank = (found > value).sum(1, keepdim=True)
-        top = found.topk(most, dim=1)
-        told = torch.cat([value, rank.float(), top.indices.float(), top.values], 1)
-        notes = torch.zeros(rows, width, COLUMNS + 2 * most, device=device)
-        return notes.index_copy_(0, places, told.view(len(places), width, -1))
+        rows, width = decision.index.shape
+        tokens, prompts = decision.logits.new_zeros(rows, width, 0, dtype=torch.float32), []
+        if own.params:
+            tokens = _of_tokens(own, decision)
+        if own.prompts:
+            targets = on_device(own.next_tokens, decision.logits.device)[:, None]
+            found = decision.logits[-len(targets) :].float().log_softmax(1)
+            prompts = [_described(found, targets, max(part.asked.count for part in own.prompts))]
+        whole = [_whole_row(each, decision) for each in own.whole]
+        return (tokens, *prompts, *([torch.stack(whole)] if whole else []))
+
+
+def _of_tokens(own: AskingRows, decision: Decision) -> torch.Tensor:
+    """[J, n+1, W], 0 of rows that do not ask."""
+    (rows, width), device = decision.index.shape, decision.logits.device
+    places = on_device(own.places, device)
+    at, tokens = decision.index[places].reshape(-1), decision.tokens[places].reshape(-1, 1)
+    most = max(params.logprobs or 0 for params in own.params)
+    told = _described(_log_probabilities(own.params, decision, at, width), tokens, most)
+    notes = torch.zeros(rows, width, told.shape[1], device=device)
+    return notes.index_copy_(0, places, told.view(len(places), width, -1))
+
+
+def _described(found: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
+    """[r, W] as `of_notes` reads them. found: [r, V] log-probabilities; tokens: [r, 1]; most: alternatives."""
+    value, top = found.gather(1, tokens), found.topk(min(most, found.shape[1]), dim=1)
+    rank = (found > value).sum(1, keepdim=True)
+    return torch.cat([value, rank.float(), top.indices.float(), top.values], 1)
+
+
+def _whole_row(own: WholeRows, decision: Decision) -> torch.Tensor:
+    """[n+1, V] float32."""
+    at = decision.index[own.place]
+    if own.own:
+        return decision.logits[at].float()
+    scores = decision.adjusted[at].float()
+    return scores if own.params.greedy else warped(scores, _tensors([own.params] * len(at), at.device))
 
 
 def _log_probabilities(
@@ -80,23 +157,29 @@ def _log_probabilities(
 
 def _of_distribution(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Log-probabilities of what a request samples from; of a greedy one, which has no temperature, of its logits."""
-    values = SamplingArrays.of(params)
-    names = ("temperature", "top_k", "top_p", "min_p")
-    tensors = SamplingTensors(values.filters, *(on_device(getattr(values, name), logits.device) for name in names))
+    tensors = _tensors(params, logits.device)
     greedy = tensors.temperature == 0
     return torch.where(greedy[:, None], logits.log_softmax(1), target_probs(logits, tensors).log())
 
 
-class AskingColumns(ExtraColumns):
-    """The requests of rows that ask for log-probabilities."""
+def _tensors(params: Sequence[SamplingParams], device: torch.device) -> SamplingTensors:
+    """One row of parameters each."""
+    values = SamplingArrays.of(params)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return SamplingTensors(values.filters, *(on_device(getattr(values, name), device) for name in names))
 
-    def __init__(self, max_rows: int) -> None:
+
+class AskingColumns(ExtraColumns):
+    """The requests of rows that are told something beside their tokens."""
+
+    def __init__(self, max_rows: int, most_prompt_rows: int = MOST_PROMPT_ROWS) -> None:
         self._params: list[SamplingParams | None] = [None] * max_rows
+        self._most = most_prompt_rows
         self.idle = True
 
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
         """See `ExtraColumns.open`."""
-        asks = params.logprobs is not None
+        asks = bool(params.told)
         if asks and filters_of(params) is not None:  # they have been applied
             params = replace(params, top_k=0, top_p=1.0, min_p=0.0)
         self._params[row] = params if asks else None
@@ -106,10 +189,17 @@ class AskingColumns(ExtraColumns):
         """See `ExtraColumns.close`."""
         self._params[row] = None
 
+    def chunk(self, table: RowTable, row: int, count: int, others: Sequence[tuple[int, int]]) -> int:
+        """See `ExtraColumns.chunk`: at most so many tokens of prompts are told in one round."""
+        _, asked = self._prompt_part(table, row, count)
+        free = self._most - sum(len(self._prompt_part(table, *other)[1]) for other in others)
+        return count if len(asked) <= free else asked[0] - int(table.computed[row]) + free
+
     def scheduled(self, table: RowTable, schedule: Schedule) -> AskingRows | None:
         """See `ExtraColumns.scheduled`."""
-        decided = table.computed[schedule.rows] + schedule.num_new == table.length[schedule.rows]
-        return self._asking(schedule.rows[decided])
+        bonus = table.computed[schedule.rows] + schedule.num_new
+        decided = np.flatnonzero(bonus == table.length[schedule.rows])
+        return self._asking(table, schedule, decided, bonus)
 
     def after(
         self,
@@ -121,10 +211,65 @@ class AskingColumns(ExtraColumns):
         tokens: np.ndarray | None,
     ) -> AskingRows | None:
         """See `ExtraColumns.after`."""
-        return None if last is None else self._asking(schedule.rows)
+        return None if last is None else self._asking(table, schedule, np.arange(len(start)), start + schedule.num_new)
 
-    def _asking(self, rows: np.ndarray) -> AskingRows | None:
-        asking = [(j, own) for j, row in enumerate(rows) if (own := self._params[row]) is not None]
+    def commit(
+        self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None, notes: Sequence[np.ndarray]
+    ) -> None:
+        """See `ExtraColumns.commit`."""
+        if not isinstance(committed, AskingRows) or not notes:
+            return
+        _, *others = notes
+        if committed.prompts:
+            each = zip(others.pop(0), committed.next_tokens.tolist(), strict=True)
+            for part in committed.prompts:
+                for position in part.places:
+                    found, token = next(each)
+                    part.asked.tell(position, of_notes(token, found, part.asked.count))
+        for whole, found in zip(committed.whole, others[0] if others else (), strict=True):
+            whole.told.tell(whole.position, found)
+
+    def _prompt_part(self, table: RowTable, row: int, count: int) -> tuple[PromptLogprobs | None, range]:
+        """Of the next `count` tokens of a row those whose logits its request needs: their positions."""
+        params = self._params[row]
+        if params is None or not isinstance(params.prompt_logprobs, PromptLogprobs):
+            return None, range(0)
+        asked, first = params.prompt_logprobs, int(table.computed[row])
+        return asked, range(max(first, asked.next_row), min(first + count, int(table.prompt[row]) - 1))
+
+    def _asking(
+        self, table: RowTable, schedule: Schedule, decided: np.ndarray, positions: np.ndarray
+    ) -> AskingRows | None:
+        """decided: [J] places of the decided rows in the batch; positions: [B] of each row's first new token."""
+        asking = [(i, own) for i, row in enumerate(schedule.rows) if (own := self._params[row]) is not None]
         if not asking:
             return None
-        return AskingRows(tuple(own for _, own in asking), np.array([j for j, _ in asking], np.int64))
+        places = {int(i): j for j, i in enumerate(decided)}
+        logprobs = [(own, places[i]) for i, own in asking if i in places and own.logprobs is not None]
+        whole = tuple(
+            WholeRows(told, own, places[i], int(positions[i]), name == "return_logits")
+            for i, own in asking
+            for name in ("return_logits", "return_scores")
+            if i in places and isinstance(told := getattr(own, name), TokenRows)
+        )
+        prompts, more, next_tokens = self._prompts(table, schedule, [i for i, _ in asking])
+        if not (logprobs or whole or prompts):
+            return None
+        rows = np.array([place for _, place in logprobs], np.int64)
+        return AskingRows(tuple(own for own, _ in logprobs), rows, whole, prompts, next_tokens, more)
+
+    def _prompts(
+        self, table: RowTable, schedule: Schedule, asking: Sequence[int]
+    ) -> tuple[tuple[PromptPart, ...], np.ndarray, np.ndarray]:
+        """What of prompts is told; [N] rows of the batch, [N] tokens after them. asking: places in the batch."""
+        starts = np.cumsum(schedule.num_new + schedule.num_drafts) - schedule.num_new - schedule.num_drafts
+        parts, none = list[PromptPart](), np.zeros(0, np.int64)
+        more, following = [none], [none]
+        for i in asking:
+            row = int(schedule.rows[i])
+            asked, needed = self._prompt_part(table, row, int(schedule.num_new[i]))
+            if asked is not None and needed:
+                parts.append(PromptPart(asked, range(needed.start + 1, needed.stop + 1)))
+                more.append(starts[i] + np.arange(needed.start, needed.stop) - table.computed[row])
+                following.append(table.tokens[row, needed.start + 1 : needed.stop + 1].astype(np.int64))
+        return tuple(parts), np.concatenate(more), np.concatenate(following)

@@ -146,9 +146,9 @@ def _copy(found: RanksLostError, cause: Exception) -> SpecdecError:
 
 
 def _by_text(update: Update) -> bool:
-    """Whether a request ended by something only rank 0 sees: its text, an error in it, or the time."""
+    """Whether a request ended by something only rank 0 sees: its text, an error in it, the time, its caller."""
     done = update.completion
-    return update.error is not None or (done is not None and done.finish_reason in ("stop", "timeout"))
+    return update.error is not None or (done is not None and done.finish_reason in ("stop", "timeout", "cancelled"))
 
 
 def named_function(name: str) -> Any:

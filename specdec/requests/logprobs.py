@@ -11,6 +11,8 @@ MOST_LOGPROBS = 1024
 """Alternatives of a token that a request may ask for."""
 COLUMNS = 2
 """Of the notes of a token before its alternatives: see `of_notes`."""
+MOST_ROW_BYTES = 2**31
+"""Rows of logits and scores that one request may ask for, on the host."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -25,6 +27,49 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+
+
+class PromptLogprobs:
+    """Log-probabilities of one request's prompt tokens, as its rounds tell them: in order, some perhaps once more.
+
+    Attributes:
+        count: alternatives of each. start: the first position asked for, at least 1: nothing stands before the first.
+        told: those so far, of the positions from `start` on.
+    """
+
+    def __init__(self, count: int, start: int) -> None:
+        self.count, self.start = count, max(start, 1)
+        self.told: list[TokenLogprobs] = []
+
+    @property
+    def next_row(self) -> int:
+        """The first position whose logits are still needed: those that the next token to be told follows from."""
+        return self.start + len(self.told) - 1
+
+    def tell(self, position: int, found: TokenLogprobs) -> None:
+        """Take those of the token at a position; ones that were told stay as they are."""
+        if position == self.start + len(self.told):
+            self.told.append(found)
+
+    def of_prompt(self, prompt_len: int) -> tuple[TokenLogprobs | None, ...]:
+        """One for each prompt token, None where nothing was told."""
+        before = min(self.start, prompt_len)
+        return (*(None,) * before, *self.told, *(None,) * (prompt_len - before - len(self.told)))
+
+
+class TokenRows:
+    """Whole rows [V] float32 of one request, by the position of the token that was decided by them."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, np.ndarray] = {}
+
+    def tell(self, position: int, rows: np.ndarray) -> None:
+        """Take those of some positions in a row: [n, V], of rejected drafts as well, which later rounds overwrite."""
+        self._rows |= dict(enumerate(rows, position))
+
+    def stacked(self, start: int, count: int) -> np.ndarray:
+        """[count, V] of the positions from `start` on."""
+        return np.stack([self._rows[start + i] for i in range(count)]) if count else np.zeros((0, 0), np.float32)
 
 
 def of_notes(token_id: int, notes: np.ndarray, count: int) -> TokenLogprobs:

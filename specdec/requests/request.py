@@ -8,13 +8,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from specdec.errors import SpecdecError
-from specdec.requests.logprobs import TokenLogprobs, of_notes
+from specdec.requests.logprobs import PromptLogprobs, TokenLogprobs, TokenRows, of_notes
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import AcceptanceStats, RequestStats, RoundRecord, pool
 from specdec.requests.text import TextStream
 from specdec.requests.user_code import RequestCriteria
 
-FinishReason = Literal["eos", "stop", "length", "timeout"]
+FinishReason = Literal["eos", "stop", "length", "timeout", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,14 @@ class Completion:
         token_ids: new tokens, the eos id or the token that completed a stop string included.
         prompt_token_ids: the prompt as the model read it.
         finish_reason: "eos" (an eos id), "stop" (a stop string, one of stop_token_ids or a stopping criterion),
-            "length" (a limit), "timeout" (max_time).
+            "length" (a limit), "timeout" (max_time), "cancelled" (`Stream.cancel`).
         stats: the request's rounds and times.
         drafts: draft ids of every recorded round, when SamplingParams.return_drafts was set.
         sample_index: which of the prompt's `SamplingParams.n` completions this is, from 0.
         logprobs: of each token, when SamplingParams.logprobs was set.
+        prompt_logprobs: of each prompt token, when SamplingParams.prompt_logprobs was set: None for the first one, for
+            those before prompt_logprobs_start, and for those that a request which ended early had not read.
+        logits, scores: [new tokens, V] float32, when return_logits or return_scores was set.
     """
 
     text: str
@@ -41,6 +44,9 @@ class Completion:
     drafts: tuple[tuple[int, ...], ...] | None = None
     sample_index: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    logits: np.ndarray | None = field(default=None, repr=False, compare=False)
+    scores: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     @property
     def pooled(self) -> AcceptanceStats:
@@ -147,6 +153,14 @@ class Request:
     leaves: bool = False
     turn: int = -1
 
+    @property
+    def shareable(self) -> int:
+        """Tokens of it that may be found in the prefix cache: positions whose logits it needs are read by itself."""
+        asked = self.params.prompt_logprobs
+        if isinstance(asked, PromptLogprobs) and asked.next_row < self.prompt_len - 1:
+            return asked.next_row + 1
+        return len(self.committed)
+
     def rewind(self) -> None:
         """Reset to the reported tokens, waiting; later tokens are generated again."""
         del self.new_tokens[self.progress.num_tokens :]
@@ -202,9 +216,9 @@ class Request:
         self.times.finished = now
         return self._last_update()
 
-    def timed_out(self, now: float, reported: Progress) -> Update:
+    def end_early(self, reason: FinishReason, now: float, reported: Progress) -> Update:
         """End it with the tokens that it has. reported: how much of it has been, with this round's updates."""
-        self.finish_reason, self.times.finished, self.progress = "timeout", now, reported
+        self.finish_reason, self.times.finished, self.progress = reason, now, reported
         if not self.times.admitted:
             self.times.admitted = now
         if not self.new_tokens:
@@ -257,6 +271,9 @@ class Request:
             not_drafted=self.params.not_drafted,
         )
         assert self.finish_reason is not None
+        params, count = self.params, len(self.new_tokens)
+        asked, rows = params.prompt_logprobs, (params.return_logits, params.return_scores)
+        logits, scores = (r.stacked(self.prompt_len, count) if isinstance(r, TokenRows) else None for r in rows)
         return Completion(
             text=text,
             token_ids=list(self.new_tokens),
@@ -265,5 +282,8 @@ class Request:
             stats=stats,
             drafts=tuple(self.drafts) if self.params.return_drafts else None,
             sample_index=self.sample_index,
-            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            logprobs=None if params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=asked.of_prompt(self.prompt_len) if isinstance(asked, PromptLogprobs) else None,
+            logits=logits,
+            scores=scores,
         )

@@ -1,4 +1,4 @@
-"""SamplingParams, and the target distribution they describe."""
+"""SamplingParams: how a request is sampled, and the same of several rows as arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attention.staging import A, array
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
 from specdec.logits.options import OFF, LogitsOptions
-from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode
+from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode, PromptLogprobs, TokenRows
 from specdec.requests.user_code import (
     Constrained,
     Criterion,
@@ -82,6 +82,13 @@ class SamplingParams(LogitsOptions):
             `Completion.logprobs`; 0: of the tokens alone.
         logprobs_mode: "raw": of the model's own logits; "processed": of the distribution that the token was drawn from,
             after all options, processors, temperature and filters (a greedy request has no temperature).
+        prompt_logprobs: the same of the prompt's tokens (raw), in `Completion.prompt_logprobs`; of n samples the first
+            one's alone. Their positions are read, not taken from the prefix cache, and a round computes the logits of
+            few of them at once (specdec/logits/logprobs.py), so that long prompts take more rounds.
+        prompt_logprobs_start: the first position asked for.
+        return_logits, return_scores: whole rows [V] of each new token, in `Completion`: the model's own logits; and
+            those after all options, processors, temperature and filters, as transformers' output_logits and
+            output_scores. They take 4 · V bytes a token, at most 2 GiB a request.
         max_time: seconds from its submission after which the request ends ("timeout"), waiting or running, with the
             tokens that it has; looked at once a round. None: as the model's own generation_config has it; infinity:
             no limit.
@@ -105,6 +112,10 @@ class SamplingParams(LogitsOptions):
     stopping_criteria: Sequence[Criterion] | RequestCriteria | None = None
     logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw"
+    prompt_logprobs: int | PromptLogprobs | None = None
+    prompt_logprobs_start: int = 0
+    return_logits: bool | TokenRows = False
+    return_scores: bool | TokenRows = False
     max_time: float | None = None
 
     def __post_init__(self) -> None:
@@ -120,9 +131,6 @@ class SamplingParams(LogitsOptions):
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "return_drafts": flag("return_drafts", self.return_drafts),
             "cache_prefix": flag("cache_prefix", self.cache_prefix),
-            "logprobs": None
-            if self.logprobs is None
-            else whole("logprobs", self.logprobs, 0, MOST_LOGPROBS, f"None or 0 to {MOST_LOGPROBS}"),
             "logprobs_mode": choice("logprobs_mode", self.logprobs_mode, ("raw", "processed")),
             "seed": None if seed is None else whole("seed", seed, *SEEDS, "None or a whole number of 64 bits"),
             "num_speculative_tokens": None
@@ -139,7 +147,7 @@ class SamplingParams(LogitsOptions):
             kept[name] = real(name, given, allowed)
             if not fits(kept[name]):
                 raise refuse(name, given, allowed)
-        kept |= self._checked_code()
+        kept |= self._checked_code() | self._checked_telling()
         for name, value in kept.items():
             object.__setattr__(self, name, value)  # frozen, but the checked values replace the given ones
         if self.n > 1 and self.greedy:
@@ -169,6 +177,27 @@ class SamplingParams(LogitsOptions):
                 raise refuse("max_time", self.max_time, "None or seconds, 0 or more")
         return found
 
+    def _checked_telling(self) -> dict[str, Any]:
+        """What is told of tokens. Raises InvalidInputError."""
+        allowed, found = f"None or 0 to {MOST_LOGPROBS}", dict[str, Any]()
+        for name in ("logprobs", "prompt_logprobs"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, PromptLogprobs):
+                found[name] = whole(name, given, 0, MOST_LOGPROBS, allowed)
+        start = self.prompt_logprobs_start
+        found["prompt_logprobs_start"] = whole("prompt_logprobs_start", start, 0, None, "0 or more, a whole number")
+        for name in ("return_logits", "return_scores"):
+            if not isinstance(getattr(self, name), TokenRows):
+                found[name] = flag(name, getattr(self, name))
+        return found
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """Names of the fields that ask for what is told of tokens beside them, which does not leave this process."""
+        asked = {"logprobs": self.logprobs is not None, "prompt_logprobs": self.prompt_logprobs is not None}
+        asked |= {"return_logits": bool(self.return_logits), "return_scores": bool(self.return_scores)}
+        return tuple(name for name, on in asked.items() if on)
+
     @property
     def user_code(self) -> tuple[str, ...]:
         """Names of the fields with code of the user's, which does not leave this process."""
@@ -196,7 +225,7 @@ class SamplingParams(LogitsOptions):
         return None
 
     def of_request(self, batch_id: int, device: torch.device) -> SamplingParams:
-        """The same with the user's code copied for one request, at this place of its call; itself where it has none.
+        """The same for one request, at this place of its call: the user's code copied, places for what is told to it.
 
         device: the model's.
         """
@@ -208,6 +237,9 @@ class SamplingParams(LogitsOptions):
             found["prefix_allowed_tokens_fn"] = RequestProcessors((Constrained(function, batch_id),))
         if ends is not None and not isinstance(ends, RequestCriteria):
             found["stopping_criteria"] = RequestCriteria(ends, device)
+        if isinstance(self.prompt_logprobs, int):
+            found["prompt_logprobs"] = PromptLogprobs(self.prompt_logprobs, self.prompt_logprobs_start)
+        found |= {name: TokenRows() for name in ("return_logits", "return_scores") if getattr(self, name) is True}
         return replace(self, **found) if found else self
 
     @property
@@ -322,64 +354,3 @@ class SamplingTensors:
         """The parameters of selected rows ([n] int64)."""
         picked = (t.index_select(0, index) for t in (self.temperature, self.top_k, self.top_p, self.min_p))
         return SamplingTensors(self.filters, *picked)
-
-
-def target_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
-    """The distribution a request samples from: temperature, then top-k, top-p, min-p.
-
-    Order and tie rules are those of transformers' logits warpers (generation/logits_process.py): ties at the k-th logit
-    are all kept; top-p keeps the token that crosses the mass; each filter renormalises before the next.
-
-    Args:
-        logits: [R, V]; sampling: one row of parameters a logits row; greedy rows (temperature 0) give a one-hot.
-
-    Returns:
-        [R, V] float32 probabilities.
-    """
-    logits = logits.float()
-    greedy = sampling.temperature == 0
-    # A greedy row has temperature 0: any divisor will do, as its one-hot replaces the result.
-    scaled = logits / torch.where(greedy, 1.0, sampling.temperature)[:, None]
-    if sampling.filters:
-        scaled = _min_p(_top_k_top_p(scaled, sampling.top_k, sampling.top_p), sampling.min_p)
-    probs = scaled.softmax(-1)
-    one_hot = torch.zeros_like(probs).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.where(greedy[:, None], one_hot, probs)
-
-
-def _top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """One sort serves both. Of equal logits at the boundary of top-p those with the lowest index go first."""
-    vocab = logits.shape[-1]
-    ordered, index = logits.sort(dim=-1, descending=False, stable=True)
-    k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab).long()
-    below = ordered < ordered.gather(1, (vocab - k)[:, None])
-    mass = ordered.masked_fill(below, float("-inf")).softmax(-1).cumsum(-1)
-    drop = mass <= (1 - top_p)[:, None]
-    drop[:, -1] = False  # the most probable token remains, even if rounding puts its mass at 1
-    drop &= (top_p < 1)[:, None]
-    drop |= below
-    return logits.masked_fill(torch.zeros_like(drop).scatter_(1, index, drop), float("-inf"))
-
-
-def _min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    probs = logits.softmax(-1)
-    drop = probs < min_p[:, None] * probs.amax(-1, keepdim=True)
-    return logits.masked_fill(drop, float("-inf"))
-
-
-def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Inverse-CDF sampling: the first index whose cumulative probability exceeds u·total.
-
-    Args:
-        probs: [R, V] non-negative weights, not all zero; uniform: [R] in [0, 1).
-
-    Returns:
-        [R] int64. Never an index of probability zero.
-    """
-    # double: float32 sums over a vocabulary of 100,000 would drop the smallest probabilities.
-    cumulative = probs.double().cumsum(-1)
-    target = uniform.double()[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    # u·total may round to the total, which lies past the last token with a probability.
-    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1)
-    return torch.minimum(index, last)

@@ -61,7 +61,11 @@ def submissions(prompts: Prompts, params: Params, model: PreTrainedModel, tokeni
     for prompt, given in zip(ids, _one_each(params, len(ids)), strict=True):
         own = _resolved(given, model, len(prompt), use)
         eos = eos_ids(model.generation_config)
-        found += [Submission(prompt, own.of_request(len(found) + i, model.device), i, eos) for i in range(own.n)]
+        later = replace(own, prompt_logprobs=None)  # samples of a prompt after its first
+        each = [later if i else own for i in range(own.n)]
+        found += [
+            Submission(prompt, one.of_request(len(found) + i, model.device), i, eos) for i, one in enumerate(each)
+        ]
     return found
 
 

@@ -45,7 +45,8 @@ class Decision:
     """A decided verification on the device, as `RoundExtra.notes` reads it.
 
     Attributes:
-        logits: [R', V] the target's own. adjusted: [R', V] those by which it was decided, see `RoundExtra.adjust`.
+        logits: [R', V] the target's own, at the end those of `NeedsLogits`. adjusted: [R', V] those by which it was
+            decided, see `RoundExtra.adjust`.
         index: [J, n+1] int64 into them.
         tokens: [J, n+1] int64 accepted drafts and the next bonus token of each row, anything after it.
     """
@@ -105,15 +106,16 @@ class RoundExtra:
         """
         return logits
 
-    def notes(self, own: BatchExtra, decision: Decision) -> torch.Tensor | None:
-        """What the host is told of every token beside it: [J, n+1, W] float32 on the device, read with the result.
+    def notes(self, own: BatchExtra, decision: Decision) -> tuple[torch.Tensor, ...]:
+        """What is read with the result of a round: float32 on the device.
 
+        The first, [J, n+1, W], is told to requests with their tokens; its columns get all, see `ExtraColumns.commit`.
         At most one extra of an engine has notes. Launched after each decision of rows for which it has arrays, also
         where the round itself runs from a graph.
 
         own: its arrays of the round, see `ExtraColumns.scheduled`.
         """
-        return None
+        return ()
 
     def variant(self, prompt_len: int, num_committed: int) -> int:
         """Bits that tell apart requests whose keys and values of the same tokens differ: such share no pages.
@@ -180,12 +182,14 @@ def rewritten(
     return logits
 
 
-def noted(extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None], decision: Decision) -> torch.Tensor | None:
+def noted(
+    extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None], decision: Decision
+) -> tuple[torch.Tensor, ...]:
     """See `RoundExtra.notes`. arrays: of each extra."""
     for extra, own in zip(extras, arrays, strict=False):
-        if own is not None and (notes := extra.notes(own, decision)) is not None:
+        if own is not None and (notes := extra.notes(own, decision)):
             return notes
-    return None
+    return ()
 
 
 def variant_of(extras: Sequence[RoundExtra], prompt_len: int, num_committed: int) -> int:

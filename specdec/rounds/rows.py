@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -52,8 +53,20 @@ class ExtraColumns:
                 tokens are committed: the table has every token before `start` but the accepted drafts.
         """
 
-    def commit(self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None) -> None:
-        """Called after the commit of a verification of these rows [B] with these arrays; the table is advanced."""
+    def commit(
+        self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None, notes: Sequence[np.ndarray]
+    ) -> None:
+        """Called after the commit of a verification of these rows [B] with these arrays; the table is advanced.
+
+        notes: what was read with it, see `specdec.rounds.extras.RoundExtra.notes`.
+        """
+
+    def chunk(self, table: RowTable, row: int, count: int, others: Sequence[tuple[int, int]]) -> int:
+        """How many of the next `count` tokens that it prefills a row may read in the next round, from 0 on.
+
+        others: (row, tokens) that are read in that round already; the first of a round may read one at least.
+        """
+        return count
 
     def check_leaving(self, table: RowTable, row: int) -> None:
         """In check mode, before a request leaves its row for another engine.
@@ -61,6 +74,17 @@ class ExtraColumns:
         Raises:
             InvariantError: the row's columns do not cover all tokens that were read.
         """
+
+
+@runtime_checkable
+class NeedsLogits(Protocol):
+    """Arrays of an extra for which a verification computes more logits than it decides by.
+
+    more_logits: [N] int64 token rows of the batch, none of them among the others. Their logits stand after all others.
+    """
+
+    @property
+    def more_logits(self) -> np.ndarray: ...
 
 
 class RowTable:
@@ -172,6 +196,12 @@ class RowTable:
     def pending(self, rows: np.ndarray) -> np.ndarray:
         """[R] int64, committed tokens that each row reads next: the rest of its prefill, else its bonus token."""
         return np.where(self.prefilling(rows), self.prefill[rows], self.length[rows]) - self.computed[rows]
+
+    def chunk(self, row: int, count: int, others: Sequence[tuple[int, int]]) -> int:
+        """How many of `count` tokens a row reads of what it prefills, see `ExtraColumns.chunk`."""
+        for columns in self.extras:
+            count = count if columns.idle else min(count, columns.chunk(self, row, count, others))
+        return count
 
     def committed(self, row: int) -> np.ndarray:
         """A copy of the row's committed tokens."""

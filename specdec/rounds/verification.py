@@ -17,7 +17,7 @@ from attention.spec import Reach
 from attention.staging import A, array
 from drafters.loops.lengths import draft_room, tokens_accepted
 from specdec.config import EngineConfig
-from specdec.rounds.rows import RowTable, Schedule
+from specdec.rounds.rows import NeedsLogits, RowTable, Schedule
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ class VerificationArrays(Generic[A]):
         token_ids: [T] int64, 0 where a draft comes.
         draft_places: [sum n] int64 rows of token_ids that take a draft.
         draft_sources: [sum n] int64 flat indices of those drafts in [R, n].
-        logits_indices: [R'] int64 token rows whose logits are computed; logit_index: [J, n+1] int64 into them.
+        logits_indices: [R'] int64 token rows whose logits are computed, at the end those that extras ask for, see
+            `NeedsLogits`. logit_index: [J, n+1] int64 into them.
         num_drafts: [J]. sources: [R] int64, see TargetArrays.
     """
 
@@ -182,12 +183,14 @@ class TargetArrays:
         extras = tuple(extra for extra in self.extras if extra is not None)
         if extras:
             batch = replace(batch, extras=extras)
+        indices = np.repeat(bonus - first, counts) + np.arange(int(counts.sum()))
+        more = [extra.more_logits for extra in extras if isinstance(extra, NeedsLogits)]
         return TargetInputs(
             batch=batch,
             token_ids=token_ids,
             draft_places=np.flatnonzero(drafted),
             draft_sources=np.flatnonzero(width <= self.drafts[: self.num_drafting, None]),
-            logits_indices=np.repeat(bonus - first, counts) + np.arange(int(counts.sum())),
+            logits_indices=np.concatenate([indices, *more]) if more else indices,
             logit_index=logit_index,
             num_drafts=self.num_drafts,
             sources=self.sources,

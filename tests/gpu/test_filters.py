@@ -12,7 +12,8 @@ from specdec.acceptance.accept import SampledInputs, accept_sampled
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.draws import DraftPlaces, Filtered, Proposal, accept_drafts, draw_drafts, filter_rows, inverse_map
 from specdec.ops.greedy_rows import greedy_ids
-from specdec.requests.sampling import SamplingTensors, draw, target_probs
+from specdec.requests.sampling import SamplingTensors
+from specdec.requests.target_probs import draw, target_probs
 
 pytestmark = pytest.mark.gpu
 

@@ -16,8 +16,9 @@ from evals.lossless.places import search, trials
 from evals.lossless.verdicts import exact_fit
 from evals.runs.conversations import Configuration
 from evals.runs.verdict import Verdict
-from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors, target_probs
+from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors
 from specdec.requests.stats import RoundRecord
+from specdec.requests.target_probs import target_probs
 
 pytest.importorskip("scipy")
 

@@ -17,7 +17,8 @@ from evals.runs.conversations import Asking, Configuration, ModelSpec, Worker
 from evals.runs.verdict import Verdict
 from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_sampled
 from specdec.model import SpeculativeModel
-from specdec.requests.sampling import SamplingParams, SamplingTensors, draw, target_probs
+from specdec.requests.sampling import SamplingParams, SamplingTensors
+from specdec.requests.target_probs import draw, target_probs
 
 pytest.importorskip("scipy")
 

@@ -29,7 +29,8 @@ from transformers import (
 import specdec.acceptance.judge
 from attention.checking import check_mode
 from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_sampled
-from specdec.requests.sampling import SamplingParams, draw
+from specdec.requests.sampling import SamplingParams
+from specdec.requests.target_probs import draw
 
 VOCAB = 6
 PROMPT = random_prompts([7], seed=1, vocab_size=VOCAB)[0]

@@ -12,7 +12,8 @@ import specdec.acceptance.judge
 from drafters.loops.base import Draft
 from specdec.acceptance.accept import SampledInputs, VerificationResult
 from specdec.acceptance.judge import DraftVocab, choose_sampled, fill_from_loop, in_order, judge, judge_greedy
-from specdec.requests.sampling import SamplingTensors, draw, target_probs
+from specdec.requests.sampling import SamplingTensors
+from specdec.requests.target_probs import draw, target_probs
 from specdec.rounds.transfer import DeviceSampling
 
 V, ROWS, K = 6, 2, 2

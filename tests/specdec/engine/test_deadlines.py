@@ -16,7 +16,7 @@ def request(number: int, submitted: float, max_time: float | None) -> Any:
         times=SimpleNamespace(submitted=submitted),
         leaves=False,
         progress=number,
-        timed_out=lambda now, progress: (number, progress),
+        end_early=lambda reason, now, progress: (number, progress) if reason == "timeout" else (number, reason),
     )
 
 
@@ -43,3 +43,16 @@ def test_the_wait_before_the_queue_counts() -> None:
     assert deadlines.moments == [(10.5, 0)]
     deadlines.discard(0)
     assert not deadlines.moments
+
+
+def test_cancelled_ones_end_at_once_and_are_forgotten() -> None:
+    deadlines, every = Deadlines(), [request(i, 0.0, 5.0 if i else None) for i in range(3)]
+    for one in every:
+        deadlines.add(one)
+    deadlines.cancel([0, 2, 7])
+    alive: Any = {one.id: one for one in every}
+    assert deadlines.updates(1.0, alive, []) == [(0, "cancelled"), (2, "cancelled")]
+    assert deadlines.updates(9.0, alive, []) == [(1, 1), (2, "cancelled"), (0, "cancelled")]
+    for one in every:
+        deadlines.discard(one.id)
+    assert not (deadlines.moments or deadlines.cancelled) and deadlines.updates(9.0, {}, []) == []

@@ -28,7 +28,8 @@ from drafters.vocab import scatter
 from specdec.acceptance.accept import SampledInputs, accept_greedy, accept_sampled
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.draws import DraftPlaces, Filtered, Proposal, accept_drafts, draw_drafts, filter_rows, inverse_map
-from specdec.requests.sampling import SamplingTensors, draw, target_probs
+from specdec.requests.sampling import SamplingTensors
+from specdec.requests.target_probs import draw, target_probs
 from tests.sampled_rounds import kernels_by_reference, one_token_less
 
 CPU = torch.device("cpu")

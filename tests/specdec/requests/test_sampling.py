@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from specdec.errors import InvalidInputError
-from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors, draw, target_probs
+from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors
+from specdec.requests.target_probs import draw, target_probs
 
 
 def tensors(params: list[SamplingParams]) -> SamplingTensors:

@@ -22,7 +22,8 @@ from specdec.errors import HandoffMismatchError
 from specdec.execution.ragged import RaggedTarget
 from specdec.handoff.moved import Leaving
 from specdec.handoff.moving import moving_requests
-from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors, target_probs
+from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors
+from specdec.requests.target_probs import target_probs
 from specdec.rounds.extras import RoundExtra, drafted_prefixes
 from specdec.rounds.randomness import SamplingRound, request_key
 from specdec.rounds.static import FixedTarget

@@ -7,6 +7,7 @@ its commit, and a change of the logits by the drafts that only the device knows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic
@@ -101,7 +102,9 @@ class SumColumns(ExtraColumns):
         accepted = 0 if tokens is None else (tokens * (np.arange(tokens.shape[1]) < num_accepted[:, None])).sum(1)
         return Sums(last.base + bonus + accepted)
 
-    def commit(self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None) -> None:
+    def commit(
+        self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None, notes: Sequence[np.ndarray]
+    ) -> None:
         for row in rows:
             self.total[row] += table.tokens[row, self.count[row] : table.computed[row]].sum()
         self.count[rows] = table.computed[rows]
