@@ -63,11 +63,6 @@ class Admission:
         self.check_ids("stop_token_ids: ", params.stop_token_ids)
         self.check_ids("options: ", sorted(params.token_ids))
         self._check_num_drafts(params)
-        if params.user_code and self._target.group.size > 1:
-            raise InvalidInputError(
-                f"{', '.join(params.user_code)}: code of the caller's does not run in the other processes of "
-                "tensor_parallel_size > 1; give it to a model in one process"
-            )
         limit = min(len(token_ids) + params.max_new_tokens, self.config.max_model_len)
         self._check_rows(params, limit - len(token_ids))
         self.check_cache(len(token_ids), len(token_ids) if prompt_alone else limit)

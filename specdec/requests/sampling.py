@@ -31,6 +31,7 @@ from specdec.values import choice, flag, real, refuse, short, whole
 
 MAX_TOP_K = 2**31 - 1
 MAX_N = 2**16
+_USER_CODE = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
 TEMPERATURES = (1e-6, 1e6)
 """Smallest and largest temperature: beyond them logits divided by it are infinite or all equal in float32."""
 
@@ -201,13 +202,15 @@ class SamplingParams(LogitsOptions):
     @property
     def user_code(self) -> tuple[str, ...]:
         """Names of the fields with code of the user's, which does not leave this process."""
-        names = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
-        return tuple(name for name in names if getattr(self, name) is not None)
+        return tuple(name for name in _USER_CODE if getattr(self, name) is not None)
 
     @property
     def for_other_ranks(self) -> SamplingParams:
-        """Without what ends a request and the first of several ranks alone looks at: its text, the time."""
-        return replace(self, stop=(), max_time=None)
+        """Without what the first of several ranks alone looks at, whose decisions the others take: text, the time, the
+        user's code."""
+        drafts = 0 if self.not_drafted else self.num_speculative_tokens
+        code = dict.fromkeys(_USER_CODE)
+        return replace(self, stop=(), max_time=None, num_speculative_tokens=drafts, **code)
 
     @property
     def not_drafted(self) -> str:
