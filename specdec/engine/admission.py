@@ -100,7 +100,7 @@ class Admission:
     def _check_rows(self, params: SamplingParams, new_tokens: int) -> None:
         """Raises InvalidInputError: the logits and scores that it asks for are too large."""
         asked = [name for name in ("return_logits", "return_scores") if getattr(params, name)]
-        size = 4 * self._target.vocab_size * new_tokens * len(asked)
+        size = 4 * self._target.vocab_size * new_tokens * len(asked) if asked else 0
         if size > MOST_ROW_BYTES:
             raise InvalidInputError(
                 f"{' and '.join(asked)} of {new_tokens} new tokens take {size / 2**30:.1f} GiB on the host; at most "

@@ -35,7 +35,8 @@ class Made:
     def request(self, tokens: list[int], drafts: int = 3, long: bool = False, **params: Any) -> Any:
         committed = np.array(tokens, np.int32)
         own = SamplingParams(**params)
-        return SimpleNamespace(params=own, committed=committed, num_drafts=drafts, variant=int(long), row=-1)
+        place = {"variant": int(long), "row": -1, "shareable": len(tokens)}
+        return SimpleNamespace(params=own, committed=committed, num_drafts=drafts, **place)
 
     def found(self, tokens: list[int], drafts: int = 3, **options: Any) -> Found:
         return self.prefixes.find(self.request(tokens, drafts, **options), len(tokens))
