@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from specdec.shadowing import check_sibling
 
 if TYPE_CHECKING:
+    from specdec.attached.attach import Attachment, attach
+    from specdec.attached.custom import custom_generate
     from specdec.engine.streams import StreamUpdate
     from specdec.errors import (
         CacheTooSmallError,
@@ -40,8 +42,10 @@ if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
     from specdec.requests.request import Completion
     from specdec.requests.sampling import SamplingParams
+    from specdec.requests.scores import Score
 
 __all__ = [
+    "Attachment",
     "CacheTooSmallError",
     "ClosedModelError",
     "Completion",
@@ -62,6 +66,7 @@ __all__ = [
     "RoundFailedError",
     "RunFolderError",
     "SamplingParams",
+    "Score",
     "SpecdecError",
     "SpecdecWarning",
     "SpeculativeModel",
@@ -72,12 +77,18 @@ __all__ = [
     "TransferTimeoutError",
     "UnsupportedAttentionError",
     "UnsupportedModelError",
+    "attach",
+    "custom_generate",
 ]
 
 _HOMES = {
+    "Attachment": "specdec.attached.attach",
+    "attach": "specdec.attached.attach",
+    "custom_generate": "specdec.attached.custom",
     "Completion": "specdec.requests.request",
     "Handoff": "specdec.handoff.moved",
     "SamplingParams": "specdec.requests.sampling",
+    "Score": "specdec.requests.scores",
     "SpeculativeModel": "specdec.model",
     "StreamUpdate": "specdec.engine.streams",
 }

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from drafters.eagle3.head import Eagle3Head
     from specdec.options import LoadOptions
 
-_LAYOUTS = ("speculators", "specforge")
+_LAYOUTS = ("speculators", "specforge", "custom_generate")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -27,10 +27,17 @@ _DTYPES = ("float32", "bfloat16", "float16")
         "specdec export run/head --layout specforge --out for-sglang",
         "specdec export run/head --layout speculators --target gsm-llama --out for-vllm",
         "specdec export run/head --layout speculators --target ./llama --verifier meta-llama/Llama-3.1-8B --out o",
+        "specdec export run/head --layout custom_generate --target ./llama --out llama-that-speculates",
     )
 )
 @click.argument("head")
-@click.option("--layout", type=click.Choice(_LAYOUTS), required=True, help="speculators: vLLM's; specforge: SGLang's.")
+@click.option(
+    "--layout",
+    type=click.Choice(_LAYOUTS),
+    required=True,
+    help="speculators: vLLM's; specforge: SGLang's; "
+    "custom_generate: a model folder whose own generate, in transformers, speculates.",
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder; it must be empty, or not exist.")
 @click.option("--target", help="The head's target: built-in name, folder or hub name. Default: what the head names.")
 @click.option("--verifier", help="speculators: the target's name in the configuration. Default: --target.")
@@ -39,7 +46,8 @@ _DTYPES = ("float32", "bfloat16", "float16")
     "--with-target-tensors/--without-target-tensors",
     default=True,
     show_default=True,
-    help="speculators: write the embedding (and lm_head) that the head shares with its target, as that package does.",
+    help="speculators: write the embedding (and lm_head) that the head shares with its target, as that package does. "
+    "custom_generate: the target's own files, so that the folder is a whole model.",
 )
 @click.option(
     "--num-speculative-tokens",
@@ -63,9 +71,35 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidInputError(f"--out {out}: it exists and is not empty; give another folder")
     _check_of_speculators(context, layout)
+    if layout == "custom_generate":
+        _write_repository(head, target, out, options["with_target_tensors"])
+        return
     overrides = LoadOptions.from_words({"head_overrides": options.pop("head_overrides")})
     folder = _exported(head, layout, out, target, overrides, **options)
     click.echo(f"{head} is in {folder}, in the {layout} layout")
+
+
+def _write_repository(head: str, target: str | None, out: Path, with_target: bool) -> None:
+    """See `specdec.attached.repository`."""
+    from drafters.checkpoints.tensor_files import locate
+    from specdec.attached.repository import write_repository
+    from specdec.loading.builtin import resolve
+    from specdec.loading.heads import target_of_head
+
+    path = _eagle_head(head, target)
+    named = target_of_head(path) if target is None else target
+    folder = Path(resolve(named)) if named is not None and with_target else None
+    if with_target and (folder is None or not folder.is_dir()):
+        raise InvalidInputError(
+            f"--target {named}: its files are not on this machine; give a folder, or --without-target-tensors, and put "
+            "what is written into the target's repository"
+        )
+    write_repository(locate(path), folder, out)
+    click.echo(
+        f"{out}: AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True).generate(…) speculates"
+        if with_target
+        else f"{out}/custom_generate: put it into the target's repository"
+    )
 
 
 def _exported(
@@ -164,12 +198,14 @@ def _eagle_head(head: str, target: str | None) -> str:
 
 
 def _check_of_speculators(context: click.Context, layout: ExportLayout) -> None:
-    """Options that decide nothing in the specforge layout are refused when they are given."""
+    """Options that decide nothing in another layout are refused when they are given."""
     names = {
         "verifier": "--verifier",
         "with_target_tensors": "--with-target-tensors/--without-target-tensors",
         "num_speculative_tokens": "--num-speculative-tokens",
     }
+    if layout == "custom_generate":
+        del names["with_target_tensors"]
     default = ParameterSource.DEFAULT
     given = [words for name, words in names.items() if context.get_parameter_source(name) is not default]
     if given and layout != "speculators":

@@ -29,7 +29,7 @@ class Call:
     Attributes:
         places: request id -> index in the call, of the requests that are not ended.
         inbox: updates, and None to wake the sleeping caller.
-        refusal: why the call cannot be served, found during its first round.
+        num_requests: so far. refusal: why the call cannot be served, found during its first round.
     """
 
     def __init__(self) -> None:
@@ -37,6 +37,7 @@ class Call:
         self.places: dict[int, int] = {}
         self.inbox: SimpleQueue[Update | None] = SimpleQueue()
         self._last: dict[int, Update] = {}
+        self.num_requests = 0
 
     @property
     def is_ready(self) -> bool:

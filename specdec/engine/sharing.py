@@ -39,9 +39,7 @@ from specdec.torch_state import has_default_device, no_default_device
 
 _LONGEST_SLEEP = 0.5
 """Seconds after which a sleeping call checks by itself: an interrupted thread may not have woken it."""
-
 _SHORT_SLEEP = 1e-3
-
 _LONGEST_TURN = 0.2
 """Seconds after which the first thread in the line is dropped if no thread has the engine: it was interrupted."""
 
@@ -119,12 +117,14 @@ class SharedEngine:
             raise ClosedModelError(CLOSED)
 
     def usage(self) -> Usage:
-        """Rows and pages in use between two rounds: see `Engine.usage`. Raises SpecdecError inside a round."""
+        """Rows and pages in use: see `Engine.usage`. Raises SpecdecError inside a round."""
         with self.between_rounds():
             return self._engine.usage()
 
-    def submit(self, requests: Sequence[Submits], check: Callable[[], None] | None = None) -> Call:
-        """Queue the requests of a call.
+    def submit(
+        self, requests: Sequence[Submits], check: Callable[[], None] | None = None, call: Call | None = None
+    ) -> Call:
+        """Queue the requests of a call, a new one or one that is open.
 
         check: of the model, runs during the next round; if it raises ModelChangedError, `next` does too.
 
@@ -132,25 +132,26 @@ class SharedEngine:
             InvalidInputError: a request is refused, see `Engine.submit`; then no request of the call is queued.
             SpecdecError: called from inside a round.
         """
-        call, me, asked = Call(), self._outside(), time.perf_counter()
+        me, asked, own = self._outside(), time.perf_counter(), call or Call()
         try:
             self._line_up(me)
             with self._lock:
                 self._holder = me
                 try:
                     self._forget_abandoned()
-                    self._queue(call, requests, time.perf_counter() - asked)
+                    self._queue(own, requests, time.perf_counter() - asked)
                     if check is not None:
-                        self._engine.meanwhile.append(partial(self._examine, call, check))
+                        self._engine.meanwhile.append(partial(self._examine, own, check))
                 finally:
                     self._holder = None
         except BaseException:
-            self.abandon(call)
+            if call is None:
+                self.abandon(own)
             raise
         finally:
             self._step_out(me)
             self._pass_on()
-        return call
+        return own
 
     def next(self, call: Call) -> tuple[int, Update] | None:
         """The call's next update, with its request's index in the call; runs rounds until there is one.
@@ -187,10 +188,7 @@ class SharedEngine:
 
     def help(self) -> None:
         """Run a round, or sleep a moment if another thread is in one: for a caller that waits for free pages.
-
-        Raises:
-            SpecdecError: called from inside a round.
-        """
+        Raises SpecdecError inside a round."""
         me = self._outside()
         try:
             if self._in_round:
@@ -202,8 +200,7 @@ class SharedEngine:
 
     def cancel(self, call: Call, indices: Collection[int]) -> None:
         """End these requests of a call, which are reported once more. Never waits, as `abandon`."""
-        engine = self._open_engine
-        if engine is not None:
+        if (engine := self._open_engine) is not None:
             engine.deadlines.cancel([request_id for request_id, i in list(call.places.items()) if i in indices])
 
     def abandon(self, call: Call) -> None:
@@ -223,10 +220,7 @@ class SharedEngine:
     @contextlib.contextmanager
     def between_rounds(self) -> Iterator[bool]:
         """Hold the engine so that no round runs inside the block; yields whether it has no request.
-
-        Raises:
-            SpecdecError: called from inside a round.
-        """
+        Raises SpecdecError inside a round."""
         me = self._outside()
         try:
             self._line_up(me)
@@ -274,15 +268,20 @@ class SharedEngine:
         first = self._engine.next_id
         self._engine.check_weights()
         try:
-            for index, request in enumerate(requests):
-                request_id = request.submit_to(self._engine)
-                call.places[request_id] = index
-                self._calls[request_id] = call
-            if len(call.places) > 1:
-                self._engine.arrange(list(call.places))
-            self._engine.add_wait(list(call.places), waited)
+            ids = []
+            for index, request in enumerate(requests, call.num_requests):
+                ids.append(request.submit_to(self._engine))
+                call.places[ids[-1]] = index
+                self._calls[ids[-1]] = call
+            call.num_requests += len(ids)
+            if len(ids) > 1:
+                self._engine.arrange(ids)
+            self._engine.add_wait(ids, waited)
         except BaseException:
-            self._abandoned.extend(range(first, self._engine.next_id))
+            gone = range(first, self._engine.next_id)
+            self._abandoned.extend(gone)
+            for request_id in gone:
+                call.places.pop(request_id, None)
             raise
 
     def _examine(self, call: Call, check: Callable[[], None]) -> None:

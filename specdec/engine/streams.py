@@ -12,7 +12,7 @@ from specdec.engine.calls import Call
 from specdec.engine.sharing import SharedEngine
 from specdec.errors import SpecdecError
 from specdec.requests.logprobs import TokenLogprobs
-from specdec.requests.request import Completion
+from specdec.requests.request import Completion, Update
 from specdec.requests.submission import Submission
 
 
@@ -58,11 +58,7 @@ class Stream(Iterator[StreamUpdate]):
     def __next__(self) -> StreamUpdate:
         """Raises RequestFailedError or RoundFailedError, after the last update, when requests failed."""
         try:
-            if self._requests is not None:
-                requests, self._requests = self._requests, None
-                self._call = self._shared.submit(requests, self._check)
-            call = self._call  # another thread may close the stream meanwhile
-            while call is not None and (found := self._shared.next(call)) is not None:
+            while (found := self.next_update()) is not None:
                 place, update = found
                 if update.error is None:
                     return StreamUpdate(place, update.token_ids, update.text, update.completion, update.logprobs)
@@ -74,15 +70,35 @@ class Stream(Iterator[StreamUpdate]):
             self.close()
             raise
 
+    def next_update(self) -> tuple[int, Update] | None:
+        """The next update with its place in the call, of a failed request too; None where all have ended."""
+        call = self._queued()  # another thread may close the stream meanwhile
+        return None if call is None else self._shared.next(call)
+
     def cancel(self, *indices: int) -> None:
         """End these completions of the call, by their places in it, or all: each is reported with the tokens that it
         has, finish reason "cancelled". On any thread; nothing where they have ended."""
+        call = self._queued()
+        if call is not None:
+            self._shared.cancel(call, indices or tuple(call.places.values()))
+
+    def take_over(self, other: Stream) -> range:
+        """Queue the requests of a stream that nobody has read, and add them to this call: their places in it.
+
+        Raises as the first `next` of the other would.
+        """
+        requests, other._requests = other._requests or (), None
+        own = self._queued()
+        before = 0 if own is None else own.num_requests
+        self._call = self._shared.submit(requests, other._check, own)
+        return range(before, before + len(requests))
+
+    def _queued(self) -> Call | None:
+        """The call, queued now if nobody has read it; None after `close`."""
         if self._requests is not None:
             requests, self._requests = self._requests, None
             self._call = self._shared.submit(requests, self._check)
-        call = self._call
-        if call is not None:
-            self._shared.cancel(call, indices or tuple(call.places.values()))
+        return self._call
 
     def _raise_errors(self) -> NoReturn:
         first, *more = self._errors

@@ -209,7 +209,7 @@ class SamplingParams(LogitsOptions):
         """Without what the first of several ranks alone looks at, whose decisions the others take: text, the time, the
         user's code."""
         drafts = 0 if self.not_drafted else self.num_speculative_tokens
-        code = dict.fromkeys(_USER_CODE)
+        code: dict[str, Any] = dict.fromkeys(_USER_CODE)
         return replace(self, stop=(), max_time=None, num_speculative_tokens=drafts, **code)
 
     @property

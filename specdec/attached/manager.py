@@ -1,0 +1,355 @@
+"""Manager: transformers' interface of continuous batching, over one call of this library that stays open.
+
+Source: huggingface/transformers, generation/continuous_batching/continuous_api.py (`ContinuousBatchingManager`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from specdec.engine.streams import Stream
+from specdec.errors import InvalidInputError, SpecdecError
+from specdec.model import SpeculativeModel
+from specdec.requests.sampling import SamplingParams
+from specdec.requests.submission import from_generation_config
+
+_FEATURES = ("temperature", "top_k", "top_p")
+"""Options that `add_request` takes for one request, as transformers'."""
+
+
+@dataclass
+class _Ongoing:
+    """A request of the manager. output: what is told of it; added to as its tokens come."""
+
+    output: GenerationOutput
+    streaming: bool
+    timestamps: bool
+
+
+@dataclass
+class _New:
+    """A request that waits for the thread. ids: of its n completions, the request's own the first."""
+
+    ids: tuple[str, ...]
+    prompt: list[int]
+    params: SamplingParams
+    streaming: bool
+    timestamps: bool
+    created: float = field(default_factory=time.perf_counter)
+
+
+class Manager:
+    """Requests are added at any time and share one batch; a thread of the manager's runs the rounds.
+
+    As in transformers: `start`, `stop`, `join`, `pause`, `add_request(s)`, `cancel_request`, `get_result`, iteration,
+    `request_id_iter`, `register_result_handler`. A streaming request is told of after each round, with several tokens.
+    A cancelled one ends with the tokens that it has. All options of the generation config are honoured.
+    """
+
+    warmed_up = True
+
+    def __init__(self, model: SpeculativeModel, generation_config: GenerationConfig, options: Any = None) -> None:
+        """options: a ContinuousBatchingConfig, of which `return_logprobs` is read.
+
+        Raises:
+            InvalidInputError: the generation config asks for what this library does not do.
+        """
+        self.model, self.generation_config, self.continuous_batching_config = model, generation_config, options
+        self.background_thread_status = SimpleNamespace(fatal_error=None)
+        self._params = from_generation_config(_without_absolute(generation_config), model.hf_model, 0)
+        if getattr(options, "return_logprobs", False):
+            self._params = replace(self._params, logprobs=0, logprobs_mode="processed")
+        self.num_return_sequences = self._params.n
+        self._numbers = itertools.count()
+        self._change = threading.Condition()
+        self._new: deque[_New] = deque()
+        self._results: deque[GenerationOutput] = deque()
+        self._handlers: dict[str, tuple[Callable[[GenerationOutput], Any], asyncio.AbstractEventLoop]] = {}
+        self._ongoing: dict[int, _Ongoing] = {}
+        self._cancelled: set[str] = set()
+        self._pauses, self._paused, self._stopping, self._hard = 0, False, False, False
+        self._thread: threading.Thread | None = None
+        self._stream: Stream | None = None
+
+    def warmup(self) -> None:
+        """Nothing: graphs were captured while loading."""
+
+    def is_running(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    is_alive = is_running
+
+    def start(self) -> None:
+        """Start the thread; nothing where it runs."""
+        if not self.is_running():
+            self._stopping = self._hard = False
+            self.background_thread_status.fatal_error = None
+            self._thread = threading.Thread(target=self._run, name="specdec-manager", daemon=True)
+            self._thread.start()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Let the thread finish what was added, or, with hard_stop, end it: such requests fail.
+
+        Raises:
+            RuntimeError: inside `pause`.
+        """
+        with self._change:
+            if self._pauses:
+                raise RuntimeError("cannot stop the manager from inside a pause; leave the `pause` context first")
+            self._stopping, self._hard = True, hard_stop
+            self._change.notify_all()
+        if block:
+            self.join(time.perf_counter(), timeout)
+
+    def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
+        """Wait for the thread, at most so many seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def destroy(self) -> None:
+        """Stop and wait."""
+        if self.is_running():
+            self.stop()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """A block during which no round runs, for example to write new weights in place. Requests go on afterwards.
+
+        Raises:
+            RuntimeError: the thread does not run.
+        """
+        if not self.is_running():
+            raise RuntimeError("cannot pause generation while no generation loop is running")
+        with self._change:
+            self._pauses += 1
+            self._change.notify_all()
+            while not self._paused and self.is_running():
+                self._change.wait(0.1)
+        try:
+            yield
+        finally:
+            with self._change:
+                self._pauses -= 1
+                self._change.notify_all()
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> str:
+        """Queue a request; returns its id.
+
+        Raises:
+            InvalidInputError: an option or a prompt that cannot be served; nothing is queued. RuntimeError: the manager
+                is stopping.
+        """
+        if self._stopping:
+            raise RuntimeError("the manager is stopping and takes no more requests; start() it again")
+        name = f"req_{next(self._numbers)}" if request_id is None else request_id
+        params = self._of_request(max_new_tokens, eos_token_id, options)
+        self.model.engine.check(list(input_ids), params)
+        ids = (name, *(f"{name}__child#{i}" for i in range(params.n - 1)))
+        with self._change:
+            self._new.append(_New(ids, list(input_ids), params, streaming, record_timestamps))
+            self._change.notify_all()
+        return name
+
+    def add_requests(
+        self,
+        inputs: Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **options: Any,
+    ) -> list[str]:
+        """`add_request` for each; returns their ids in order."""
+        own = (None, max_new_tokens, streaming, record_timestamps)
+        return [self.add_request(ids, *own, **options) for ids in inputs]
+
+    def cancel_request(self, request_id: str) -> None:
+        """End a request, its samples too, with the tokens that they have."""
+        with self._change:
+            self._cancelled.add(request_id)
+            self._change.notify_all()
+            stream = self._stream
+        places = [
+            i for i, own in list(self._ongoing.items()) if own.output.request_id.split("__child#")[0] == request_id
+        ]
+        if stream is not None and places:
+            stream.cancel(*places)
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+        """The next result, of any request or of this one; None after so many seconds, or when none can come."""
+        end = None if timeout is None else time.perf_counter() + timeout
+        with self._change:
+            while True:
+                for place, found in enumerate(self._results):
+                    if request_id is None or found.request_id == request_id:
+                        del self._results[place]
+                        return found
+                left = None if end is None else end - time.perf_counter()
+                if not self.is_running() or (left is not None and left <= 0):
+                    return None
+                self._change.wait(0.1 if left is None else min(left, 0.1))
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Results as they come, while the thread runs."""
+        while self.is_running() or self._results:
+            if (found := self.get_result(timeout=0.1)) is not None:
+                yield found
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """Results of one request, up to its end."""
+        while self.is_running() or self._results:
+            if (found := self.get_result(request_id, timeout=0.1)) is not None:
+                yield found
+                if found.is_finished():
+                    return
+
+    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], Any]) -> None:
+        """Have a request's results given to a function, on the running event loop, in place of `get_result`."""
+        with self._change:
+            self._handlers[request_id] = (callback, asyncio.get_running_loop())
+
+    def _of_request(self, max_new_tokens: int | None, eos: Any, options: dict[str, Any]) -> SamplingParams:
+        changed = {name: value for name, value in options.items() if value is not None}
+        if odd := sorted(set(changed) - set(_FEATURES)):
+            raise InvalidInputError(f"add_request({', '.join(odd)}=…): allowed are {', '.join(_FEATURES)}")
+        if changed and self._params.greedy:
+            raise InvalidInputError(
+                f"{', '.join(sorted(changed))}: the manager's generation config has do_sample=False"
+            )
+        if max_new_tokens is not None:
+            changed["max_new_tokens"] = max_new_tokens
+        if eos is not None:
+            ids = tuple(int(i) for i in (eos if isinstance(eos, (list, tuple)) else (eos,)) if i >= 0)
+            changed |= {"ignore_eos": True, "stop_token_ids": ids}
+        return replace(self._params, **changed)
+
+    def _run(self) -> None:
+        """The thread: queue what is new, run a round, tell what came of it."""
+        try:
+            while self._wait():
+                self._queue()
+                if self._ongoing and self._stream is not None:
+                    self._step(self._stream)
+        except BaseException as error:
+            self.background_thread_status.fatal_error = error
+        finally:
+            self._end()
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do; False at the end."""
+        with self._change:
+            while self._pauses or not (self._new or self._ongoing or self._stopping):
+                self._paused = self._pauses > 0
+                self._change.notify_all()
+                self._change.wait(0.5)
+            self._paused = False
+            return not self._hard and bool(self._new or self._ongoing or not self._stopping)
+
+    def _queue(self) -> None:
+        with self._change:
+            new, self._new = list(self._new), deque()
+            for one in [each for each in new if each.ids[0] in self._cancelled]:
+                new.remove(one)
+                for request_id in one.ids:
+                    self._tell(GenerationOutput(request_id, one.prompt, status=RequestStatus.FINISHED))
+            self._cancelled.clear()
+        for one in new:
+            stream = self.model.stream([one.prompt], one.params)
+            if self._stream is None:
+                self._stream, places = stream, range(one.params.n)
+            else:
+                places = self._stream.take_over(stream)
+            for place, request_id in zip(places, one.ids, strict=True):
+                output = GenerationOutput(request_id, list(one.prompt), created_time=one.created)
+                output.lifespan = (time.perf_counter(), -1.0)
+                output.timestamps = [] if one.timestamps else None
+                self._ongoing[place] = _Ongoing(output, one.streaming, one.timestamps)
+
+    def _step(self, stream: Stream) -> None:
+        """Tell of one update."""
+        found = stream.next_update()
+        if found is None:
+            raise SpecdecError("requests of this manager are no longer in the engine: its model was used in a fork?")
+        place, update = found
+        own, now = self._ongoing[place], time.perf_counter()
+        output = own.output
+        output.status = RequestStatus.DECODING
+        output.generated_tokens = [*output.generated_tokens, *update.token_ids]
+        output.logprobs = [*output.logprobs, *(each.logprob for each in update.logprobs or ())]
+        if output.timestamps is not None:
+            output.timestamps = [*output.timestamps, *[now] * len(update.token_ids)]
+        if update.last:
+            output.status, output.lifespan = RequestStatus.FINISHED, (output.lifespan[0], now)
+            del self._ongoing[place]
+        if update.error is not None:
+            output.status, output.error = RequestStatus.FAILED, str(update.error)
+        if own.streaming or update.last:
+            with self._change:
+                self._tell(replace(output))
+
+    def _fail(self, reason: str) -> None:
+        """End all that is ongoing."""
+        with self._change:
+            for own in self._ongoing.values():
+                own.output.status, own.output.error = RequestStatus.FAILED, reason
+                self._tell(replace(own.output))
+            self._ongoing.clear()
+
+    def _end(self) -> None:
+        error = self.background_thread_status.fatal_error
+        self._fail("the manager was stopped" if error is None else f"{type(error).__name__}: {error}")
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+        with self._change:
+            for one in self._new:
+                for request_id in one.ids:
+                    self._tell(GenerationOutput(request_id, one.prompt, error="stopped", status=RequestStatus.FAILED))
+            self._new.clear()
+            self._paused = True
+            self._change.notify_all()
+
+    def _tell(self, output: GenerationOutput) -> None:
+        """Give a result to its handler or to `get_result`; the lock is held."""
+        handler = self._handlers.get(output.request_id)
+        if handler is None:
+            self._results.append(output)
+        else:
+            callback, loop = handler
+            loop.call_soon_threadsafe(callback, output)
+            if output.is_finished():
+                del self._handlers[output.request_id]
+        self._change.notify_all()
+
+
+def _without_absolute(config: GenerationConfig) -> GenerationConfig:
+    """Without `max_length`, which counts a prompt that is not there yet: the model's own or 20 new tokens."""
+    own = GenerationConfig(**{name: value for name, value in config.to_dict().items() if name != "max_length"})
+    return own

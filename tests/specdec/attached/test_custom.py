@@ -1,0 +1,135 @@
+"""custom_generate: the callable form, and a folder whose own `generate` speculates in a fresh process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fakes import table_head, tiny_llama
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TextIteratorStreamer
+
+from specdec.attached.custom import CustomGenerate, custom_generate
+from specdec.cli.main import cli
+from specdec.errors import InvalidInputError
+from tests.specdec.attached.test_attach import CASES, SIZES, Letters, call, greedy, same
+
+NOT_PREPARED = {"beginning of text"}
+"""transformers prepares these for a callable in another way: a cache that needs a prompt."""
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    model = copy.deepcopy(tiny_llama())
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def own(target: Any) -> Iterator[CustomGenerate]:
+    made = custom_generate(table_head(target), num_speculative_tokens=3, **SIZES)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("case", sorted(set(CASES) - NOT_PREPARED))
+def test_the_callable_gives_what_transformers_gives(own: CustomGenerate, target: Any, case: str) -> None:
+    found = call(target.generate, {**CASES[case], "custom_generate": own})
+    same(found, call(target.generate, CASES[case]))
+    assert own._calls[target].model.engine_stats.rounds > 0
+
+
+def test_samples_repeat_by_torchs_seed(own: CustomGenerate, target: Any) -> None:
+    options = {"do_sample": True, "top_k": 5, "num_return_sequences": 3, "custom_generate": own}
+    found = call(target.generate, greedy(**options))
+    assert found.tolist() == call(target.generate, greedy(**options)).tolist() and found.shape == (3, 21)
+
+
+def test_streamers_and_stop_strings_are_the_objects(target: Any) -> None:
+    streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=60)
+    own = custom_generate(streamer=streamer, **SIZES)
+    found = target.generate(**greedy(), custom_generate=own)
+    assert "".join(streamer) == Letters().decode(found[0, 9:].tolist())
+    own.close()
+
+
+def test_a_processor_in_place_of_an_option_is_the_callers(own: CustomGenerate, target: Any) -> None:
+    case = greedy(repetition_penalty=1.1, logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(2.0)]))
+    same(call(target.generate, {**case, "custom_generate": own}), call(target.generate, case))
+
+
+def test_what_is_not_served_is_refused(own: CustomGenerate, target: Any) -> None:
+    with pytest.raises(InvalidInputError, match="num_beams"):
+        target.generate(**greedy(num_beams=2), custom_generate=own)
+
+
+_FRESH = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, plain, prompt = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+inputs = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt")
+found = [model.generate(**inputs, max_new_tokens=n, do_sample=False)[0].tolist() for n in (24, 12)]
+positional = model.generate(inputs["input_ids"], max_new_tokens=12, do_sample=False)[0].tolist()
+other = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+right = [other.generate(**inputs, max_new_tokens=n, do_sample=False)[0].tolist() for n in (24, 12)]
+by_name = other.generate(**inputs, max_new_tokens=12, do_sample=False, custom_generate=folder, trust_remote_code=True)
+stats = vars(model)["_specdec_attachment"].model.engine_stats
+rounds, accepted = stats.rounds, found[0]
+print(json.dumps([found, right, positional, by_name[0].tolist(), rounds]))
+"""
+
+
+@pytest.mark.slow
+def test_a_folder_speculates_by_itself(tmp_path: Path) -> None:
+    out = tmp_path / "speculates"
+    done = CliRunner().invoke(cli, ["export", "gsm-llama-eagle3", "--layout", "custom_generate", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "trust_remote_code=True).generate(…) speculates" in done.output
+    assert (out / "custom_generate" / "requirements.txt").read_text().startswith("specdec-hf>=")
+    plain = Path(__file__).resolve().parents[3] / "specdec" / "models" / "gsm-llama"
+    text = "Question: Anna has 12 apples and buys 8 more. How many apples does she have?\nAnswer:"
+    run = subprocess.run(
+        [sys.executable, "-c", _FRESH, str(out), str(plain), text],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
+    )
+    found, right, positional, by_name, rounds = json.loads(run.stdout.splitlines()[-1])
+    assert found == right and positional == by_name == right[1]
+    assert 0 < rounds < 40  # of 48 tokens
+
+
+def test_export_refuses_what_it_cannot_write(tmp_path: Path) -> None:
+    for arguments, words in (
+        (["gsm-deepseek", "--layout", "custom_generate", "--out", str(tmp_path / "a")], "multi-token-prediction"),
+        (
+            ["gsm-llama-eagle3", "--layout", "custom_generate", "--target", "no/body", "--out", str(tmp_path / "b")],
+            "its files are not on this machine",
+        ),
+        (
+            ["gsm-llama-eagle3", "--layout", "custom_generate", "--verifier", "x", "--out", str(tmp_path / "c")],
+            "only --layout speculators",
+        ),
+    ):
+        done = CliRunner().invoke(cli, ["export", *arguments])
+        assert done.exit_code != 0 and words in f"{done.output}{done.exception}"
+    assert not any(tmp_path.iterdir())
+
+
+def test_without_the_targets_files_only_the_folder_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["export", "gsm-llama-eagle3", "--layout", "custom_generate", "--without-target-tensors", "--out", str(out)]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    assert [path.name for path in out.iterdir()] == ["custom_generate"]
+    assert {path.name for path in (out / "custom_generate").iterdir()} == {"generate.py", "head", "requirements.txt"}
