@@ -17,7 +17,7 @@ from benchmarks.bench_round import Moments, floor, full_rounds, graphs_of, main,
 from benchmarks.engines import sizes_of, wrapped
 from benchmarks.fp8_weights import fp8_weights
 from benchmarks.kinds import Kind
-from benchmarks.shapes import COPY_BYTES_PER_S, random_pair
+from benchmarks.shapes import COPY_BYTES_PER_S, SHAPES, random_pair
 from benchmarks.synthetic import DrawnAcceptance, decide
 from specdec.acceptance.packed import Outcome
 from specdec.errors import SpecdecWarning
@@ -110,14 +110,17 @@ def test_several_drafts_of_a_hybrid_on_the_cpu(tmp_path: Path) -> None:
     assert all("by_events" not in line and line["over_floor"] > 1 for line in lines)
 
 
-@pytest.mark.long
-def test_a_long_row_beside_a_short_one_on_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_long_row_beside_a_short_one_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the shape's configuration allows."""
+    small = SHAPES["tiny-qwen3.5"]()
+    small.max_position_embeddings = 100
+    monkeypatch.setitem(SHAPES, "tiny-qwen3.5", lambda: small)
     out = tmp_path / "round.jsonl"
-    options = "--shape tiny --device cpu --drafts 1 --rows 2 --prompt 5 9 --long 8200 --new-tokens 48 --repeats 1"
+    options = "--shape tiny-qwen3.5 --device cpu --drafts 1 --rows 2 --prompt 5 9 --long 90 --new-tokens 48 --repeats 1"
     done = CliRunner().invoke(main, [*options.split(), "--out", str(out)])
     assert done.exit_code == 0, done.output
-    assert [json.loads(line)["long"] for line in out.read_text().splitlines()] == [8200]
+    assert [json.loads(line)["long"] for line in out.read_text().splitlines()] == [90]
 
 
 @pytest.mark.long
