@@ -45,7 +45,7 @@ sampled requests are chosen), bench_half_batches (sums of one half-batch behind 
 _LOAD = {
     "shape": "{shape}",
     "K": "{drafts}",
-    "prompt": "{prompt!r}",
+    "prompt": "{prompt!r}{behind}",
     "sampled": "{sampled_share:.0%}{nats}",
     "rate": "{per_s}",
 }
@@ -209,7 +209,9 @@ def _round(line: Line) -> Iterable[Line]:
 
 
 def _load(line: Line) -> Line:
-    return line | {"nats": _nats(line), "per_s": f"{line['rate']:g}/s" if line["rate"] else ""}
+    cached = "cached" if line.get("prefix_caching") else "not cached"
+    behind = f" behind {line['shared_prefix']} {cached}" if line.get("shared_prefix") else ""
+    return line | {"nats": _nats(line), "per_s": f"{line['rate']:g}/s" if line["rate"] else "", "behind": behind}
 
 
 def _interference(line: Line) -> Iterable[Line]:
