@@ -32,8 +32,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from benchmarks.bench_round import Moments, measure, prompts
 from benchmarks.document import provenance, usage
 from benchmarks.drawn_weights import in_every_rank
-from benchmarks.given import numbers
-from benchmarks.hold import wait_for
+from benchmarks.given import Listed, wait_for
 from benchmarks.kinds import Kind
 from benchmarks.parallel_shapes import SHAPES, write_pair
 from benchmarks.rank_work import floor_ms
@@ -42,6 +41,7 @@ from specdec.model import SpeculativeModel
 from specdec.parallel.engine import LeadingEngine
 
 _LEAST_VOCAB = 4000
+_SIZES = Listed(click.IntRange(1))
 
 
 class Words(Tokenizer):
@@ -110,26 +110,13 @@ def lines_of(
             yield {"benchmark": "parallel exchanges", "rows": count, "tokens": tokens} | alone
 
 
-def in_words(line: dict[str, Any]) -> str:
-    """A measured line."""
-    kind = f"{line['shape']}-{line['layers']} TP={line['tensor_parallel_size']} K={line['drafts']}"
-    text, how = f"{kind} rows={line['rows']}", (line["parallel"] or {"collectives": "one rank"})["collectives"]
-    if line["benchmark"] == "parallel":
-        step, least = line["step_ms_median"], line["floor_ms"]
-        return f"{text}: {step:.3f} ms, floor {least:.3f} ({step / least:.2f}), {how}, graphs {line['graphs']}"
-    return (
-        f"{text}, alone: {line['sums']} sums {line['sums_ms']:.3f} ms ({line['sums_share']:.1%} of a step), by NCCL or "
-        f"gloo {line['sums_by_group_ms']:.3f}, gather {line['gather_ms']:.3f}, broadcasts {line['broadcasts_ms']:.3f}"
-    )
-
-
 @click.command(help=usage(__doc__))
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="llama-3.1-8b", show_default=True)
-@click.option("--layers", default="", help="One or several numbers.  [default: the shape's]")
+@click.option("--layers", type=_SIZES, default="", help="One or several numbers.  [default: the shape's]")
 @click.option("--experts", type=int, default=64, show_default=True, help="Of a layer of deepseek-v3, which has 256.")
-@click.option("--tensor-parallel-size", "ranks", default="1,2", show_default=True)
-@click.option("--drafts", default="0,5", show_default=True)
-@click.option("--rows", default="1,8,32", show_default=True)
+@click.option("--tensor-parallel-size", "ranks", type=_SIZES, default="1,2", show_default=True)
+@click.option("--drafts", type=Listed(click.IntRange(0)), default="0,5", show_default=True)
+@click.option("--rows", type=_SIZES, default="1,8,32", show_default=True)
 @click.option("--prompt", type=int, default=512, show_default=True)
 @click.option("--new-tokens", type=int, default=192, show_default=True)
 @click.option("--repeats", type=int, default=2, show_default=True)
@@ -146,20 +133,20 @@ def main(**options: Any) -> None:
     facts |= {"collectives": os.environ.get("SPECDEC_COLLECTIVES", "auto"), **provenance()}
     facts |= {"experts": o.experts} if "deepseek" in o.shape else {}
     try:
-        for depth in numbers(o.layers) or [SHAPES[o.shape][0]]:
+        for depth in o.layers or [SHAPES[o.shape][0]]:
             target, draft = write_pair(o.shape, depth, o.experts, place)
-            for size in numbers(o.ranks):
-                for k in numbers(o.drafts):
+            for size in o.ranks:
+                for k in o.drafts:
                     started, longest = time.perf_counter(), o.prompt + o.new_tokens + 16
-                    with open_model(target, draft, size, k, numbers(o.rows), longest, o.device) as model:
+                    with open_model(target, draft, size, k, o.rows, longest, o.device) as model:
                         own = {"layers": depth, "tensor_parallel_size": size, "drafts": k, "graphs": model.graphs}
                         own |= {"start_s": time.perf_counter() - started, "start": model.start_seconds}
                         own |= {"parallel": model.describe()["tensor_parallel"]}
                         if o.hold is not None:
                             wait_for(o.hold)
-                        for found in lines_of(model, numbers(o.rows), o.prompt, o.new_tokens, o.repeats):
+                        for found in lines_of(model, o.rows, o.prompt, o.new_tokens, o.repeats):
                             line = facts | own | found
-                            click.echo(in_words(line))
+                            click.echo(f"{o.shape}-{depth} TP={size} K={k} rows={line['rows']}: {json.dumps(found)}")
                             with o.out.open("a") as file:
                                 file.write(json.dumps(line) + "\n")
     finally:

@@ -43,11 +43,10 @@ import numpy as np
 import torch
 
 from benchmarks.document import provenance, usage
-from benchmarks.engines import engine, sizes_of
+from benchmarks.engines import sizes_of, wrapped
 from benchmarks.gaps import replay_gaps
-from benchmarks.given import Numbers, ResultFile, check_range, refuse_unused
-from benchmarks.hold import wait_for
-from benchmarks.kinds import Kind, kinds_of
+from benchmarks.given import Listed, ResultFile, check_range, wait_for
+from benchmarks.kinds import ASKS, Kind, kinds_of
 from benchmarks.shapes import SHAPES, Pair, random_pair
 from benchmarks.synthetic import DrawnAcceptance, decide, sharpen
 from benchmarks.trace import traced
@@ -210,57 +209,57 @@ def measured(
     return result
 
 
+def graphs_of(pair: Pair, backend: str) -> Any:
+    """CUDA graphs are required where the backend has them, since a step without them is another measurement; but of a
+    target with recurrent layers: where these have no kernels that a graph can hold, a warning says so and rounds run
+    without (`SpeculativeModel.graphs`)."""
+    return True if backend != "torch" and not pair.state_bytes(0, 0.0) else "auto"
+
+
 @dataclass(frozen=True)
 class Run:
     """What the engines of one run share, whatever their K.
 
     Attributes:
-        batches: rows of the batches; kinds: each batch is measured with all of them. lengths: the shortest prompt and
-            the longest; long: length of the first prompt, where it differs. acceptance: the synthetic one. traced: rows
-            of the batches that are traced. facts: what all lines have in common.
+        kinds: each batch is measured with all of them. facts: what all lines have in common. options: of the command.
     """
 
     pair: Pair
-    batches: list[int]
-    lengths: tuple[int, int]
-    long: int | None
-    new_tokens: int
     kinds: list[Kind]
-    backend: str
-    acceptance: float
-    repeats: int
-    traced: list[int]
     facts: dict[str, Any]
+    options: SimpleNamespace
 
     @contextmanager
     def engine(self, drafts: int) -> Iterator[tuple[SpeculativeModel, Moments]]:
         """An engine with K=`drafts` whose verification results are drawn, and the moments of its reads."""
         vocab, read = self.pair.target.config.vocab_size, Moments()
-        config = sizes_of(drafts, self.batches, self.lengths[1], self.new_tokens, self.long)
-        with engine(self.pair, config, self.backend) as model:
-            decide(model, DrawnAcceptance(self.acceptance, vocab, np.random.default_rng(0), model.device))
+        o = self.options
+        sizes = sizes_of(drafts, o.rows, o.prompt[1], o.new_tokens, o.long_prompt)
+        graphs = graphs_of(self.pair, o.backend)
+        with wrapped(self.pair, drafts, backend=o.backend, cuda_graphs=graphs, **sizes) as model:
+            decide(model, DrawnAcceptance(o.acceptance, vocab, np.random.default_rng(0), model.device))
             model.executor.reads.after_read = read.note
             yield model, read
 
     def prompts(self, rows: int) -> list[list[int]]:
         """Of a batch of so many rows."""
-        return prompts(rows, self.lengths, self.pair.target.config.vocab_size, self.long)
+        return prompts(rows, self.options.prompt, self.pair.target.config.vocab_size, self.options.long_prompt)
 
     def measure(self, model: SpeculativeModel, read: Moments, start_s: float) -> Iterator[dict[str, Any]]:
         """One line for every batch and kind."""
         graphs = vars(model.executor.report) if model.graphs == "on" else model.graphs  # type: ignore[attr-defined]
         facts = self.facts | {"drafts": model.num_speculative_tokens, "graphs": graphs, "start_s": start_s}
-        for rows, kind in product(self.batches, self.kinds):
+        for rows, kind in product(self.options.rows, self.kinds):
             ids = self.prompts(rows)
-            found = measured(model, read, self.pair, ids, kind, self.new_tokens, self.repeats)
+            found = measured(model, read, self.pair, ids, kind, self.options.new_tokens, self.options.repeats)
             yield facts | {"rows": rows} | kind.facts | found
 
     def trace(self, model: SpeculativeModel, read: Moments, lines: list[dict[str, Any]]) -> None:
         """Add a trace to those of the lines that are the model's, and are to be traced."""
         for line in lines:
-            if line["drafts"] == model.num_speculative_tokens and line["rows"] in self.traced:
+            if line["drafts"] == model.num_speculative_tokens and line["rows"] in self.options.trace:
                 ids = self.prompts(line["rows"])
-                with full_rounds(model, read, ids, Kind.of(line).params(len(ids), self.new_tokens)) as go_on:
+                with full_rounds(model, read, ids, Kind.of(line).params(len(ids), self.options.new_tokens)) as go_on:
                     line["trace"] = traced(lambda go_on=go_on: go_on(_TRACED_ROUNDS))
 
     def measure_all(self, drafts: list[int], lines: list[dict[str, Any]], hold: Path | None, started: float) -> None:
@@ -270,7 +269,7 @@ class Run:
         slowly.
 
         Args:
-            hold: see `benchmarks.hold`; started: `time.perf_counter` when the first engine's start began.
+            hold: see `wait_for`; started: `time.perf_counter` when the first engine's start began.
         """
         for k in drafts:
             with self.engine(k) as (model, read):
@@ -282,7 +281,7 @@ class Run:
                 if k == drafts[-1]:
                     self.trace(model, read, lines)
             started = time.perf_counter()
-        for k in drafts[:-1] if self.traced else ():
+        for k in drafts[:-1] if self.options.trace else ():
             with self.engine(k) as (model, read):
                 self.trace(model, read, lines)
 
@@ -290,17 +289,27 @@ class Run:
 @click.command(help=usage(__doc__))
 @click.option("--shape", type=click.Choice(sorted(SHAPES)), default="llama-3.1-8b", show_default=True)
 @click.option(
-    "--drafts", type=Numbers(0), default="5", show_default=True, help="K, one or several: 0,1,3; 0 is no speculation."
+    "--drafts",
+    type=Listed(click.IntRange(0)),
+    default="5",
+    show_default=True,
+    help="K, one or several: 0,1,3; 0 is no speculation.",
 )
-@click.option("--rows", type=Numbers(1), default="1,8,32,128", show_default=True)
+@click.option("--rows", type=Listed(click.IntRange(1)), default="1,8,32,128", show_default=True)
 @click.option("--prompt", nargs=2, type=int, default=(512, 512), show_default=True, help="Shortest and longest.")
 @click.option("--long", "long_prompt", type=click.IntRange(1), help="Prompt of the first row; default as the others.")
 @click.option("--new-tokens", type=click.IntRange(1), default=256, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--acceptance", type=click.FloatRange(0, 1), default=0.8, show_default=True)
 @click.option("--sampled", is_flag=True, help="Temperature 0.8, top-p 0.95.")
-@click.option("--greedy-share", default="0", show_default=True, help="With --sampled; one or more.")
-@click.option("--asks", default="nothing", show_default=True, help="One or more: what requests ask for beside tokens.")
+@click.option("--greedy-share", type=Listed(click.FloatRange(0, 1)), help="With --sampled; one or more.  [default: 0]")
+@click.option(
+    "--asks",
+    type=Listed(click.Choice(list(ASKS))),
+    default="nothing",
+    show_default=True,
+    help=f"One or more, beside tokens: {', '.join(ASKS)}.",
+)
 @click.option(
     "--entropy", type=float, help="Scale lm_head to so many nats; default: the flat logits of random weights."
 )
@@ -315,28 +324,29 @@ class Run:
 @click.option("--backend", type=click.Choice(_BACKENDS["cuda"]), help="Default: flashinfer, on the CPU torch.")
 @click.option(
     "--trace",
-    type=Numbers(1),
+    type=Listed(click.IntRange(1)),
     help="Batch sizes, of --rows, that are also traced with CUPTI.  [default: 1,32, on the CPU none]",
 )
 @click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
 @click.option("--out", type=ResultFile(), required=True, help="JSON lines are appended.")
-@click.pass_context
-def main(context: click.Context, **options: Any) -> None:
+def main(**options: Any) -> None:
     """Measure every K and batch size and append one JSON line each."""
     o = SimpleNamespace(**options)
-    started, kinds = time.perf_counter(), kinds_of(o.sampled, o.greedy_share, o.asks)
+    started, kinds = time.perf_counter(), kinds_of(o.sampled, o.greedy_share or [0.0], o.asks)
     o.backend = o.backend or _BACKENDS[o.device][0]
-    listed = _TRACED[o.device] if o.trace is None else o.trace
     if o.backend not in _BACKENDS[o.device]:
         raise click.UsageError(f"--backend {o.backend} needs a GPU; on the CPU: {', '.join(_BACKENDS[o.device])}")
-    if listed and o.device == "cpu":
-        raise click.UsageError(f"--trace {_written(listed)} needs a GPU (CUPTI); on the CPU leave it out")
+    if o.trace and o.device == "cpu":
+        raise click.UsageError(f"--trace {_written(o.trace)} needs a GPU (CUPTI); on the CPU leave it out")
     if o.trace and not set(o.trace) <= set(o.rows):
         raise click.UsageError(f"--trace {_written(o.trace)}: only batches of --rows {_written(o.rows)} can be traced")
-    if not o.sampled:
-        refuse_unused(context, ["greedy_share"], "without --sampled all rows are greedy")
+    if o.greedy_share and not o.sampled:
+        raise click.UsageError("--greedy-share would do nothing: without --sampled all rows are greedy")
     check_range("--prompt", o.prompt)
     pair = random_pair(o.shape, torch.bfloat16, torch.device(o.device), o.weights)
+    if o.long_prompt is not None:
+        config = pair.target.config.get_text_config()
+        config.max_position_embeddings = max(config.max_position_embeddings, o.long_prompt + o.new_tokens + 16)
     if o.entropy is not None:
         sharpen(pair.target, pair.head, o.entropy)
     facts = {"benchmark": "round", "shape": o.shape, "prompt": o.prompt, "new_tokens": o.new_tokens}
@@ -344,8 +354,8 @@ def main(context: click.Context, **options: Any) -> None:
     facts |= {} if o.weights == "model" else {"weights": o.weights}
     facts |= {} if o.entropy is None else {"entropy": o.entropy}
     facts |= {} if o.long_prompt is None else {"long": o.long_prompt}
-    sizes = o.rows, o.prompt, o.long_prompt, o.new_tokens
-    run = Run(pair, *sizes, kinds, o.backend, o.acceptance, o.repeats, list(listed), facts)
+    o.trace = list(_TRACED[o.device]) if o.trace is None else o.trace
+    run = Run(pair, kinds, facts, o)
     lines: list[dict[str, Any]] = []
     try:
         run.measure_all(list(dict.fromkeys(o.drafts)), lines, o.hold, started)

@@ -26,7 +26,7 @@ from typing import Any
 
 import click
 
-from benchmarks.document import usage
+from benchmarks.given import usage
 
 _CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -38,9 +38,6 @@ _CACHES = {
 _SHAPE, _PROMPT, _NEW_TOKENS = "llama-3.1-8b", 64, 32
 _WORKLOAD, _WORKLOAD_PROMPT, _WORKLOAD_OUTPUT = 64, (64, 1024), (32, 128)
 _LONG_WAIT_S = 0.2
-_ONCE = {"enable_prefix_caching": False}
-"""The same prompts are read several times, and each time whole."""
-_SPANS = ("imports_s", "from_pretrained_s", "first_greedy_s", "first_sampled_s", "start_s")
 
 
 def measure(shape: str, drafts: int, rows: int, options: dict[str, Any]) -> Iterator[Any]:
@@ -50,9 +47,10 @@ def measure(shape: str, drafts: int, rows: int, options: dict[str, Any]) -> Iter
     import torch
 
     from benchmarks.document import provenance
+    from benchmarks.engines import wrapped
     from benchmarks.shapes import random_pair
-    from benchmarks.synthetic import SAMPLED, Tokenizer
-    from specdec import SamplingParams, SpeculativeModel
+    from benchmarks.synthetic import SAMPLED
+    from specdec import SamplingParams
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pair = random_pair(shape, torch.bfloat16, device)
@@ -61,27 +59,11 @@ def measure(shape: str, drafts: int, rows: int, options: dict[str, Any]) -> Iter
     imported = time.perf_counter()
     yield {"imports_s": imported - begun} | provenance()
     imported = time.perf_counter()
-    model = SpeculativeModel.from_pretrained(
-        pair.target,
-        pair.head,
-        tokenizer=Tokenizer(),
-        num_speculative_tokens=drafts,
-        max_num_seqs=rows,
-        **_ONCE | options,
-    )
+    model = wrapped(pair, drafts, max_num_seqs=rows, **options)
     loaded = time.perf_counter()
-    from torch._dynamo.utils import compile_times, counters
-
     facts = model.describe()
-    yield {
-        "from_pretrained_s": loaded - imported,
-        "steps": facts["start"],
-        "kernels": facts["kernels"],
-        "graphs": facts["graphs"],
-        "compiled_graphs": counters["stats"]["unique_graphs"],
-        "compiler_caches": {name: dict(counters[name]) for name in ("aot_autograd", "inductor")},
-        "compile_times": compile_times(repr="csv", aggregate=True),
-    }
+    known = {"steps": facts["start"], "kernels": facts["kernels"], "graphs": facts["graphs"]}
+    yield {"from_pretrained_s": loaded - imported} | known
     ids = np.random.default_rng(1).integers(0, model.target.vocab_size, (rows, _PROMPT)).tolist()
     model.generate(ids, SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True))
     greedy = time.perf_counter()
@@ -153,31 +135,6 @@ def child(arguments: list[str], caches: Path) -> Iterator[dict[str, Any]]:
         raise click.ClickException(f"the start ended with exit code {running.returncode}")
 
 
-def table(lines: dict[str, dict[str, Any]]) -> str:
-    """Seconds by step, one column a start; what is not known yet is left out."""
-    steps = list(dict.fromkeys(name for line in lines.values() for name in line.get("steps", ())))
-    rows = [(name, [line.get("steps", {}).get(name) for line in lines.values()]) for name in steps]
-    rows += [(name.removesuffix("_s"), [line.get(name) for line in lines.values()]) for name in _SPANS]
-    width = max(len(name) for name, _ in rows)
-    head = f"{'seconds':{width}}" + "".join(f"{name:>10}" for name in lines)
-    return "\n".join([head, *(f"{name:{width}}" + "".join(map(_cell, values)) for name, values in rows)])
-
-
-def _cell(seconds: float | None) -> str:
-    return f"{'':>10}" if seconds is None else f"{seconds:10.2f}"
-
-
-def brief(name: str, part: dict[str, Any]) -> str:
-    """One line about a part that has just become known."""
-    words = [f"{key} {value:.2f}" for key, value in part.items() if isinstance(value, float)]
-    words += [
-        f"{key}: {value['seconds']:.1f} s, longest rounds {', '.join(f'{ms:.0f}' for ms in value['longest_ms'])} ms"
-        for key, value in part.items()
-        if key.startswith("workload")
-    ]
-    return f"{name}: {'; '.join(words)}"
-
-
 @click.command(help=usage(__doc__))
 @click.option("--shape", default=_SHAPE, show_default=True)
 @click.option("--drafts", type=int, default=3, show_default=True, help="K.")
@@ -196,22 +153,17 @@ def main(**options: Any) -> None:
     arguments = ["--shape", o.shape, "--drafts", str(o.drafts), "--rows", str(o.rows), "--options", o.options]
     document: dict[str, Any] = {"benchmark": "start", "shape": o.shape, "drafts": o.drafts, "rows": o.rows}
     document |= {"options": json.loads(o.options)}
-    lines: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        place = o.caches or Path(temporary)
         for name in ("cold", "warm"):
-            lines[name] = {}
-            for part in child([*arguments, "--here"], place):
-                lines[name] |= part
-                click.echo(brief(name, part))
+            document[name] = {}
+            for part in child([*arguments, "--here"], o.caches or Path(temporary)):
+                document[name] |= part
+                click.echo(f"{name}: {json.dumps(part)}")
                 if o.out is not None:
-                    o.out.write_text(json.dumps(document | lines) + "\n", encoding="utf-8")
-            click.echo(table(lines))
-            for kernel, state in lines[name].get("kernels", {}).items():
-                click.echo(f"{name}: {kernel}: {state}")
+                    o.out.write_text(json.dumps(document) + "\n", encoding="utf-8")
     from benchmarks.document import publish  # imports torch, which a start that is measured does itself
 
-    publish(document | lines, o.out)
+    publish(document, o.out)
 
 
 if __name__ == "__main__":

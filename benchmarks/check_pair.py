@@ -10,10 +10,8 @@ head's cache is zeroed. Exit code 1 when anything is not as it must be.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +21,9 @@ import torch
 from rich.progress import track
 
 from benchmarks.document import publish
+from benchmarks.sweep_check import first_difference
 from drafters.oracle import oracle_drafts
+from evals.data.datasets import load
 from evals.lossless.greedy import Replay
 from specdec import Completion, SamplingParams, SpeculativeModel
 from specdec.requests.prompts import encode_prompts
@@ -33,27 +33,18 @@ MAX_NEW_TOKENS = 320
 BATCHED = 16
 
 
-def test_chats(data: Path) -> list[Any]:
-    """GSM8K's test questions as chats."""
-    lines = (data / "gsm8k" / "test.jsonl").read_text(encoding="utf-8").split("\n")
-    return [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines if line.strip()]
+def test_prompts(model: SpeculativeModel, count: int | None = None) -> list[list[int]]:
+    """The first `count` of GSM8K's test questions, as chats."""
+    questions = load("gsm8k").questions[:count]
+    chats: list[Any] = [[{"role": "user", "content": question.turns[0]}] for question in questions]
+    return encode_prompts(chats, model.tokenizer)
 
 
-def transformers_tokens(model: SpeculativeModel, prompts: list[list[int]]) -> list[list[int]]:
-    """transformers' own greedy continuations, end token included, of one batch padded on the left."""
-    pad, width = model.tokenizer.pad_token_id, max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    out = model.hf_model.generate(ids, attention_mask=mask, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-    end = model.tokenizer.eos_token_id
-    rows = [row[width:] for row in out.tolist()]
-    return [row[: row.index(end) + 1] if end in row else row for row in rows]
-
-
-def matching(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    pairs = enumerate(zip(ids, others, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(ids), len(others)))
+def transformers_tokens(model: SpeculativeModel, prompt: list[int], **options: Any) -> list[int]:
+    """transformers' own greedy continuation, the end token included. options: of its `generate`."""
+    ids = torch.tensor([prompt], device=model.device)
+    mask, how = torch.ones_like(ids), {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
+    return model.hf_model.generate(ids, attention_mask=mask, **how, **options)[0, len(prompt) :].tolist()
 
 
 def divergences(
@@ -62,9 +53,9 @@ def divergences(
     """First difference of every answer that differs, with its float64 gap."""
     found = []
     for question, (prompt, own, completion) in enumerate(zip(prompts, expected, got, strict=True)):
-        if own == completion.token_ids:
+        at = first_difference(own, completion.token_ids)
+        if at is None:
             continue
-        at = matching(own, completion.token_ids)
         top = exact.logits([*prompt, *own[:at]]).topk(2).values
         gap = float(top[0] - top[1])
         found.append({"question": question, "position": at, "gap_float64": gap, "near_tie": gap < TIE})
@@ -72,11 +63,9 @@ def divergences(
 
 
 @torch.inference_mode()
-def drafted_rounds(
-    model: SpeculativeModel, completions: Sequence[Completion]
-) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """Of every round that drafted: its draft ids, the oracle's from the target's true hidden states, and the answer."""
-    head = model.head
+def wrong_rounds(model: SpeculativeModel, completions: Sequence[Completion]) -> tuple[int, int]:
+    """(rounds that drafted, those of them whose drafts are not the oracle's from the target's true hidden states)."""
+    head, rounds, wrong = model.head, 0, 0
     assert head is not None
     for c in completions:
         ids = torch.tensor(c.prompt_token_ids + c.token_ids, device=model.device)
@@ -85,21 +74,17 @@ def drafted_rounds(
         bonus = len(c.prompt_token_ids)
         for record, drafts in zip(c.stats.rounds, c.drafts or (), strict=True):
             if drafts:
+                rounds += 1
                 oracle = oracle_drafts(head, ids[: bonus + 1], aux_hidden_states[:bonus], len(drafts))
-                yield list(drafts), oracle, ids[bonus + 1 :].tolist()
+                wrong += list(drafts) != oracle
             bonus += record.emitted
+    return rounds, wrong
 
 
-def wrong_rounds(model: SpeculativeModel, completions: Sequence[Completion]) -> tuple[int, int]:
-    """(rounds, rounds whose draft ids differ from the oracle's)."""
-    wrong = [drafts != oracle for drafts, oracle, _ in drafted_rounds(model, completions)]
-    return len(wrong), sum(wrong)
-
-
-def check_drafts(model: SpeculativeModel, chats: list[Any]) -> dict[str, int]:
+def check_drafts(model: SpeculativeModel, prompts: list[list[int]]) -> dict[str, int]:
     """The draft oracle, and again with one head-KV slot zeroed before every round."""
     params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, return_drafts=True)
-    rounds, wrong = wrong_rounds(model, model.generate(chats, params))
+    rounds, wrong = wrong_rounds(model, model.generate(prompts, params))
     head = model.head
     assert head is not None
     layer = model.runners[1].layers[0]
@@ -112,32 +97,28 @@ def check_drafts(model: SpeculativeModel, chats: list[Any]) -> dict[str, int]:
 
     head.fuse = planted  # type: ignore[method-assign]
     try:
-        _, caught = wrong_rounds(model, model.generate(chats[:5], params))
+        _, caught = wrong_rounds(model, model.generate(prompts[:5], params))
     finally:
         del head.fuse
     return {"rounds": rounds, "wrong": wrong, "wrong_with_a_zeroed_slot": caught}
 
 
-def check(model: SpeculativeModel, chats: list[Any], oracle_questions: int, reference_batch: int) -> dict[str, Any]:
+def check(model: SpeculativeModel, prompts: list[list[int]], oracle_questions: int) -> dict[str, Any]:
     """All of it."""
     params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
-    prompts = encode_prompts(chats, model.tokenizer)
-    starts = range(0, len(prompts), reference_batch)
-    parts = [transformers_tokens(model, prompts[s : s + reference_batch]) for s in track(starts, "transformers")]
-    expected = [tokens for part in parts for tokens in part]
+    expected = [transformers_tokens(model, p) for p in track(prompts, "transformers")]
     single = [model.generate([p], params)[0] for p in track(prompts, "batch 1")]
-    batched = model.generate(prompts, params)
     exact = Replay(model.hf_model)
     found = {
         "batch_1": divergences(exact, prompts, expected, single),
-        f"batch_{BATCHED}": divergences(exact, prompts, expected, batched),
+        f"batch_{BATCHED}": divergences(exact, prompts, expected, model.generate(prompts, params)),
     }
     return {
-        "questions": len(chats),
+        "questions": len(prompts),
         "k": model.num_speculative_tokens,
         "divergences": found,
-        "identical": {name: len(chats) - len(rows) for name, rows in found.items()},
-        "draft_oracle": {"questions": oracle_questions, **check_drafts(model, chats[:oracle_questions])},
+        "identical": {name: len(prompts) - len(rows) for name, rows in found.items()},
+        "draft_oracle": {"questions": oracle_questions, **check_drafts(model, prompts[:oracle_questions])},
     }
 
 
@@ -155,14 +136,12 @@ def passed(result: dict[str, Any]) -> bool:
 @click.option("--shard", default="0/1", show_default=True, help="I/N: every N-th question from the I-th on.")
 @click.option("--questions", type=int, help="Only the first so many.")
 @click.option("--oracle-questions", default=50, show_default=True)
-@click.option("--reference-batch", default=1, show_default=True, help="Questions a call of transformers' generate.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path))
 def main(**options: Any) -> None:
     """Check the pair; ends in one JSON line."""
     o = SimpleNamespace(**options)
     index, count = (int(part) for part in o.shard.split("/"))
-    chats = test_chats(Path(os.environ["SPECDEC_DATA"]))[: o.questions][index::count]
     model = SpeculativeModel.from_pretrained(
         o.target,
         draft=o.draft,
@@ -172,15 +151,9 @@ def main(**options: Any) -> None:
         backend="torch",
         max_num_seqs=BATCHED,
     )
-    result = {
-        "benchmark": "check_pair",
-        "target": o.target,
-        "shard": o.shard,
-        "device": o.device,
-        "reference_batch": o.reference_batch,
-        **check(model, chats, o.oracle_questions, o.reference_batch),
-        "dtype": "float32",
-    }
+    prompts = test_prompts(model, o.questions)[index::count]
+    facts = {"benchmark": "check_pair", "target": o.target, "shard": o.shard, "device": o.device, "dtype": "float32"}
+    result = facts | check(model, prompts, o.oracle_questions)
     publish(result, o.out)
     sys.exit(0 if passed(result) else 1)
 

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,12 +37,13 @@ def provenance() -> dict[str, Any]:
     return facts
 
 
-def publish(document: dict[str, Any], out: Path | None) -> None:
-    """Add the provenance; print the line, and write it to `out` when there is one."""
+def publish(document: dict[str, Any], out: Path | None, append: bool = False) -> None:
+    """Add the provenance; print the line, and write it to `out` where there is one, behind others with `append`."""
     line = json.dumps(document | provenance())
     click.echo(line)
     if out is not None:
-        out.write_text(line + "\n", encoding="utf-8")
+        with out.open("a" if append else "w", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 def _version(package: str) -> str | None:
@@ -55,3 +57,12 @@ def md_table(rows: Iterable[Sequence[str]]) -> str:
     """Rows of cells as a table of Markdown; the first is its head."""
     head, *body = rows
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body]) + "\n"
+
+
+def write_page(page: Path, text: str, check: bool, module: str) -> None:
+    """Write a page of docs/ that is made from results; with `check` write nothing, and exit 1 where it differs."""
+    if not check:
+        page.write_text(text, "utf-8")
+    elif not page.exists() or page.read_text("utf-8") != text:
+        click.echo(f"docs/{page.name} is not what the results say; run: python -m benchmarks.{module}", err=True)
+        sys.exit(1)

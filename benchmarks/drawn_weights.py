@@ -1,11 +1,10 @@
 """Checkpoints whose weights are drawn when they are read: tens of gigabytes of a published width in no time.
 
-A file is a safetensors file with the names, shapes and dtypes of a whole checkpoint. What tells layers apart by value
-(norms, biases, token maps) is written; of the matrices there is only a hole, which takes no room on the disk and reads
-as zeros, and the file's metadata says how they are drawn. Once `install` was called in a process, whatever opens such a
-file gets random matrices, made on its GPU when they are asked for, by a seed that follows from the name: so every rank
-cuts its share out of the same matrix. All else is the real thing: transformers and specdec read the folder, convert,
-divide and place as ever, and other files are read as they are.
+A file is a safetensors file of what tells layers apart by value (norms, biases, token maps), whose metadata holds the
+names and shapes of the matrices, and how they are drawn. Once `install` was called in a process, whatever opens such a
+file finds the matrices in it, made on its GPU when they are asked for, by a seed that follows from the name: so every
+rank cuts its share out of the same matrix. All else is the real thing: transformers and specdec read the folder,
+convert, divide and place as ever, and other files are read as they are.
 
 Ranks are processes of their own. `in_every_rank` puts `benchmarks/in_ranks` on the path, whose sitecustomize.py Python
 runs when such a process starts.
@@ -23,64 +22,23 @@ from typing import Any
 
 import safetensors
 import torch
+from safetensors.torch import save_file
 
 _DRAWN = "drawn"
-"""Of a file's metadata: JSON, tensor name -> standard deviation."""
-_FILE_BYTES = 4 << 30
-"""Of a file: an operating system may refuse to map one larger than its memory."""
-_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
+"""Of a file's metadata: JSON, tensor name -> shape and standard deviation."""
 _open: Any = safetensors.safe_open
 
 
 def write_drawn(
-    folder: Path, drawn: Mapping[str, tuple[tuple[int, ...], float]], stored: Mapping[str, torch.Tensor]
+    folder: Path, drawn: Mapping[str, tuple[tuple[int, ...], float]], stored: dict[str, torch.Tensor]
 ) -> None:
-    """Write the weights of a checkpoint, into as many files as keep each one small.
+    """Write the weights of a checkpoint.
 
     Args:
         drawn: name -> shape and standard deviation of bfloat16 tensors. stored: name -> a tensor as it is.
     """
-    parts: list[dict[str, tuple[tuple[int, ...], float]]] = [{}]
-    size = 0
-    for name, (shape, std) in drawn.items():
-        size += 2 * torch.Size(shape).numel()
-        if size > _FILE_BYTES and parts[-1]:
-            parts.append({})
-            size = 2 * torch.Size(shape).numel()
-        parts[-1][name] = (shape, std)
-    names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
-    if len(parts) == 1:
-        names = ["model.safetensors"]
-    places: dict[str, str] = {}
-    for i, (name, part) in enumerate(zip(names, parts, strict=True)):
-        own = stored if i == 0 else {}
-        _write(folder / name, part, own)
-        places |= dict.fromkeys([*own, *part], name)
-    if len(parts) > 1:
-        index = {"metadata": {}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-
-
-def _write(file: Path, drawn: Mapping[str, tuple[tuple[int, ...], float]], stored: Mapping[str, torch.Tensor]) -> None:
-    header: dict[str, Any] = {
-        "__metadata__": {"format": "pt", _DRAWN: json.dumps({name: std for name, (_, std) in drawn.items()})}
-    }
-    end, pieces = 0, []
-    for name, tensor in stored.items():
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        places = [end, end + len(data)]
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": places}
-        pieces.append(data)
-        end += len(data)
-    for name, (shape, _) in drawn.items():
-        places = [end, end + 2 * torch.Size(shape).numel()]
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": places}
-        end = places[1]
-    words = json.dumps(header).encode()
-    words += b" " * (-len(words) % 8)
-    with file.open("wb") as out:
-        out.write(len(words).to_bytes(8, "little") + words + b"".join(pieces))
-        out.truncate(8 + len(words) + end)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt", _DRAWN: json.dumps(drawn)})
 
 
 def draw(name: str, shape: list[int], std: float) -> torch.Tensor:
@@ -94,36 +52,36 @@ def draw(name: str, shape: list[int], std: float) -> torch.Tensor:
 class DrawnSlice:
     """A tensor that is drawn when it is indexed; as safetensors' slices otherwise."""
 
-    def __init__(self, name: str, found: Any, std: float) -> None:
-        """found: safetensors' slice of the hole."""
-        self._name, self._found, self._std = name, found, std
+    def __init__(self, name: str, shape: list[int], std: float) -> None:
+        self._name, self._shape, self._std = name, shape, std
 
     def get_shape(self) -> list[int]:
         """See safetensors."""
-        shape: list[int] = self._found.get_shape()
-        return shape
+        return self._shape
 
     def get_dtype(self) -> str:
         """See safetensors."""
-        dtype: str = self._found.get_dtype()
-        return dtype
+        return "BF16"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """A part, in memory of its own."""
-        return draw(self._name, self.get_shape(), self._std)[index].clone()
+        return draw(self._name, self._shape, self._std)[index].clone()
 
 
 class DrawnFile:
     """An open file; what is drawn of it is drawn, the rest is read."""
 
-    def __init__(self, file: Any, drawn: Mapping[str, float]) -> None:
-        """file: as safetensors opened it. drawn: name -> standard deviation."""
+    def __init__(self, file: Any, drawn: Mapping[str, tuple[list[int], float]]) -> None:
+        """file: as safetensors opened it. drawn: name -> shape and standard deviation."""
         self._file, self._drawn = file, drawn
+
+    def keys(self) -> list[str]:
+        """See safetensors."""
+        return [*self._file.keys(), *self._drawn]
 
     def get_slice(self, name: str) -> Any:
         """See safetensors."""
-        found = self._file.get_slice(name)
-        return DrawnSlice(name, found, self._drawn[name]) if name in self._drawn else found
+        return DrawnSlice(name, *self._drawn[name]) if name in self._drawn else self._file.get_slice(name)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """See safetensors."""

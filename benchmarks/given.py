@@ -1,16 +1,15 @@
-"""A benchmark's command line: its help, lists of numbers, result files, and options that would do nothing.
+"""A benchmark's command line: its help, lists of values, result files, and processes that take turns.
 
 A run takes minutes of a GPU, so all of it is refused before anything is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
 from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 
 def usage(page: str | None) -> str:
@@ -23,38 +22,23 @@ def usage(page: str | None) -> str:
     return "\n\n".join(f"\b\n{each}" if each.startswith("    ") else each for each in paragraphs)
 
 
-def numbers(listed: str) -> list[int]:
-    """The numbers of an option's list.
+class Listed(click.ParamType):
+    """Values of another type with commas between; "" is none of them.
 
-    >>> numbers("1,32"), numbers("")
-    ([1, 32], [])
-    """
-    return [int(number) for number in listed.split(",") if number]
-
-
-class Numbers(click.ParamType):
-    """Whole numbers with commas between, from `least` on; "" is none of them.
-
-    >>> Numbers(0).convert("0,1,3", None, None), Numbers(1).convert("", None, None)
+    >>> Listed(click.IntRange(0)).convert("0,1,3", None, None), Listed(click.FloatRange(0, 1)).convert("", None, None)
     ([0, 1, 3], [])
     """
 
-    name = "numbers"
+    name = "list"
 
-    def __init__(self, least: int) -> None:
-        self._least = least
+    def __init__(self, each: click.ParamType) -> None:
+        self._each = each
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
         """See click. Raises click.BadParameter."""
         if isinstance(value, list):  # a default that click converts again
             return value
-        try:
-            found = numbers(value)
-        except ValueError:
-            found = [self._least - 1]
-        if min(found, default=self._least) < self._least:
-            self.fail(f"{value!r} is no list of whole numbers from {self._least} on with commas between", param, ctx)
-        return found
+        return [self._each.convert(each.strip(), param, ctx) for each in value.split(",") if each.strip()]
 
 
 class ResultFile(click.Path):
@@ -77,16 +61,9 @@ def check_range(name: str, bounds: tuple[int, int], least: int = 1) -> None:
         raise click.UsageError(f"{name} {bounds[0]} {bounds[1]}: the smaller one first, and none less than {least}")
 
 
-def refuse_unused(context: click.Context, names: Iterable[str], reason: str) -> None:
-    """Refuse options that do nothing in this run.
-
-    Args:
-        names: of the parameters; one that has its default value unasked is no mistake. reason: for the message.
-
-    Raises:
-        click.UsageError: one of them was given.
-    """
-    spelled = {parameter.name: parameter.opts[0] for parameter in context.command.params}
-    given = [spelled[name] for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    if given:
-        raise click.UsageError(f"{', '.join(given)} would do nothing: {reason}")
+def wait_for(file: Path) -> None:
+    """Say by FILE.ready that everything is built, and wait until FILE exists: several processes can build their graphs
+    at once and measure one after the other."""
+    file.with_name(f"{file.name}.ready").touch()
+    while not file.exists():
+        time.sleep(0.1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import click
 import numpy as np
 import torch
 
@@ -75,25 +74,13 @@ class Kind:
         return (np.diff(greedy) == 0).tolist()
 
 
-def kinds_of(sampled: bool, greedy_shares: str, asks: str = "nothing") -> list[Kind]:
+def kinds_of(sampled: bool, greedy_shares: list[float], asks: list[str]) -> list[Kind]:
     """The batches to measure: greedy ones, or one of every share, where all greedy rows are a greedy batch; each with
     everything that is asked for.
 
-    Raises:
-        click.BadParameter: a share that is no number from 0 to 1, or something to ask for that is not in ASKS.
-
-    >>> [kind.facts for kind in kinds_of(True, "1,0.5")]
+    >>> [kind.facts for kind in kinds_of(True, [1, 0.5], ["nothing"])]
     [{}, {'sampled': True, 'greedy_share': 0.5}]
     """
-    wanted = asks.split(",")
-    if unknown := sorted(set(wanted) - set(ASKS)):
-        raise click.BadParameter(f"--asks takes of {', '.join(ASKS)}; given {', '.join(unknown)}")
     if not sampled:
-        return [Kind(asks=each) for each in wanted]
-    try:
-        shares = [float(share) for share in greedy_shares.split(",")]
-    except ValueError:
-        shares = [-1.0]
-    if not all(0 <= share <= 1 for share in shares):
-        raise click.BadParameter(f"--greedy-share takes numbers from 0 to 1 with commas between; given {greedy_shares}")
-    return [Kind(share < 1, share if share < 1 else 0.0, each) for share in shares for each in wanted]
+        return [Kind(asks=each) for each in asks]
+    return [Kind(share < 1, share if share < 1 else 0.0, each) for share in greedy_shares for each in asks]

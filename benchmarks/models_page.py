@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.document import md_table, usage
+from benchmarks.document import md_table, usage, write_page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -123,12 +122,7 @@ def newest(results: Path = RESULTS) -> Path:
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 where the page differs.")
 def main(check: bool) -> None:
     """Write docs/models.md, or check it."""
-    text = page(newest())
-    if not check:
-        PAGE.write_text(text, "utf-8")
-    elif not PAGE.exists() or PAGE.read_text("utf-8") != text:
-        click.echo("docs/models.md is not what the sweep found; run: python -m benchmarks.models_page", err=True)
-        sys.exit(1)
+    write_page(PAGE, page(newest()), check, "models_page")
 
 
 if __name__ == "__main__":

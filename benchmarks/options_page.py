@@ -74,17 +74,16 @@ Written by `python -m benchmarks.options_page`; a test compares it. *Exact*: tok
 
 def page() -> str:
     """The page for the installed transformers."""
-    ours = [("`" + name + "`", *_of_ours(name)) for name in [f.name for f in fields(SamplingParams)] if name not in OFF]
-    options = [("`" + name + "`", *_of_option(name)) for name in OFF]
-    names = sorted(name for name in vars(GenerationConfig()) if not name.startswith("_"))
-    theirs = [("`" + name + "`", *_of_theirs(name)) for name in names]
+    theirs = sorted(name for name in vars(GenerationConfig()) if not name.startswith("_"))
+    tables = {
+        "SamplingParams": {f.name: _of_ours(f.name) for f in fields(SamplingParams) if f.name not in OFF},
+        "Options that change logits (fields of both)": {name: _of_option(name) for name in OFF},
+        "GenerationConfig": {name: _of_theirs(name) for name in theirs},
+    }
     parts = [_HEADER]
-    for title, rows in (
-        ("SamplingParams", ours),
-        ("Options that change logits (fields of both)", options),
-        ("GenerationConfig", theirs),
-    ):
-        parts.append(f"## {title}\n\n" + md_table([("field", "what is done", "notes"), *rows]))
+    for title, rows in tables.items():
+        cells = [(f"`{name}`", *told) for name, told in rows.items()]
+        parts.append(f"## {title}\n\n" + md_table([("field", "what is done", "notes"), *cells]))
     return "\n".join(parts)
 
 

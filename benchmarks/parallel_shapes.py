@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig
+from transformers import DeepseekV3Config, PreTrainedConfig
 from transformers.models.auto import AutoModelForCausalLM
 
 from benchmarks.drawn_weights import write_drawn
-from benchmarks.shapes import DRAFT_VOCAB, eagle3_spec
+from benchmarks.shapes import DRAFT_VOCAB, eagle3_spec, llama_config
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.layout import spec_to_config
 from drafters.vocab import mask_of, offsets_of
@@ -26,23 +26,6 @@ _STD, _EMBEDDING_STD, _EXPERT_STD = 0.02, 1.0, 0.002
 Random routers choose by near ties, which a rounding error decides otherwise for many tokens at once. Small experts
 make that a small error: with 0.02 two ranks' logits were 0.26 from the right ones in bfloat16: refused.
 """
-
-
-def _llama(hidden: int, ffn: int, heads: int, vocab: int, layers: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=hidden // heads,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        **_COMMON,
-    )
 
 
 def _deepseek_v3(layers: int, experts: int, width: int) -> DeepseekV3Config:
@@ -76,10 +59,10 @@ def _deepseek_v3(layers: int, experts: int, width: int) -> DeepseekV3Config:
 
 
 SHAPES: dict[str, tuple[int, Callable[[int, int], PreTrainedConfig]]] = {
-    "llama-3.1-8b": (32, lambda layers, experts: _llama(4096, 14_336, 32, 128_256, layers)),
-    "llama-70b": (24, lambda layers, experts: _llama(8192, 28_672, 64, 128_256, layers)),
+    "llama-3.1-8b": (32, lambda layers, experts: llama_config(4096, 14_336, layers, 32, 128, False)),
+    "llama-70b": (24, lambda layers, experts: llama_config(8192, 28_672, layers, 64, 128, False)),
     "deepseek-v3": (5, lambda layers, experts: _deepseek_v3(layers, experts, 1)),
-    "tiny": (8, lambda layers, experts: _llama(256, 512, 16, 4 * DRAFT_VOCAB, layers)),
+    "tiny": (8, lambda layers, experts: llama_config(256, 512, layers, 16, 16, False)),
     "tiny-deepseek-v3": (3, lambda layers, experts: _deepseek_v3(layers, experts, 32)),
 }
 """Name -> layers unless others are asked for, and the configuration of (layers, experts)."""
@@ -98,13 +81,15 @@ def write_pair(shape: str, layers: int, experts: int, folder: Path) -> tuple[Pat
         config = SHAPES[shape][1](layers, experts)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
         tensors = {name: tuple(t.shape) for name, t in model.state_dict().items()}
         if mixture:
             tensors = _published(tensors)
             tensors |= _module(tensors, layers, config.hidden_size)
         else:
             _write_head(own / "head", config)
-        _write(own / "target", config, tensors, _EMBEDDING_STD if mixture else _STD)
+        _write(own / "target", tensors, {}, _EMBEDDING_STD if mixture else _STD)
+        config.save_pretrained(own / "target")
         try:
             own.rename(place)
         except OSError:  # another process was sooner
@@ -112,28 +97,23 @@ def write_pair(shape: str, layers: int, experts: int, folder: Path) -> tuple[Pat
     return place / "target", "mtp" if mixture else str(place / "head")
 
 
-def _write(folder: Path, config: PreTrainedConfig, tensors: dict[str, tuple[int, ...]], embedding_std: float) -> None:
-    """Matrices are drawn, vectors are ones (norms) and zeros (biases)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stds = {name: _std(name, embedding_std) for name in tensors}
-    drawn = {name: (shape, stds[name]) for name, shape in tensors.items() if len(shape) > 1}
-    vectors = {name: shape for name, shape in tensors.items() if len(shape) == 1}
-    stored = {
-        name: torch.full(shape, float("bias" not in name), dtype=torch.bfloat16) for name, shape in vectors.items()
+def _write(
+    folder: Path, tensors: dict[str, tuple[int, ...]], stored: dict[str, torch.Tensor], embedding_std: float
+) -> None:
+    """Matrices are drawn, vectors are ones (norms) and zeros (biases), but for those that are given."""
+    drawn = {name: (shape, _std(name, embedding_std)) for name, shape in tensors.items() if len(shape) > 1}
+    vectors = {
+        name: torch.full(shape, float("bias" not in name), dtype=torch.bfloat16)
+        for name, shape in tensors.items()
+        if len(shape) == 1
     }
-    write_drawn(folder, drawn, stored)
-    config.architectures, config.dtype = [_architecture(config)], torch.bfloat16
-    config.save_pretrained(folder)
+    write_drawn(folder, drawn, vectors | stored)
 
 
 def _std(name: str, embedding_std: float) -> float:
     if "embed_tokens" in name:
         return embedding_std
     return _EXPERT_STD if ".experts." in name and "down_proj" in name else _STD
-
-
-def _architecture(config: PreTrainedConfig) -> str:
-    return "DeepseekV3ForCausalLM" if isinstance(config, DeepseekV3Config) else "LlamaForCausalLM"
 
 
 def _published(tensors: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -166,8 +146,5 @@ def _write_head(folder: Path, config: Any) -> None:
     d2t = offsets_of(torch.arange(DRAFT_VOCAB) * (config.vocab_size // DRAFT_VOCAB))
     embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
     tensors = {name: tuple(t.shape) for name, t in Eagle3Head(spec, embedding, d2t=d2t).state_dict().items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = {name: (shape, _STD) for name, shape in tensors.items() if len(shape) > 1}
-    stored = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in tensors.items() if len(shape) == 1}
-    write_drawn(folder, drawn, stored | {"d2t": d2t, "t2d": mask_of(d2t, spec.vocab_size)})
+    _write(folder, tensors, {"d2t": d2t, "t2d": mask_of(d2t, spec.vocab_size)}, _STD)
     (folder / "config.json").write_text(json.dumps(spec_to_config(spec, "bfloat16")), encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,9 +20,9 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from attention.cache.kv_cache import bytes_per_token
 from attention.hf.probe import Probe, probe
+from attention.recurrence.layer_spec import ConvSpec, RecurrenceSpec, fold_rule
 from benchmarks.fp8_weights import fp8_weights, quantise
 from benchmarks.routing import ExpertWork, expert_work
-from benchmarks.states import bytes_per_launch
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.mtp.head import MtpHead, MtpStack
@@ -33,7 +35,8 @@ DRAFT_VOCAB = 32_000
 _COMMON = {"max_position_embeddings": 8192, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-def _llama(hidden: int, ffn: int, layers: int, heads: int, dim: int, tied: bool) -> LlamaConfig:
+def llama_config(hidden: int, ffn: int, layers: int, heads: int, dim: int, tied: bool) -> LlamaConfig:
+    """Llama 3's vocabulary and rotary embedding, with 8 KV heads."""
     return LlamaConfig(
         vocab_size=128_256,
         hidden_size=hidden,
@@ -74,8 +77,8 @@ def _deepseek_v2(hidden: int, ffn: int, layers: int, heads: int, experts: int, e
 
 
 SHAPES = {
-    "llama-3.1-8b": lambda: _llama(4096, 14336, 32, 32, 128, False),
-    "llama-3.2-3b": lambda: _llama(3072, 8192, 28, 24, 128, True),
+    "llama-3.1-8b": lambda: llama_config(4096, 14336, 32, 32, 128, False),
+    "llama-3.2-3b": lambda: llama_config(3072, 8192, 28, 24, 128, True),
     "qwen3-8b": lambda: Qwen3Config(
         vocab_size=151_936,
         hidden_size=4096,
@@ -89,7 +92,7 @@ SHAPES = {
     ),
     "deepseek-v2-lite": lambda: _deepseek_v2(2048, 10_944, 27, 16, 64, 1408),
     "qwen3.5-9b": Qwen3_5TextConfig,  # 32 layers, 24 of them with the gated delta rule; transformers' default
-    "tiny": lambda: _llama(256, 512, 8, 16, 64, False),
+    "tiny": lambda: llama_config(256, 512, 8, 16, 64, False),
     "tiny-deepseek": lambda: _deepseek_v2(256, 512, 4, 4, 16, 128),
     "tiny-qwen3.5": lambda: Qwen3_5TextConfig(
         vocab_size=512,
@@ -175,6 +178,33 @@ class Pair:
         # in 8 bits tensor cores make twice as many operations
         compute = 2 * ((dense - in_fp8 / 2) * tokens + head * rows * drafts + routed)
         return 1e3 * max(memory / COPY_BYTES_PER_S, compute / MATMUL_FLOPS)
+
+
+def bytes_per_launch(specs: Sequence[RecurrenceSpec], drafts: int, accepted: float, dtype: torch.dtype) -> float:
+    """Bytes a row over all recurrent calls of a launch that verifies `drafts` drafts.
+
+    A state is read and written once. Launches that put storing off (`FoldRule`) write it less often: these are the
+    bytes of a rule without that, which all results compare with. Of the ring beside it, the inputs of the drafts that
+    the round before accepted are read, and those of this launch's drafts written. Of a convolution's ring, the width-1
+    inputs before the launch are read, and those of its drafts and of its first token written.
+
+    Qwen3-Next-80B (36 layers), K=3, two drafts accepted, bfloat16: the states alone are 2·72 MiB.
+
+    >>> from attention.recurrence.layer_spec import DeltaSpec
+    >>> layer = [ConvSpec(8192, 4), DeltaSpec(16, 32, 128, 128, False)]
+    >>> [round(36 * bytes_per_launch(layer, k, a, torch.bfloat16) / 2**20, 1) for k, a in ((0, 0), (3, 2))]
+    [146.2, 150.1]
+    """
+    return sum(_bytes(spec, drafts, accepted, dtype) for spec in specs)
+
+
+def _bytes(spec: RecurrenceSpec, drafts: int, accepted: float, dtype: torch.dtype) -> float:
+    if isinstance(spec, ConvSpec):
+        return (spec.width - 1 + drafts + 1) * spec.channels * dtype.itemsize
+    rule = fold_rule([spec], drafts)
+    sizes = {name: math.prod(dims) * kind.itemsize for name, (dims, kind) in spec.shapes(rule, dtype).items()}
+    state = sizes.pop("state")
+    return 2 * state + (accepted + drafts) * sum(sizes.values()) / rule.ring_size
 
 
 def _matmul_weights(module: torch.nn.Module) -> int:

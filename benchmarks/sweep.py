@@ -38,6 +38,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.document import provenance
+from benchmarks.given import Listed
 from benchmarks.sweep_check import BAD, Verdict, check, one_line
 from benchmarks.sweep_configs import Case, all_cases, named_cases
 
@@ -113,24 +114,33 @@ def _by_line(document: dict[str, Any], models: Sequence[dict[str, Any]]) -> str:
     return "{\n" + head + ' "models": [\n  ' + ",\n  ".join(map(json.dumps, told)) + "\n ]\n}\n"
 
 
-def _split(text: str | None) -> tuple[str, ...]:
-    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
-
-
 @click.command()
-@click.option("--types", help="Model types or names of cases, comma-separated; 'wrappers': all of those. Default: all.")
-@click.option("--dtype", "dtypes", default="float32,bfloat16", show_default=True, help="One or several.")
+@click.option(
+    "--types",
+    type=Listed(click.STRING),
+    help="Model types or names of cases, comma-separated; 'wrappers': all of those. Default: all.",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=Listed(click.STRING),
+    default="float32,bfloat16",
+    show_default=True,
+    help="One or several.",
+)
 @click.option("--jobs", "workers", default=1, show_default=True, help="Processes at a time.")
 @click.option("--timeout", default=300.0, show_default=True, help="Seconds a model.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Write everything as one JSON file.")
-def main(types: str | None, dtypes: str, workers: int, timeout: float, device: str, out: Path | None) -> None:
+def main(
+    types: list[str] | None, dtypes: list[str], workers: int, timeout: float, device: str, out: Path | None
+) -> None:
     """Sweep over the architectures; ends in a table of counts."""
     try:
-        cases = named_cases(_split(types)) if types else all_cases()
+        cases = named_cases(tuple(types)) if types else all_cases()
     except KeyError as error:
         raise click.BadParameter(str(error.args[0]), param_hint="--types") from error
-    jobs = [(case, dtype) for dtype in _split(dtypes) for case in cases]
+    jobs = [(case, dtype) for dtype in dtypes for case in cases]
     found, made = [], provenance()
     for (case, dtype), verdict, seconds in verdicts(jobs, device, workers, timeout):
         row = {"name": case.name, "dtype": dtype, **asdict(verdict), "seconds": round(seconds, 1)}

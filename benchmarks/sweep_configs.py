@@ -3,6 +3,10 @@
 A model type's own configuration class is shrunk by the names of its fields. Every length from which a model changes its
 behaviour (a window, a chunk, a top-k of keys, the length its rotary embedding was trained for) becomes `THRESHOLD`:
 longer than the rows that a self-test might read, shorter than the sweep's prompts, as in real checkpoints.
+
+Model types with a language model inside, beside what reads images or sound, are too different for that:
+`specdec.selftest.shrinking`, which makes the miniature that every load is tested by, makes them small, with all
+thresholds low.
 """
 
 from __future__ import annotations
@@ -12,9 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
-from benchmarks.sweep_wrappers import tiny_wrapper, wrapper_types
+from specdec.selftest.shrinking import miniature, thresholds
 
 THRESHOLD = 32
 VOCAB = 160
@@ -169,6 +178,16 @@ HINTS: dict[str, dict[str, Any]] = {
 """Fields of model types that names alone do not make small, or not valid."""
 
 
+_LONGEST = 10**9
+_QWEN: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}
+_GLM = _QWEN | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+_ROPE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr", "glmga", "glm4v_moe"), _GLM),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl"), _QWEN),
+}
+"""Rotary parameters of published configurations where those of the class name no sections."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One model of the sweep.
@@ -177,7 +196,7 @@ class Case:
         name: the model type, with a word for its option where it has one.
         model_type: of the mapping; None for a class by name.
         class_name: of transformers; default AutoModelForCausalLM's choice.
-        wrapper: a model type outside the mapping with a language model inside, see `sweep_wrappers`; it is saved, and
+        wrapper: a model type outside the mapping with a language model inside, see `wrapper_types`; it is saved, and
             loaded from its folder.
         options: fields of the (text) configuration on top of the shrunk ones.
         load: arguments of SpeculativeModel.from_pretrained.
@@ -245,6 +264,20 @@ _CLASSES = (
     "LlavaForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
 )
+
+
+def wrapper_types() -> tuple[str, ...]:
+    """Model types that transformers loads as text from images or sound, and not as causal language models."""
+    known = dict.fromkeys([*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES])
+    return tuple(name for name in known if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_wrapper(name: str) -> Any:
+    """The shrunk configuration of such a type."""
+    config = AutoConfig.for_model(name)
+    if name in _ROPE:
+        config.get_text_config().rope_parameters = dict(_ROPE[name])
+    return miniature(config, [threshold.name for threshold in thresholds(config, _LONGEST)])
 
 
 def all_cases() -> tuple[Case, ...]:

@@ -1,17 +1,15 @@
-"""What benchmarks with random weights put in place of meaning: drawn acceptance, logits of a given entropy, no text.
-
-Nothing here imports a module of specdec by name: `benchmarks.bench_serving --tree` uses it over other commits, too.
-"""
+"""What benchmarks with random weights put in place of meaning: drawn acceptance, logits of a given entropy, no text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
+
+from specdec.model import SpeculativeModel
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 """SamplingParams of a sampled request."""
@@ -47,69 +45,25 @@ class DrawnAcceptance:
         self._tokens = torch.from_numpy(rng.integers(0, vocab, _POOL)).to(device)
         self._used = 0
 
-    def overwrite(
-        self, num_accepted: torch.Tensor, tokens: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor
-    ) -> None:
-        """Replace a verification result in place.
+    def before_read(self, verdict: Any, num_drafts: torch.Tensor) -> None:
+        """Replace a verification result in place; for `HostReads.before_read`.
 
         Args:
-            num_accepted: [J]; tokens: [J, n+1], valid up to num_accepted: both are written.
-            drafts: [J, n]; num_drafts: [J], at most so many of a row are accepted. All int64 on one device.
+            verdict: num_accepted [J] and tokens [J, n+1], valid up to num_accepted, are written; drafts: [J, n].
+            num_drafts: [J], at most so many of a row are accepted. All int64 on one device.
         """
-        count = len(num_accepted)
+        count, tokens = len(verdict.num_accepted), verdict.tokens
         start = self._used if self._used + count <= _POOL else 0
         self._used = start + count
-        torch.minimum(self._drawn[start : self._used], num_drafts, out=num_accepted)
-        if drafts.shape[1]:
-            tokens[:, :-1].copy_(drafts)
-        tokens.scatter_(1, num_accepted[:, None], self._tokens[start : self._used, None])
-
-    def before_read(self, verdict: Any, num_drafts: torch.Tensor) -> None:
-        """For `HostReads.before_read`."""
-        self.overwrite(verdict.num_accepted, verdict.tokens, verdict.drafts, num_drafts)
+        torch.minimum(self._drawn[start : self._used], num_drafts, out=verdict.num_accepted)
+        if verdict.drafts.shape[1]:
+            tokens[:, :-1].copy_(verdict.drafts)
+        tokens.scatter_(1, verdict.num_accepted[:, None], self._tokens[start : self._used, None])
 
 
-def decide(model: Any, draws: DrawnAcceptance) -> None:
-    """From now on the model's verification results are drawn; no request may run. Knows commit 11c2809, too."""
-    reads: Any = getattr(model.executor, "reads", None)
-    if hasattr(reads, "before_read"):
-        reads.before_read = draws.before_read
-    else:
-        _decide_at_11c2809(draws)
-
-
-def engine_of(model: Any) -> Any:
-    """The model's engine, whose requests one thread submits and whose rounds it steps. Knows commit 11c2809, too."""
-    return vars(model).get("engine") or vars(model)["_engine"]
-
-
-def _decide_at_11c2809(draws: DrawnAcceptance) -> None:
-    """As `decide`, for every model: that commit's reads have no seam, and are not told the numbers of drafts.
-
-    In rounds from graphs these are copied from the host, while the device is busy with the verification.
-    """
-    executors, graphs = import_module("specdec.executor"), import_module("specdec.graphs")
-    reads = import_module("specdec.readback").HostReads
-    eagerly, from_graphs, start = executors.EagerExecutor.verify, graphs.GraphExecutor.verify, reads.start
-    current: list[torch.Tensor] = []
-
-    def verify_eagerly(executor: Any, round_: Any, draft: Any) -> Any:
-        current[:] = [round_.num_drafts]
-        return eagerly(executor, round_, draft)
-
-    def verify_from_graphs(executor: Any, round_: Any, draft: Any) -> Any:
-        if round_.rows is not None:
-            own = torch.from_numpy(round_.target.num_drafts.astype(np.int64))
-            current[:] = [own.pin_memory().to("cuda", non_blocking=True)]
-        return from_graphs(executor, round_, draft)
-
-    def start_read(self: Any, result: torch.Tensor) -> Any:
-        width = result.shape[1] // 2
-        draws.overwrite(result[:, 0], result[:, 1 : 1 + width], result[:, 1 + width :], current[0])
-        return start(self, result)
-
-    executors.EagerExecutor.verify, graphs.GraphExecutor.verify = verify_eagerly, verify_from_graphs
-    reads.start = start_read
+def decide(model: SpeculativeModel, draws: DrawnAcceptance) -> None:
+    """From now on the model's verification results are drawn; no request may run."""
+    model.executor.reads.before_read = draws.before_read
 
 
 class Tokenizer:
@@ -154,10 +108,8 @@ def scale_to_entropy(weight: torch.Tensor, nats: float, states: int = 16) -> flo
     low, high = math.log(1e-4), math.log(1e4)
     for _ in range(40):
         middle = (low + high) / 2
-        if mean_entropy(logits * math.exp(middle)) > nats:
-            low = middle
-        else:
-            high = middle
+        flat = mean_entropy(logits * math.exp(middle)) > nats
+        low, high = (middle, high) if flat else (low, middle)
     weight.mul_(math.exp(high))
     return math.exp(high)
 

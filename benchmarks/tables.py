@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import string
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.document import md_table, usage
+from benchmarks.document import md_table, usage, write_page
 from benchmarks.evaluation_tables import DOCUMENTS, measured_by, percent, short
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,10 +26,10 @@ _INTRODUCTION = """# Benchmarks
 
 Made by `python -m benchmarks.tables` from the files in `benchmarks/results/`; edit neither the page nor a number. Every
 line of a results file names its versions, device and commit. How each is measured is the docstring of its script in
-`benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_start (starts), bench_recurrence
-(kernels of recurrences), bench_parallel (several GPUs), bench_host (the host's share of rounds, and rounds with
-requests waiting), check_pair and check_half (tokens and drafts against transformers and a head without cache),
-bench_builtin (the built-in pair), sweep (every causal-LM type of transformers in miniature, against its own forward);
+`benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_start (starts), bench_parallel
+(several GPUs), bench_host (rounds with requests waiting), check_pair (tokens and drafts against transformers and a head
+without cache), bench_builtin (the built-in pair against `generate`), sweep (every causal-LM type of transformers in
+miniature, against its own forward);
 and `specdec eval` (acceptance, losslessness). Times of rounds are medians; *floor* is bytes over bandwidth; *exposed*
 is the share of a round in which the GPU waits for the host. Acceptance is synthetic in rounds and workloads (random
 weights), real everywhere else. What the numbers show is in [performance.md](performance.md).
@@ -46,7 +45,7 @@ sampled requests are chosen), bench_half_batches (sums of one half-batch behind 
 _LOAD = {
     "shape": "{shape}",
     "K": "{drafts}",
-    "prompt": "{prompt!r}",
+    "prompt": "{prompt!r}{behind}",
     "sampled": "{sampled_share:.0%}{nats}",
     "rate": "{per_s}",
 }
@@ -210,7 +209,9 @@ def _round(line: Line) -> Iterable[Line]:
 
 
 def _load(line: Line) -> Line:
-    return line | {"nats": _nats(line), "per_s": f"{line['rate']:g}/s" if line["rate"] else ""}
+    cached = "cached" if line.get("prefix_caching") else "not cached"
+    behind = f" behind {line['shared_prefix']} {cached}" if line.get("shared_prefix") else ""
+    return line | {"nats": _nats(line), "per_s": f"{line['rate']:g}/s" if line["rate"] else "", "behind": behind}
 
 
 def _interference(line: Line) -> Iterable[Line]:
@@ -352,14 +353,7 @@ def _measured_on(line: Line) -> str:
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 where the page differs.")
 def main(check: bool) -> None:
     """Write docs/benchmarks.md, or check it."""
-    text = page()
-    if not check:
-        PAGE.write_text(text, "utf-8")
-    elif not PAGE.exists() or PAGE.read_text("utf-8") != text:
-        click.echo(
-            "docs/benchmarks.md is not what benchmarks/results/ says; run: python -m benchmarks.tables", err=True
-        )
-        sys.exit(1)
+    write_page(PAGE, page(), check, "tables")
 
 
 if __name__ == "__main__":

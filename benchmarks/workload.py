@@ -27,6 +27,7 @@ class Load:
     Attributes:
         requests: how many. prompt, output: shortest and longest, uniform, both included.
         sampled_share: of the requests, in random places. rate: requests per second, Poisson; 0: all at once.
+        shared_prefix: so many tokens come before every prompt, the same in all.
     """
 
     requests: int
@@ -35,16 +36,22 @@ class Load:
     sampled_share: float = 0.0
     rate: float = 0.0
     seed: int = 0
+    shared_prefix: int = 0
 
-    def arrivals(self, vocab: int) -> list[Arrival]:
-        """The requests in the order of their arrival; another rate or share leaves their lengths as they are."""
-        shapes, moments, kinds, tokens = (np.random.default_rng([self.seed, i]) for i in range(4))
+    def arrivals(self, vocab: int, run: int = 0) -> list[Arrival]:
+        """The requests in the order of their arrival; another rate or share leaves their lengths as they are, and
+        another run changes the tokens of the prompts alone, which a prefix cache may hold."""
+        shapes, moments, kinds, common = (np.random.default_rng([self.seed, i]) for i in range(4))
+        prefix, tokens = (
+            common.integers(0, vocab, self.shared_prefix).tolist(),
+            np.random.default_rng([self.seed, 4, run]),
+        )
         prompts = shapes.integers(self.prompt[0], self.prompt[1] + 1, self.requests)
         outputs = shapes.integers(self.output[0], self.output[1] + 1, self.requests)
         sampled = kinds.permutation(self.requests) < round(self.sampled_share * self.requests)
         times = arrival_times(self.requests, self.rate, moments)
         return [
-            Arrival(float(at), tokens.integers(0, vocab, length).tolist(), int(new), bool(drawn))
+            Arrival(float(at), prefix + tokens.integers(0, vocab, length).tolist(), int(new), bool(drawn))
             for at, length, new, drawn in zip(times, prompts, outputs, sampled, strict=True)
         ]
 
@@ -104,9 +111,3 @@ def between_updates(timelines: Sequence[Timeline]) -> dict[str, Any]:
 def until_first_token(timelines: Sequence[Timeline]) -> dict[str, float | None]:
     """Time to first token, from the moment a request was due."""
     return milliseconds("first_token", np.array([line.moments[0] - line.arrived for line in timelines if line.moments]))
-
-
-def longest_silence(timelines: Sequence[Timeline]) -> float:
-    """Seconds in which no request got anything, between the first and the last update."""
-    moments = sorted(moment for line in timelines for moment in line.moments)
-    return max((after - before for before, after in pairwise(moments)), default=0.0)

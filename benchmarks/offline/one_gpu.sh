@@ -25,8 +25,6 @@ rounds)
   go 60 lite workload
   held fp8 benchmarks.bench_round --drafts 0,5 --rows 1,8,32 --weights fp8 --trace "" --out "$OUT/fp8.jsonl"
   go 200 hybrid
-  timeout 60 python3 -m benchmarks.bench_recurrence --out "$OUT/recurrence.jsonl" >/dev/null 2>&1
-  say recurrence
   ready fp8
   go 60 fp8
   ;;

@@ -3,9 +3,10 @@
 #
 #   benchmarks/offline/pack.sh FLASHINFER.tar.xz FOLDER [KERNELS.tar.xz]
 #
-# FLASHINFER: flashinfer-python and apache-tvm-ffi as a site folder. KERNELS: what `python -m benchmarks.prebuild_kernels`
-# packed, which saves nvcc's minute there. From this machine's index and .venv come, for Python 3.12: nvmath-python; the
-# quantisation libraries of the tests; lm-eval with gsm8k alone; transformers 5.23, for tensor parallelism.
+# FLASHINFER: flashinfer-python and apache-tvm-ffi as a site folder. KERNELS: the content of flashinfer/data/aot, which
+# saves nvcc's minute there; `python -m flashinfer.aot` builds it with nvcc and FLASHINFER_CUDA_ARCH_LIST=9.0a, without a
+# GPU. From this machine's index and .venv come, for Python 3.12: nvmath-python; the quantisation libraries of the tests;
+# lm-eval with gsm8k alone; transformers 5.23, for tensor parallelism.
 # What is to be carried at once may be too much: rounds need fi, aot and wheels, tests also quant, lmeval and gsm, ranks
 # tf523. GSM8K is taken from $SPECDEC_DATA.
 set -euo pipefail

@@ -13,12 +13,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import engines
-from benchmarks.bench_round import Moments, floor, full_rounds, main, measured
-from benchmarks.engines import sizes_of
+from benchmarks.bench_round import Moments, floor, full_rounds, graphs_of, main, measured
+from benchmarks.engines import sizes_of, wrapped
 from benchmarks.fp8_weights import fp8_weights
 from benchmarks.kinds import Kind
-from benchmarks.shapes import COPY_BYTES_PER_S, random_pair
+from benchmarks.shapes import COPY_BYTES_PER_S, SHAPES, random_pair
 from benchmarks.synthetic import DrawnAcceptance, decide
 from specdec.acceptance.packed import Outcome
 from specdec.errors import SpecdecWarning
@@ -111,6 +110,19 @@ def test_several_drafts_of_a_hybrid_on_the_cpu(tmp_path: Path) -> None:
     assert all("by_events" not in line and line["over_floor"] > 1 for line in lines)
 
 
+@pytest.mark.slow
+def test_a_long_row_beside_a_short_one_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the shape's configuration allows."""
+    small = SHAPES["tiny-qwen3.5"]()
+    small.max_position_embeddings = 100
+    monkeypatch.setitem(SHAPES, "tiny-qwen3.5", lambda: small)
+    out = tmp_path / "round.jsonl"
+    options = "--shape tiny-qwen3.5 --device cpu --drafts 1 --rows 2 --prompt 5 9 --long 90 --new-tokens 48 --repeats 1"
+    done = CliRunner().invoke(main, [*options.split(), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert [json.loads(line)["long"] for line in out.read_text().splitlines()] == [90]
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*runs on a CPU")
 def test_weights_in_fp8_on_the_cpu(tmp_path: Path) -> None:
@@ -144,9 +156,10 @@ def test_a_hybrid_without_graphs_is_measured_and_says_so(
 ) -> None:
     """On a backend with graphs, and with states that torch functions compute."""
     cpu = torch.device("cpu")
-    monkeypatch.setattr(engines, "make_backend", lambda name, device: FixedPlaceBackend(device))
-    pair, config = random_pair("tiny-qwen3.5", torch.float32, cpu), sizes_of(1, [3], 64, 48, None)
-    with pytest.warns(SpecdecWarning, match="no CUDA graph"), engines.engine(pair, config, "graphs") as model:
+    monkeypatch.setattr("specdec.loading.parts.make_backend", lambda name, device: FixedPlaceBackend(device))
+    pair, sizes = random_pair("tiny-qwen3.5", torch.float32, cpu), sizes_of(1, [3], 64, 48, None)
+    graphs = graphs_of(pair, "flashinfer")
+    with pytest.warns(SpecdecWarning, match="no CUDA graph"), wrapped(pair, 1, cuda_graphs=graphs, **sizes) as model:
         decide(model, DrawnAcceptance(1, 512, np.random.default_rng(0), cpu))
         read = Moments()
         model.executor.reads.after_read = read.note
@@ -155,11 +168,7 @@ def test_a_hybrid_without_graphs_is_measured_and_says_so(
 
 
 @pytest.mark.slow
-def test_graphs_are_required_of_a_plain_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[Any] = []
-    monkeypatch.setattr(engines, "SpeculativeModel", lambda *arguments: tried.append(arguments[-1].cuda_graphs))
-    monkeypatch.setattr(engines, "make_backend", lambda name, device: FixedPlaceBackend(device))
-    for shape in ("tiny-deepseek", "tiny-qwen3.5"):
-        pair = random_pair(shape, torch.float32, torch.device("cpu"))
-        engines.engine(pair, sizes_of(1, [1], 8, 8, None), "graphs")
-    assert tried == [True, "auto"]
+def test_graphs_are_required_of_a_plain_target() -> None:
+    plain, hybrid = (random_pair(shape, torch.float32, torch.device("cpu")) for shape in ("tiny", "tiny-qwen3.5"))
+    assert [graphs_of(plain, "flashinfer"), graphs_of(hybrid, "flashinfer")] == [True, "auto"]
+    assert graphs_of(plain, "torch") == "auto"

@@ -1,4 +1,4 @@
-"""The table of a start and what is printed on the way to it: nothing that is known is lost when the rest is missing."""
+"""What is printed on the way to a start's end: nothing that is known is lost when the rest is missing."""
 
 from __future__ import annotations
 
@@ -11,18 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import benchmarks.bench_start
-from benchmarks.bench_start import child, main, table
-
-WHOLE = dict.fromkeys(("imports_s", "from_pretrained_s", "first_greedy_s", "first_sampled_s"), 1.0)
-
-
-def test_every_step_of_either_start_has_a_row() -> None:
-    cold = {"steps": {"compiling": 40.0, "waiting for fa3": 7.25}, "start_s": 61.0, **WHOLE}
-    warm = {"steps": {"compiling": 12.5}, "start_s": 15.0, **WHOLE}
-    rows = {line[:20].strip(): line[20:].split() for line in table({"cold": cold, "warm": warm}).splitlines()}
-    rows = {name.split("  ")[0]: values for name, values in rows.items()}
-    assert rows["seconds"] == ["cold", "warm"] and rows["compiling"] == ["40.00", "12.50"]
-    assert rows["waiting for fa3"] == ["7.25"] and rows["start"] == ["61.00", "15.00"]
+from benchmarks.bench_start import child, main
 
 
 def test_a_start_that_fails_leaves_what_was_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -34,7 +23,7 @@ def test_a_start_that_fails_leaves_what_was_known(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(benchmarks.bench_start, "child", fails)
     result = CliRunner().invoke(main, ["--out", str(tmp_path / "start.json")])
     assert result.exit_code == 1 and "exit code 124" in result.output
-    assert "cold: imports_s 3.00" in result.output and "cold: from_pretrained_s 50.00" in result.output
+    assert 'cold: {"imports_s": 3.0}' in result.output and 'cold: {"from_pretrained_s": 50.0' in result.output
     kept = json.loads((tmp_path / "start.json").read_text())
     assert kept["cold"]["steps"] == {"compiling": 20.0} and "warm" not in kept
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import click
@@ -18,16 +19,14 @@ ROUND, SERVING = benchmarks.bench_round, benchmarks.bench_serving
 REFUSED = {
     "round, greedy share": (ROUND, "--greedy-share 0.5", "--greedy-share would do nothing: without --sampled"),
     "round, trace": (ROUND, "--rows 1,8 --trace 1,32", "--trace 1,32: only batches of --rows 1,8 can be traced"),
-    "round, no numbers": (ROUND, "--drafts 1,x", "'1,x' is no list of whole numbers from 0 on"),
-    "round, no rows": (ROUND, "--rows 0", "'0' is no list of whole numbers from 1 on"),
+    "round, share": (ROUND, "--sampled --greedy-share 2", "2.0 is not in the range"),
+    "round, asks": (ROUND, "--asks nothing,more", "'more' is not one of 'nothing', 'penalties'"),
+    "round, no numbers": (ROUND, "--drafts 1,x", "'x' is not a valid integer range"),
+    "round, no rows": (ROUND, "--rows 0", "0 is not in the range x>=1"),
     "round, prompt": (ROUND, "--prompt 9 5", "--prompt 9 5: the smaller one first"),
     "round, acceptance": (ROUND, "--acceptance 1.5", "1.5 is not in the range"),
     "round, folder": (ROUND, "--out nowhere/x", "there is no folder nowhere"),
-    "serving, rows": (SERVING, "--rows 4 --own 9", "--rows, --own would do nothing: a workload is measured"),
-    "interference": (SERVING, "--interference --output 3 9", "--output would do nothing: --interference measures rows"),
-    "no row left": (SERVING, "--interference --rows 32", "--rows 32 with --at-once 32: no row is left for prompts"),
-    "prefix": (SERVING, "--shared-prefix 9 --sampled-share 1", "--sampled-share would do nothing: --shared-prefix"),
-    "prefix beside": (SERVING, "--shared-prefix 9 --interference", "--shared-prefix is measured alone"),
+    "serving, output": (SERVING, "--output 9 3", "--output 9 3: the smaller one first"),
     "serving, folder": (SERVING, "--out nowhere/x", "there is no folder nowhere"),
 }
 
@@ -52,8 +51,7 @@ class Built(Exception):
         (ROUND, "--sampled --greedy-share 1,0.5 --rows 1 --trace 1"),
         (ROUND, "--rows 2"),  # of the default batches to trace, none is measured
         (SERVING, "--repeats 2 --sampled-share 0.5"),
-        (SERVING, "--interference --rows 4"),
-        (SERVING, "--shared-prefix 64 --own 8 --repeats 2"),
+        (SERVING, "--shared-prefix 64 --no-prefix-caching"),
     ],
 )
 def test_what_is_read_is_accepted(module: Any, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,12 +63,6 @@ def test_what_is_read_is_accepted(module: Any, options: str, tmp_path: Path, mon
     assert isinstance(done.exception, Built), done.output
 
 
-def test_every_option_is_of_some_kind_of_measurement() -> None:
-    """An option that is added is read by all kinds, or is named beside those that read it."""
-    known = {parameter.name for parameter in SERVING.main.params}
-    assert {name for names in SERVING.OF_A_KIND.values() for name in names} <= known
-
-
 def test_examples_are_lines_of_their_own_in_the_help() -> None:
     for module in (ROUND, SERVING):
         said = CliRunner().invoke(module.main, ["--help"]).output
@@ -80,11 +72,21 @@ def test_examples_are_lines_of_their_own_in_the_help() -> None:
 
 def test_the_examples_in_the_docstrings() -> None:
     outcome = doctest.testmod(benchmarks.given)
-    assert outcome.failed == 0 and outcome.attempted == 3
+    assert outcome.failed == 0 and outcome.attempted == 2
 
 
-def test_numbers_convert_a_default_only_once() -> None:
-    given = benchmarks.given.Numbers(1)
+def test_a_list_converts_a_default_only_once() -> None:
+    given = benchmarks.given.Listed(click.IntRange(1))
     assert given.convert(given.convert("1,2", None, None), None, None) == [1, 2]
     with pytest.raises(click.BadParameter):
         given.convert("0", None, None)
+
+
+def test_processes_take_turns(tmp_path: Path) -> None:
+    waiting = Thread(target=benchmarks.given.wait_for, args=(tmp_path / "turn",))
+    waiting.start()
+    while not (tmp_path / "turn.ready").exists():
+        assert waiting.is_alive()
+    (tmp_path / "turn").touch()
+    waiting.join(10)
+    assert not waiting.is_alive()

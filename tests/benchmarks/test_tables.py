@@ -58,8 +58,11 @@ def test_workloads_and_interference_are_tables(tmp_path: Path) -> None:
     served |= {"output_tokens_per_s": 4733.2, "total_tokens_per_s": 9000.0}
     beside = {"benchmark": "interference", "rows": 16, "arriving": [1024, 32], "arrived_per_s": 9.0} | _LOAD | _WHERE
     beside |= {"alone": times, "beside": times, "update_p99_over_alone": 2.5, "token_p99_over_alone": 2.25}
-    (tmp_path / "a.jsonl").write_text(f"{json.dumps(served)}\n{json.dumps(beside)}\n", "utf-8")
+    shared = served | {"shared_prefix": 2048, "prefix_caching": True}
+    lines = (served, shared, shared | {"prefix_caching": False}, beside)
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
     page = tables.page(tmp_path)
+    assert "| 64–1024 behind 2048 cached | 50%, 1 nat |" in page and "| 64–1024 behind 2048 not cached | 50%" in page
     assert "| 64–1024 | 50%, 1 nat |  | 32–384 | 128, 32 | 4,733 | 9,000 | 7.00, 7.00 |" in page
     assert "| update | 7.00 | 7.00 | 7.00 | 2.50 |" in page and "| token | 7.00 | 7.00 | 7.00 | 2.25 |" in page
 

@@ -8,9 +8,23 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.serving import Rounds
-from benchmarks.workload import Arrival
+from benchmarks.workload import Arrival, Timeline
 
 _STEADY_UPDATES = 4
+_ROUNDS_AN_UPDATE = 20
+
+
+def until(rounds: Rounds, lines: Sequence[Timeline], updates: int) -> None:
+    """Step until each of them has so many updates.
+
+    Raises:
+        ValueError: one of them has come to its end, or hardly gets anything.
+    """
+    for _ in range(_ROUNDS_AN_UPDATE * (updates + 8)):
+        if min(len(line.moments) for line in lines) >= updates:
+            return
+        rounds.step()
+    raise ValueError(f"no {updates} updates of each row in {_ROUNDS_AN_UPDATE} times as many rounds")
 
 
 @contextmanager
@@ -29,9 +43,7 @@ def mixed_rounds(
     """
     rounds = Rounds(engine)
     now = time.perf_counter()
-    steady = [rounds.lines[rounds.submit(row, now)] for row in rows]
-    for _ in rounds.until(steady, _STEADY_UPDATES):
-        pass
+    until(rounds, [rounds.submit(row, now) for row in rows], _STEADY_UPDATES)
     queued, wanted = 0, (count + 2) * engine.config.max_num_prefill_tokens
     while queued < wanted:
         for prompt in prompts:
@@ -52,7 +64,7 @@ def mixed_rounds(
     try:
         yield go_on
     finally:
-        rounds.abort()
+        engine.abort(list(rounds.lines))
 
 
 def _is_mixed(engine: Any) -> bool:

@@ -21,7 +21,7 @@ from specdec.requests.sampling import SamplingParams
 from specdec.rounds.static import FixedSampling, FixedTarget
 from specdec.rounds.transfer import AheadTransfer
 from tests.sampled_rounds import kernels_by_reference
-from tests.specdec.execution.mixed import mixed_rounds
+from tests.specdec.execution.mixed import mixed_rounds, until
 from tests.specdec.execution.test_graphs import Replayed, graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -37,9 +37,7 @@ def full_rounds(
 ) -> Iterator[Callable[[], int]]:
     """As `mixed_rounds`, but nothing arrives: every row verifies."""
     made = Rounds(engine)
-    lines = [made.lines[made.submit(row, 0.0)] for row in rows]
-    for _ in made.until(lines, 4):
-        pass
+    until(made, [made.submit(row, 0.0) for row in rows], 4)
 
     def go_on() -> int:
         for _ in range(count):
@@ -49,7 +47,7 @@ def full_rounds(
     try:
         yield go_on
     finally:
-        made.abort()
+        engine.abort(list(made.lines))
 
 
 def transfers_a_round(
