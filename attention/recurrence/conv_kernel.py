@@ -110,7 +110,7 @@ def short_conv(
         raise InvalidInputError(f"inputs in {x.dtype} and a ring in {ring.dtype}: give the ring the inputs' dtype")
     if taps - 1 > _LONG[0]:  # only the first block of a row's tokens may reach before them
         raise InvalidInputError(f"{taps} taps: at most {_LONG[0] + 1} can be served")
-    check_launch(rows, len(ring), {"ring": ring})
+    check_launch(rows, ring)
     x, weight = inner_rows(x), inner_rows(weight, 2)
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
     one_block = rows.max_query_len <= _SHORT[0]

@@ -243,8 +243,7 @@ def launch_delta_chunks(
     `attention.recurrence.delta_kernel.gated_delta`."""
     tokens, heads, dim_v = v.shape
     key_heads, dim_k = k.shape[1:]
-    parts = {"state": state, "ring.k": ring.k, "ring.v": ring.v, "ring.g": ring.g, "ring.beta": ring.beta}
-    check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
+    check_launch(rows, state, ring, k=k, v=v, g=g)
     q, k, v, g = (inner_rows(x) for x in (q, k, v, g))
     w, u, p = (
         torch.empty((tokens, heads, width), dtype=torch.float32, device=v.device) for width in (dim_k, dim_v, CHUNK)

@@ -95,10 +95,7 @@ def gated_delta(
         inputs = (queries, keys, span.gathered(v, ring.v), span.gathered(g, ring.g), span.gathered(beta, ring.beta))
         return _delta_scan(*inputs, before)
 
-    out = _two_phases(scan, v, state, rows)
-    for x, kept in ((k, ring.k), (v, ring.v), (g, ring.g), (beta, ring.beta)):
-        rows.kept.keep(x, kept)
-    return out
+    return _two_phases(scan, v, state, rows, ring, k=k, v=v, g=g, beta=beta)
 
 
 def ssd_scan(
@@ -123,10 +120,7 @@ def ssd_scan(
         y, after = _ssd_scan(inputs, steps, A.float(), b, c, before)
         return y if D is None else y + D.float()[:, None] * inputs, after
 
-    out = _two_phases(scan, x.float(), state, rows)
-    for each, kept in ((x, ring.x), (B, ring.B), (dt, ring.dt)):
-        rows.kept.keep(each, kept)
-    return out
+    return _two_phases(scan, x.float(), state, rows, ring, x=x, B=B, dt=dt)
 
 
 def selective_scan(
@@ -154,14 +148,25 @@ def selective_scan(
         y = torch.stack(outputs, dim=1)
         return y if D is None else y + D.float() * inputs, before
 
-    out = _two_phases(scan, x.float(), state, rows)
-    for each, kept in ((x, ring.x), (B, ring.B), (dt, ring.dt)):
-        rows.kept.keep(each, kept)
-    return out
+    return _two_phases(scan, x.float(), state, rows, ring, x=x, B=B, dt=dt)
 
 
-def _two_phases(scan: Scan, like: torch.Tensor, state: torch.Tensor, rows: StateRows) -> torch.Tensor:
-    """Scan what is stored, store the state, scan the rest; outputs [T, …] as `like`."""
+def _two_phases(
+    scan: Scan,
+    like: torch.Tensor,
+    state: torch.Tensor,
+    rows: StateRows,
+    ring: DeltaRing | ScanRing,
+    **inputs: torch.Tensor,
+) -> torch.Tensor:
+    """Scan the committed tokens, store the state, scan the drafts and write their inputs into the ring.
+
+    Args:
+        inputs: by the names of the ring's tensors.
+
+    Returns:
+        Outputs [T, …] as `like`.
+    """
     slots = rows.slots.long()
     out = like.new_zeros(like.shape)
     before = state[slots]
@@ -173,6 +178,8 @@ def _two_phases(scan: Scan, like: torch.Tensor, state: torch.Tensor, rows: State
     if rows.kept.length:
         y, _ = scan(rows.kept, before[rows.kept.members])
         rows.kept.scatter(y, out)
+    for name, x in inputs.items():
+        rows.kept.keep(x, getattr(ring, name))
     return out
 
 

@@ -101,7 +101,7 @@ class RecurrentPort:
     @staticmethod
     def _next(recur: Recur, thread: int) -> Mixing:
         call = _entered[thread].next()[1]
-        return lambda name, *inputs: getattr(recur, name)(call, *inputs)
+        return lambda name, *inputs: recur(name, call, *inputs)
 
 
 def _enter(module: nn.Module, args: Any) -> None:

@@ -141,8 +141,7 @@ def launch_ssd_chunks(
     `ssd_scan`."""
     _, heads, dim_p = x.shape
     groups, states = B.shape[1:]
-    parts = {"state": state, "ring.x": ring.x, "ring.B": ring.B, "ring.dt": ring.dt}
-    check_launch(rows, len(state), parts, {"x": (x, ring.x), "B": (B, ring.B), "dt": (dt, ring.dt)})
+    check_launch(rows, state, ring, x=x, B=B, dt=dt)
     x, B, C = (inner_rows(each) for each in (x, B, C))
     width = max(16, triton.next_power_of_2(states))
     block_p = min(_MOST_P, max(16, triton.next_power_of_2(dim_p)))
