@@ -198,7 +198,7 @@ class GroupRunner:
 
     def attend(
         self,
-        planned: PlannedBatch,
+        planned: Any,
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -208,7 +208,8 @@ class GroupRunner:
     ) -> torch.Tensor:
         """Layer `layer` of the group: query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv] -> [T, Hq, Dv].
 
-        Padding after the batch's T tokens, and `out`: see `AttentionBackend.run`.
+        planned: a `PlannedBatch` of this runner. Padding after the batch's T tokens, and `out`: see
+        `AttentionBackend.run`.
 
         Raises:
             StaleMetadataError: in check mode, the batch's arrays show another batch by now, whatever the backend.

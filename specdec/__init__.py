@@ -7,72 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.shadowing import check_sibling
 
+for _name in ("attention", "drafters"):  # before anything is imported from them
+    check_sibling(_name)
+
+from specdec import errors as _errors  # noqa: E402
+from specdec.errors import *  # noqa: E402, F403
+
 if TYPE_CHECKING:
     from specdec.engine.streams import StreamUpdate
-    from specdec.errors import (
-        CacheTooSmallError,
-        ClosedModelError,
-        HandoffMismatchError,
-        HeadLoadError,
-        HeadMismatchError,
-        InvalidInputError,
-        InvariantError,
-        KernelBuildError,
-        ModelChangedError,
-        ModelLoadError,
-        NotCopyableError,
-        OutOfDeviceMemoryError,
-        OutOfPagesError,
-        RanksLostError,
-        RequestFailedError,
-        RoundFailedError,
-        RunFolderError,
-        SpecdecError,
-        SpecdecWarning,
-        StaleMetadataError,
-        TrainingDivergedError,
-        TransferError,
-        TransferTimeoutError,
-        UnsupportedAttentionError,
-        UnsupportedModelError,
-    )
     from specdec.handoff.moved import Handoff
     from specdec.model import SpeculativeModel
     from specdec.requests.request import Completion
     from specdec.requests.sampling import SamplingParams
 
-__all__ = [
-    "CacheTooSmallError",
-    "ClosedModelError",
-    "Completion",
-    "Handoff",
-    "HandoffMismatchError",
-    "HeadLoadError",
-    "HeadMismatchError",
-    "InvalidInputError",
-    "InvariantError",
-    "KernelBuildError",
-    "ModelChangedError",
-    "ModelLoadError",
-    "NotCopyableError",
-    "OutOfDeviceMemoryError",
-    "OutOfPagesError",
-    "RanksLostError",
-    "RequestFailedError",
-    "RoundFailedError",
-    "RunFolderError",
-    "SamplingParams",
-    "SpecdecError",
-    "SpecdecWarning",
-    "SpeculativeModel",
-    "StaleMetadataError",
-    "StreamUpdate",
-    "TrainingDivergedError",
-    "TransferError",
-    "TransferTimeoutError",
-    "UnsupportedAttentionError",
-    "UnsupportedModelError",
-]
+__all__ = ["Completion", "Handoff", "SamplingParams", "SpeculativeModel", "StreamUpdate"]
+__all__ += _errors.__all__
+__all__.sort()
 
 _HOMES = {
     "Completion": "specdec.requests.request",
@@ -81,17 +31,13 @@ _HOMES = {
     "SpeculativeModel": "specdec.model",
     "StreamUpdate": "specdec.engine.streams",
 }
-"""Where the public names are defined that are not in `specdec.errors`."""
-
-
-for _name in ("attention", "drafters"):
-    check_sibling(_name)
+"""Modules of the public names that are imported when they are first used."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'specdec' has no attribute {name!r}")
-    return getattr(import_module(_HOMES.get(name, "specdec.errors")), name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

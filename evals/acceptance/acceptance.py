@@ -29,7 +29,7 @@ from evals.acceptance.summary import (
 )
 from evals.data.datasets import DataSet, digest
 from evals.errors import DataError
-from evals.runs.answers import Answer, seconds_a_round
+from evals.runs.answers import Answer, failures, seconds_a_round
 from evals.runs.conversations import Asking, Configuration, Work
 from evals.runs.executor import Executor, Report, collect, warm_up
 from evals.runs.store import RunStore, data_facts, model_facts, versions
@@ -211,9 +211,7 @@ def _document(
         "definitions": definitions(),
         "arms": summaries,
         "questions": question_rows(kept, plan.arms),
-        "failures": [
-            {"question_id": a.question_id, "arm": a.arm, "error": a.error} for a in answers if a.error is not None
-        ],
+        "failures": failures(answers),
         "not_measured": [arm.name for arm in plan.arms if arm.k and not _drafts(kept[arm.name])],
         "worst": _worst(executor, plan, kept),
     }

@@ -174,9 +174,8 @@ def differences(
         if not metric.baseline:
             place = found["timing" if metric.timing else "metrics"]
             place[metric.key] = _value(resampling.difference(metric, *sums))
-    ratio = next(metric for metric in METRICS if metric.key == "speedup")
     joined = {**sums[1], **{f"base_{name}": column for name, column in sums[0].items()}}
-    found["timing"]["speed_ratio"] = _value(resampling.value(ratio, joined))
+    found["timing"]["speed_ratio"] = _value(resampling.value(_by_key("speedup"), joined))
     return found
 
 

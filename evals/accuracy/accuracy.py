@@ -90,21 +90,18 @@ def prepare(plan: AccuracyPlan) -> Prepared:
             raise DataError(f"unknown task {task!r}; known are lm-eval's and {', '.join(OWN_TASKS)}")
     found = manager.load(_tasks(plan))["tasks"].values()
     for task in found:
-        _check_generates(task.config.task, task.OUTPUT_TYPE)
+        if task.OUTPUT_TYPE != "generate_until":
+            raise DataError(
+                f"the task {task.config.task!r} scores given texts ({task.OUTPUT_TYPE}) and generates nothing: "
+                "speculation has no part in it, so both sides would be equal whatever it did; choose a task that "
+                "generates, such as gsm8k"
+            )
     sizes = [len(list(task.eval_docs)) for task in found]
     if not sum(sizes):
         raise DataError(f"the tasks {', '.join(plan.tasks)} have no questions")
     if plan.unsafe_code:
         check_programs_run()
     return Prepared(plan, manager, sum(min(size, plan.limit or size) for size in sizes))
-
-
-def _check_generates(name: str, output_type: str) -> None:
-    if output_type != "generate_until":
-        raise DataError(
-            f"the task {name!r} scores given texts ({output_type}) and generates nothing: speculation has no part in "
-            "it, so both sides would be equal whatever it did; choose a task that generates, such as gsm8k"
-        )
 
 
 @interrupts_as_they_are()

@@ -55,6 +55,11 @@ class Answer:
         return tuple(turn.token_ids for turn in self.turns)
 
 
+def failures(answers: Iterable[Answer]) -> list[dict[str, str]]:
+    """The answers that ended in an error, as JSON values."""
+    return [{"question_id": a.question_id, "arm": a.arm, "error": a.error} for a in answers if a.error is not None]
+
+
 def seconds_a_round(answers: Iterable[Answer]) -> float:
     """Mean decode time of the verification rounds of some answers, in seconds; NaN without rounds."""
     answers = list(answers)

@@ -26,7 +26,6 @@ class LongFactors(RoundExtra):
     rule: LongRopeRule
 
     def facts(self) -> dict[str, Any]:
-        """See `RoundExtra.facts`."""
         return {"long_rope": self.rule}
 
     @property

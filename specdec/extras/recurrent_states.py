@@ -25,7 +25,6 @@ class RecurrentStates(RoundExtra):
     rule: FoldRule
 
     def facts(self) -> dict[str, Any]:
-        """See `RoundExtra.facts`."""
         return {"fold_rule": vars(self.rule)}
 
     def columns(self, max_rows: int) -> FoldedTokens:

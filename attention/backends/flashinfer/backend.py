@@ -20,7 +20,6 @@ import torch
 from attention.backends.building import Build
 from attention.backends.flashinfer.mla import (
     FixedMlaBuilder,
-    FixedMlaPlans,
     MlaBuilder,
     MlaKernel,
     MlaPlan,
@@ -291,8 +290,7 @@ class FlashInferBackend:
         if isinstance(beside, (FixedBuilder, FixedMlaBuilder)) and beside.geometry == geometry:
             return beside.sharing()
         if key.value_in_key:
-            plans = FixedMlaPlans(MlaKernel(self._workspace, group, key, dtype), rows, query_len)
-            return FixedMlaBuilder(plans, geometry)
+            return FixedMlaBuilder(MlaKernel(self._workspace, group, key, dtype), rows, query_len, geometry)
         splits = splits_kv(key, shape.least_busy_rows, self._workspace.device)
         workspace = self._workspace_for(key, shape) if splits else self._workspace
         return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", shape), geometry)

@@ -184,33 +184,11 @@ class MlaBuilder:
 
 
 class FixedMlaBuilder:
-    """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same buffer.
+    """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same buffer."""
 
-    Two builders may share one: a plan has offsets into the list of pages, not the pages themselves.
-    """
-
-    def __init__(self, plans: FixedMlaPlans, geometry: tuple[object, ...]) -> None:
-        """geometry: all that a plan depends on except the lengths."""
-        self._plans = plans
+    def __init__(self, kernel: MlaKernel, rows: int, query_len: int, geometry: tuple[object, ...]) -> None:
+        """geometry: everything that a plan depends on, except the lengths."""
         self.geometry = geometry
-
-    def sharing(self) -> FixedMlaBuilder:
-        """Another builder over the same buffer."""
-        return FixedMlaBuilder(self._plans, self.geometry)
-
-    def build(self, metadata: CommonAttentionMetadata) -> MlaPlan:
-        """Plan one batch from its host arrays."""
-        return self._plans.plan(metadata.host, metadata.page_indices)
-
-    def replan(self, host: HostBatch) -> None:
-        """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
-        self._plans.replan(host)
-
-
-class FixedMlaPlans:
-    """The plans of one shape, one at a time, always in the same places."""
-
-    def __init__(self, kernel: MlaKernel, rows: int, query_len: int) -> None:
         self._kernel = kernel
         self._tiles = kernel.tiles(np.arange(rows + 1) * query_len)
         self._layout = kernel.layout(self._tiles, self._tiles.most_items)
@@ -219,13 +197,17 @@ class FixedMlaPlans:
         self._split: SplitKV | None = None
         self._planned = b""  # seq_lens [rows] as bytes: see `attention.backends.flashinfer.wrapper.Kernel`
 
-    def plan(self, host: HostBatch, page_indices: torch.Tensor) -> MlaPlan:
-        """Plan one batch over these pages."""
-        self.replan(host)
-        return MlaPlan(self._kernel, self._work, self._work.generation, self._layout.info, page_indices)
+    def sharing(self) -> FixedMlaBuilder:
+        """Itself: a plan has offsets into the list of pages, not the pages, so other groups' builders may share it."""
+        return self
+
+    def build(self, metadata: CommonAttentionMetadata) -> MlaPlan:
+        """Plan one batch from its host arrays."""
+        self.replan(metadata.host)
+        return MlaPlan(self._kernel, self._work, self._work.generation, self._layout.info, metadata.page_indices)
 
     def replan(self, host: HostBatch) -> None:
-        """Plan rows of other lengths; for the same lengths the plan is reused."""
+        """Plan rows of other lengths; the same lengths reuse the plan. Device arrays keep their addresses."""
         if host.seq_lens.tobytes() == self._planned:
             return
         keys = self._tiles.keys(host.seq_lens)

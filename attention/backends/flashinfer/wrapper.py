@@ -123,7 +123,7 @@ def _write(path: Path, text: str) -> None:
 Route = Literal["fa2", "fa3"]
 _INT_WORKSPACE_BYTES = 2 << 20
 _SPLIT_SHARE = 0.9
-"""Rows, as a share of `most_tiles`, from which on split-KV gains next to nothing."""
+"""Share of the most tiles with split-KV, see `splits_kv`, from which on it gains next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -182,22 +182,14 @@ class Part:
         )  # fmt: skip
 
 
-def most_tiles(key: AttentionSpec, device: torch.device) -> int:
-    """Tiles of queries up to which FlashInfer's fa2 planner uses split-KV: two blocks per multiprocessor in all.
+def splits_kv(key: AttentionSpec, rows: int, device: torch.device) -> bool:
+    """Whether so few rows leave the GPU partly idle, so that FlashInfer's fa2 planner would use split-KV.
 
+    It does so up to two tiles of queries per multiprocessor in all.
     Source: flashinfer-ai/flashinfer, include/flashinfer/attention/scheduler.cuh (PrefillPlanImpl).
     """
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count // key.num_kv_heads
-
-
-def least_unsplit(key: AttentionSpec, device: torch.device) -> int:
-    """The fewest rows that fill the GPU, so that the planner would hardly split the KV of any."""
-    return math.ceil(_SPLIT_SHARE * most_tiles(key, device))
-
-
-def splits_kv(key: AttentionSpec, rows: int, device: torch.device) -> bool:
-    """Whether there are so few rows that the planner would split the KV of a row over the GPU."""
-    return rows < least_unsplit(key, device)
+    most_tiles = 2 * torch.cuda.get_device_properties(device).multi_processor_count // key.num_kv_heads
+    return rows < math.ceil(_SPLIT_SHARE * most_tiles)
 
 
 def _rows_of_a_page(fixed: FixedShape | None, device: torch.device) -> dict[str, torch.Tensor]:
