@@ -223,8 +223,7 @@ class FlexBuilder:
 
 
 class FlexBackend:
-    """torch's FlexAttention: GQA, window, softcap, sinks, ALiBi, Dk != Dv, NHD and HND pages, 8-bit caches, float32
-    too."""
+    """`AttentionBackend` of torch's FlexAttention: all variants but values inside keys; 8-bit caches, float32."""
 
     name = "flex"
     batch_invariant = False
@@ -235,7 +234,6 @@ class FlexBackend:
         self._compiler = compiler or ("inductor" if device.type == "cuda" else None)
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
-        """See `AttentionBackend.route`."""
         form = "eager" if self._compiler is None else "compiled"
         return f"torch FlexAttention, {form}, cache {str(group.format.dtype_for(dtype)).removeprefix('torch.')}"
 

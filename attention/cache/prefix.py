@@ -134,12 +134,9 @@ class PrefixCache:
         self._head_entries: dict[int, _Entry] = {}
 
     def find(self, tokens: np.ndarray, with_head: bool, variant: int = 0) -> Found:
-        """What a request begins with.
+        """What a request begins with that reads these tokens [n] int32, of which the last must be read in any case.
 
-        Args:
-            tokens: [n] int32, what it reads before it decodes: the position of the last one must be read in any case.
-            with_head: whether it drafts, so that only pages serve which the head has read, too.
-            variant: which tree.
+        with_head: whether it drafts, so that only pages serve which the head has read, too. variant: which tree.
         """
         taken: list[_Entry] = []
         node, most = self._root(variant), self.num_shared(len(tokens), len(tokens), with_head)

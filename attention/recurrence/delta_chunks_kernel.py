@@ -239,8 +239,7 @@ def launch_delta_chunks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float,
     l2_normalize: bool, state: torch.Tensor, ring: DeltaRing, rows: StateRows, out: torch.Tensor, least_tokens: int,
 ) -> None:  # fmt: skip
-    """Rows with at least `least_tokens` tokens, into out [T, H, Dv]; the others are left as they are. See
-    `attention.recurrence.delta_kernel.gated_delta`."""
+    """The rows with at least `least_tokens` tokens, into out [T, H, Dv], see `gated_delta`; others stay as they are."""
     tokens, heads, dim_v = v.shape
     key_heads, dim_k = k.shape[1:]
     check_launch(rows, state, ring, k=k, v=v, g=g)

@@ -161,11 +161,7 @@ def _two_phases(
 ) -> torch.Tensor:
     """Scan the committed tokens, store the state, scan the drafts and write their inputs into the ring.
 
-    Args:
-        inputs: by the names of the ring's tensors.
-
-    Returns:
-        Outputs [T, …] as `like`.
+    inputs: by the names of the ring's tensors. Returns outputs [T, …] as `like`.
     """
     slots = rows.slots.long()
     out = like.new_zeros(like.shape)
@@ -242,12 +238,9 @@ def _ssd_scan(
 
 @dataclass(frozen=True)
 class Recurrences:
-    """One implementation of the four recurrences, with the signatures of the functions above.
+    """One implementation of the four recurrences, with the signatures of the functions above; name: for `inspect`.
 
-    Attributes:
-        name: for `inspect`.
-        short_conv, gated_delta, ssd_scan, selective_scan: the functions.
-        capturable: whether a CUDA graph can hold their launches: nothing is read on the host.
+    capturable: whether a CUDA graph can hold their launches: nothing is read on the host.
     """
 
     name: str

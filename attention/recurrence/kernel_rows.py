@@ -29,8 +29,7 @@ TOKENS_OF_SHORT_ROWS = 16
 
 
 def inner_rows(x: torch.Tensor, inner: int = 1) -> torch.Tensor:
-    """`x` itself where its last `inner` dimensions are contiguous, as it is for slices of a wider matmul result, or a
-    copy."""
+    """`x`, copied unless its last `inner` dimensions are contiguous, as in slices of a wider matmul result."""
     size = 1
     for width, stride in zip(reversed(x.shape[-inner:]), reversed(x.stride()[-inner:]), strict=True):
         if width > 1 and stride != size:

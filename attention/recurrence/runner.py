@@ -117,8 +117,7 @@ def _stored(state: CallState) -> torch.Tensor:
 
 
 def _kept_places(spec: ConvSpec, state: ConvState, position: int) -> torch.Tensor:
-    """Ring indices of a convolution's inputs before `position`, made on the device; those below position 0 are never
-    read."""
+    """Ring indices of a convolution's inputs before `position`, on the device; those below 0 are never read."""
     ring = state.ring
     return torch.arange(position - spec.width + 1, position, device=ring.device) % ring.shape[1]
 

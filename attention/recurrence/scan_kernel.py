@@ -223,8 +223,7 @@ def launch_ssd(
     state: torch.Tensor, ring: ScanRing, rows: StateRows, out: torch.Tensor, most_tokens: int,
     tiling: StateTiling | None = None,
 ) -> None:  # fmt: skip
-    """Rows with up to `most_tokens` tokens, into out [T, H, P], and zeros for tokens of no row; other rows are left as
-    they are. See `ssd_scan`."""
+    """The rows with up to `most_tokens` tokens, into out [T, H, P], see `ssd_scan`; zeros for tokens of no row."""
     _, heads, dim_p = x.shape
     groups, states = B.shape[1:]
     tiles = state_tiling(heads * len(rows.slots), dim_p, states) if tiling is None else tiling

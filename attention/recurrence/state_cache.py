@@ -16,12 +16,10 @@ from attention.recurrence.layer_spec import ConvSpec, DeltaSpec, RecurrenceSpec,
 
 @dataclass(frozen=True)
 class StateGroup:
-    """All recurrent calls of a model and how many rows keep states.
+    """All recurrent calls of a model, in the order of a forward, and how many rows keep states.
 
-    Attributes:
-        specs: of each call, in the order of a forward.
-        num_slots: rows, the null slot included.
-        num_drafts: K, the most drafts of a row: the rings hold those of a round, and what it replays.
+    num_slots: rows, the null slot included. num_drafts: K, the most drafts of a row: the rings hold those of a round,
+    and what it replays.
     """
 
     specs: tuple[RecurrenceSpec, ...]

@@ -77,12 +77,9 @@ class Region:
 
 @dataclass(frozen=True)
 class RankTable:
-    """The regions of one rank of an engine.
+    """The regions of one rank of an engine, in the order of groups, then layers, keys before values.
 
-    Attributes:
-        rank: its number, from 0. device: "cpu" or "cuda:0".
-        regions: in the order of groups, then layers, keys before values.
-        address: how a transport reaches the rank, in that transport's format.
+    rank: its number, from 0. device: "cpu" or "cuda:0". address: how a transport reaches it, in the transport's format.
     """
 
     rank: int

@@ -21,12 +21,9 @@ Blocks = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What one rank reads for one request.
+    """What one rank reads for one request: `segments` (see `region_tables.plan`) of the engine `source` into `local`.
 
-    Attributes:
-        source: the engine that holds the pages. lease: of the request there.
-        local: the reading rank. segments: see `attention.transport.region_tables.plan`.
-        remote_blocks, local_blocks: equally many of each group; block i is read into block i.
+    remote_blocks, local_blocks: equally many of each group; block i is read into block i. lease: of the request there.
     """
 
     source: EngineTable

@@ -142,10 +142,7 @@ Source: sgl-project/sglang 0.5.23, models/exaone_moe_mtp.py, exaone_moe.py (laye
 
 
 def attention_of(config: PreTrainedConfig, module: int) -> tuple[str, str]:
-    """The kind of attention of a module's block, and what says so.
-
-    Args:
-        config: the target's text configuration. module: 0 … M-1.
+    """The kind of attention of the block of module 0 … M-1, and what of the target's text configuration says so.
 
     Raises:
         HeadLoadError: it is of a kind that a module cannot have.

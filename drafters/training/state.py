@@ -36,12 +36,10 @@ _PARTS = ("step", "config", "data", "head", "optimizer", "scheduler", "history",
 
 @dataclass(frozen=True)
 class Measurement:
-    """Results after `step` optimizer steps.
+    """Results after `step` optimizer steps; loss: of the step's batch.
 
-    Attributes:
-        loss: of the step's batch.
-        acceptance: share of held-out chains that are right up to and including draft 1, 2, …
-        evaluation: result of the caller's `evaluate` for the finished head.
+    acceptance: share of held-out chains that are right up to and including draft 1, 2, … evaluation: result of the
+    caller's `evaluate` for the finished head.
     """
 
     step: int

@@ -47,8 +47,7 @@ class Value:
 
 
 class Resampling:
-    """Fixed resamples of `questions` questions: how often each is drawn, [draws, questions]. k: drafts a round, which
-    limits values."""
+    """Fixed resamples: how often each question is drawn, [draws, questions]. k: drafts a round, which limits values."""
 
     def __init__(self, questions: int, seed: int, draws: int = DRAWS, k: float = np.inf) -> None:
         self._k = k

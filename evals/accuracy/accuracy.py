@@ -216,8 +216,7 @@ def _identical(left: Sequence[Answer], right: Sequence[Answer]) -> Json:
 
 
 def _totals_only(summary: Json) -> Json:
-    """A summary without per-question rates and intervals: requests overlap in the batch, so only total times mean
-    anything."""
+    """A summary without rates and intervals by question: requests overlap, so only total times mean anything."""
     kept = {key: {"estimate": summary["timing"][key]["estimate"]} for key in ("speedup", "tokens_per_s")}
     groups = {name: {**group, "timing": {}} for name, group in summary["by_task"].items()}
     return {**summary, "timing": kept, "by_task": groups, "by_category": {}}

@@ -195,8 +195,7 @@ class EngineLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether it is the greedy one; by the target alone, one at a
-        time."""
+        """Log-probability of each continuation, and whether it is the greedy one; by the target alone, in turn."""
         scores = []
         for key, context, continuation in requests:
             ids = (context + continuation)[-(self.max_length + 1) :]

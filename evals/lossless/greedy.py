@@ -31,8 +31,7 @@ _AT_ONCE = 32
 
 
 class Replay:
-    """A copy of a model in higher precision (`dtype`): float32 in float64, half precision in float32. With
-    transformers' eager attention and experts."""
+    """A copy in higher precision (float64 of float32, float32 of half precision), with eager attention and experts."""
 
     def __init__(self, hf_model: Any, device: torch.device | None = None) -> None:
         """hf_model: undivided. device: of the copy, default the model's.

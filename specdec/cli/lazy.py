@@ -136,13 +136,10 @@ class Plugin:
 
 
 def find_plugins(taken: Iterable[str], root: Path = ROOT) -> Mapping[str, Plugin]:
-    """The commands that packages add, by name; those of this distribution first.
-
-    Args:
-        taken: names of built-in commands. root: the folder of this distribution's packages.
+    """The commands that packages add, by name; those of this distribution, whose packages lie at `root`, first.
 
     Raises:
-        PluginError: two commands have one name.
+        PluginError: two commands have one name, which may be that of a built-in one (`taken`).
     """
     found: dict[str, Plugin] = {}
     names = set(taken)

@@ -195,11 +195,7 @@ class Tally:
 
 
 class Selection:
-    """Chooses for one device.
-
-    Attributes:
-        tally: what was done.
-    """
+    """Chooses for one device. tally: what was done."""
 
     def __init__(
         self,

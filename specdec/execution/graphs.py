@@ -78,7 +78,7 @@ log = logging.getLogger("specdec")
 
 
 class GraphExecutor:
-    """Runs all rounds from CUDA graphs: verifications in one fixed shape for each bucket of rows, others by segments.
+    """`Executor` of rounds from CUDA graphs: verifications in one shape for each bucket of rows, others by segments.
 
     The constructor compiles; then call `capture`. With a head, for greedy and for sampled rows, the draft prefill is
     launched after the verification, before its result is read, and the draft steps run from the graphs of a bucket.
@@ -225,7 +225,6 @@ class GraphExecutor:
 
     @property
     def transfers(self) -> int:
-        """See `Executor.transfers`."""
         return self._transfer.transfers + self._sent
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
@@ -237,7 +236,7 @@ class GraphExecutor:
         return Round(target, None, rows, sampling)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> None:
-        """See `Executor.draft`."""
+        """See `Executor.draft`: the graphs have drafted."""
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:
         """See `Executor.verify`. The draft prefill, if any, is launched after it."""

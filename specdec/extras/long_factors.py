@@ -1,5 +1,4 @@
-"""LongFactors: the extra of longrope models, for requests that read their first tokens with the long factors. See
-`specdec.wrapped.long_rope`."""
+"""The extra of longrope models whose requests are read with the long factors, see `specdec.wrapped.long_rope`."""
 
 from __future__ import annotations
 

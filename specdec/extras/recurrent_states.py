@@ -35,11 +35,7 @@ class RecurrentStates(RoundExtra):
 
 
 class FoldedTokens(ExtraColumns):
-    """How many tokens of each row are in its recurrent states, see `attention.recurrence.index`.
-
-    Attributes:
-        folded: [R] int64.
-    """
+    """How many tokens of each row are in its recurrent states, see `attention.recurrence.index`. folded: [R] int64."""
 
     def __init__(self, rule: FoldRule, max_rows: int) -> None:
         self._rule = rule

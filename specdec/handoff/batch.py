@@ -1,5 +1,4 @@
-"""How requests enter an engine's batch with keys and values from another engine, and how they leave it with their
-own."""
+"""How requests enter an engine's batch with keys and values of another engine, and leave it with their own."""
 
 from __future__ import annotations
 

@@ -136,11 +136,7 @@ class Departed(Update):
 
 @dataclass(frozen=True)
 class Leaving(Submission):
-    """A request that leaves its engine with its first token.
-
-    Attributes:
-        seconds: for which its pages are held then.
-    """
+    """A request that leaves its engine with its first token. seconds: for which its pages are held then."""
 
     seconds: float
 

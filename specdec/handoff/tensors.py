@@ -35,8 +35,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Arrived:
-    """A request that joins a round: its row, how many of its tokens were read, what it has brought, and how many of its
-    drafts are verified."""
+    """A request that joins a round: row, tokens read, what it brought, and how many of its drafts are verified."""
 
     row: int
     computed: int
@@ -91,8 +90,7 @@ class RowTensors(ABC):
 
     @abstractmethod
     def places(self, taken: np.ndarray, count: int) -> np.ndarray | None:
-        """Where the drafts of `count` arriving rows are put beside those of this engine's own rows; None: after
-        those."""
+        """Where drafts of `count` arriving rows go beside those of this engine's own rows; None: after those."""
 
     @abstractmethod
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:

@@ -41,11 +41,7 @@ MAX_NEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class Passage:
-    """A prompt with the target's own greedy answer.
-
-    Attributes:
-        token_ids: [T] int64. start: where the answer begins.
-    """
+    """A prompt with the target's own greedy answer. token_ids: [T] int64. start: where the answer begins."""
 
     token_ids: torch.Tensor
     start: int

@@ -1,5 +1,4 @@
-"""The recurrent states of a target: slot count, memory, and whether CUDA graphs can hold them. Imported for targets
-with recurrent layers alone."""
+"""Slots, memory and CUDA graphs of recurrent states. Imported for targets with recurrent layers alone."""
 
 from __future__ import annotations
 

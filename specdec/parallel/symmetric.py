@@ -128,8 +128,7 @@ class SymmetricCollectives(Collectives):
         beside.join()
 
     def let_go(self) -> None:
-        """Give the signals that sums wait for in place of the lost ranks, until all that was launched is done. Its
-        results are unused."""
+        """Signal in place of the lost ranks until all that was launched is done. Results of its sums are unused."""
         deadline, idle = time.monotonic() + LONGEST_RELEASE, self._idle()
         with suppress(RuntimeError):  # of a device in an error, on which nothing waits
             while not idle.wait(_GIVE_EVERY) and time.monotonic() < deadline:

@@ -242,10 +242,7 @@ def read_rollback(
     table: np.ndarray,
     read: Callable[..., list[torch.Tensor]] = read_paged,
 ) -> list[tuple[np.ndarray, np.ndarray, list[torch.Tensor]]]:
-    """Verify rows whose `prompts` [B] tokens were read.
-
-    Args:
-        read: `read_paged`, or what keeps something of it besides.
+    """Verify rows whose `prompts` [B] tokens were read. read: `read_paged`, or what keeps something of it besides.
 
     Returns:
         Of each verification first and last position [B] of what is right, and its logits [last - first, V] by row.

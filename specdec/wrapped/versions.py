@@ -1,5 +1,4 @@
-"""Detects changes of a model, and state that cannot be seen: of hooks, parametrizations and forwards that are the
-user's own functions."""
+"""Detects changes of a model, and state that cannot be seen: in the user's hooks, parametrizations, forwards."""
 
 from __future__ import annotations
 

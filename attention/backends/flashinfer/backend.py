@@ -126,7 +126,6 @@ class FlashInferBuilder:
 
     @property
     def builds(self) -> tuple[Build, ...]:
-        """See `attention.backends.base.Building`."""
         return tuple(ring.build for ring in self._rings.values())
 
     def build(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
@@ -209,9 +208,11 @@ class FixedBuilder:
 
 
 class FlashInferBackend:
-    """FlashInfer's paged attention on tensor cores: GQA, sliding window, softcap, sinks, NHD and HND pages, 8-bit
-    caches; and MLA in absorbed form (fa3 on Hopper). Heads of other widths than FlashInfer's take our own kernel, which
-    does not split the KV of a row: padding heads to FlashInfer's next width would read up to 1.6 times the bytes."""
+    """`AttentionBackend` of FlashInfer's kernels: GQA, sliding window, softcap, sinks, 8-bit caches, absorbed MLA.
+
+    It is a `GraphBackend` and a `CascadeBackend`. Heads of other widths than FlashInfer's take our own kernel, which
+    does not split the KV of a row: padding heads to FlashInfer's next width would read up to 1.6 times the bytes.
+    """
 
     name = "flashinfer"
     batch_invariant = False
@@ -222,7 +223,6 @@ class FlashInferBackend:
         self._zeroed: torch.Tensor | None = None
 
     def cascade(self) -> None:
-        """See `attention.backends.base.CascadeBackend`."""
         self._packed = PackedKernels(self._workspace.device, cascades=True)
 
     @property
@@ -245,7 +245,6 @@ class FlashInferBackend:
         return FlashInferBuilder(self._workspace_for(key), group, key, dtype, packed)
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
-        """See `attention.backends.base.AttentionBackend.route`."""
         served = has_flashinfer_heads(key) and not serves(group, key, dtype, self._workspace.device)
         return self._kernels(group, key, dtype) + self._packed.sharing_in_words(group, key, dtype, served)
 

@@ -159,7 +159,6 @@ class MlaBuilder:
 
     @property
     def builds(self) -> tuple[Build, ...]:
-        """See `attention.backends.base.Building`."""
         return (self._kernel.building,)
 
     def build(self, metadata: CommonAttentionMetadata) -> MlaPlan:

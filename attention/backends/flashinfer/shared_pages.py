@@ -130,8 +130,7 @@ LOOK_AGAIN = 32
 
 
 class Sharing:
-    """Finds shared pages for the packed kernels of a device, and keeps memory for the sums over them: one launch at a
-    time uses it."""
+    """Finds shared pages for the packed kernels, and has the memory of the sums over them for one launch at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._room = torch.empty(0, dtype=torch.float32, device=device)

@@ -59,14 +59,13 @@ def serves(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, device: to
 
 @dataclass(frozen=True)
 class Launch:
-    """Rows attended together.
+    """Rows attended together; all tensors are on the device.
 
     Attributes:
-        start, stop: their token rows in the batch.
-        tables: [b, W] int32; seq_lens: [b] int32, both on the device.
+        start, stop: their token rows in the batch. tables: [b, W] int32; seq_lens: [b] int32.
         most_queries, most_keys: upper bounds of the rows' query tokens and keys.
-        query_start: [b+1] int32 on the device, from 0; None where every row has `most_queries` tokens.
-        key_start: [b+1] int32 on the device for prompt chunks; None for the decode kernels.
+        query_start: [b+1] int32, from 0; None where every row has `most_queries` tokens.
+        key_start: [b+1] int32 for prompt chunks; None for the decode kernels.
     """
 
     start: int

@@ -83,13 +83,9 @@ def _causal(generate: Any) -> Any:
 
 
 def write_causal(sources: Iterable[Path], folder: Path) -> list[Path]:
-    """Write the sources of a causal module beside those of the whole one; files that are right already stay.
+    """Write the sources of a causal module beside those of the whole one, which lie in one folder with their headers.
 
-    Args:
-        sources: of the whole module, all in one folder with the headers that they include.
-
-    Returns:
-        The sources to compile.
+    Files that are right already stay. Returns the sources to compile.
 
     Raises:
         ValueError: they are not what this is written for.
