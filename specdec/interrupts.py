@@ -59,13 +59,10 @@ def interrupt_in(error: BaseException) -> BaseException | None:
 
 
 def raised_twice(job: Callable[[], object], undo: Callable[[], object] | None = None) -> Exception | None:
-    """Run a job that may fail, and run it once more if it raises. Only an exception of both runs is the job's fault.
+    """Run a job that may fail, and run it once more, after `undo`, if it raises; what both runs raise is its fault.
 
     A request's tokenizer, stop strings or parameters may raise any exception. So may a signal handler or another
     thread meanwhile: such an exception is for the caller on this thread.
-
-    Args:
-        undo: called before the second run.
 
     Returns:
         The fault; None when the job succeeded.

@@ -1,10 +1,9 @@
-"""The four recurrences in torch (on a CPU, and the oracle of the kernels' tests), and which functions a device gets.
+"""The four recurrences in torch, for CPUs and as the kernels' oracle, and the choice of functions for a device.
 
 All take the packed tokens of ragged rows. A launch does for every row what `StateRows` says: the stored state, or zeros
 for a fresh row; then the replayed inputs and the committed tokens, after which the state is stored, unless that is put
 off; then the drafts, whose inputs are kept in the ring. Rows are computed side by side, padded with inputs that change
-no state, and long ones in chunks. x and the other inputs may have tokens after query_start_loc[-1] (padding); their
-outputs are zeros.
+no state, and long ones in chunks. Inputs may have tokens after query_start_loc[-1] (padding), whose outputs are zeros.
 
 States and sums are float32. Outputs have the dtype that transformers' functions give: that of x (v), and of Mamba's
 scans float32.
@@ -29,7 +28,7 @@ _CHUNK, _VECTOR_CHUNK = 64, 16
 _NORM_EPS = 1e-6
 
 Scan = Callable[[Padded, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Of some inputs of each row, from states [B, …]: outputs [B, L, …], and the states after them."""
+"""A scan over some inputs of each row, from states [B, …]: outputs [B, L, …], and the states after them."""
 
 
 def short_conv(

@@ -1,4 +1,4 @@
-"""What the kernels of recurrences share: rows, chunks of rows, and small triangular systems. Imported on CUDA only.
+"""Parts that the kernels of recurrences share: rows, chunks of rows, small triangular systems. Imported on CUDA only.
 
 A launch is a set of rows with one state each. A row begins with its slot's state (zeros where start == replay), replays
 tokens from its ring of inputs, then reads its own tokens; the state after the first num_new of them is stored, and the
@@ -43,9 +43,8 @@ def check_launch(
 ) -> None:
     """In check mode, check that index tensors of a launch are int32 and that each slot of state and ring is contiguous.
 
-    Args:
-        state: [slots, …], of a convolution its ring. inputs: by the names of the ring's tensors, which must have the
-            same dtypes: a replayed token would otherwise differ from the one that was verified.
+    state: [slots, …], of a convolution its ring. inputs: by the names of the ring's tensors, which must have the same
+    dtypes: a replayed token would otherwise differ from the one that was verified.
 
     Raises:
         InvariantError: one of this does not hold.
@@ -177,9 +176,8 @@ def chunks_of_row(tokens, num_new, CHUNK: tl.constexpr):  # type: ignore[no-unty
 def row_of_chunk(  # type: ignore[no-untyped-def]
     query_start_loc_ptr, num_new_ptr, rows, program, least_tokens, CHUNK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """-> the row of a program, and which of the row's chunks is the program's; `rows` for a program too many. Rows of
-    fewer than `least_tokens` tokens have no chunks.
-    """
+    """-> a program's row, and which of the row's chunks is its own; `rows` for a program too many. Rows of fewer than
+    `least_tokens` tokens have no chunks."""
     index = tl.arange(0, ROWS)  # [ROWS]
     first = tl.load(query_start_loc_ptr + index, mask=index < rows, other=0)  # [ROWS]
     tokens = tl.load(query_start_loc_ptr + index + 1, mask=index < rows, other=0) - first  # [ROWS]

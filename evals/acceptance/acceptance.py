@@ -116,10 +116,9 @@ SPEED_RATIO = "Ratio of totals: (new tokens / wall seconds) of the second config
 
 @dataclass(frozen=True)
 class Plan:
-    """An acceptance run.
+    """An acceptance run: the questions (`data`), the configurations (`arms`), how questions are asked.
 
     Attributes:
-        data, arms, asking: the questions, the configurations, how questions are asked.
         batch_size: questions generated together. warmup: passes over the first chunk whose answers are dropped.
         predict_batch_sizes: batch sizes to measure round times at, for the prediction, besides the run's own.
         worst: how many questions of lowest τ are shown with their drafts.

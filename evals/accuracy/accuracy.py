@@ -38,10 +38,9 @@ class AccuracyPlan:
 
     Attributes:
         tasks: names of lm-eval tasks; "gsm8k" and "gsm8k_cot" read local data when `data_dir` is set.
-        k: drafts a round of the speculative configuration.
-        limit: first N documents of each task, None for all. num_fewshot: None for the task's own number.
-        chat_template: prompts go through it. max_gen_toks: where the task gives none.
-        unsafe_code: allow tasks that run code the model wrote.
+        k: drafts a round of the speculative configuration. limit: first N documents of each task, None for all.
+        num_fewshot: None for the task's own number. max_gen_toks: where the task gives none.
+        chat_template: prompts go through it. unsafe_code: allow tasks that run code the model wrote.
     """
 
     tasks: tuple[str, ...]
@@ -227,12 +226,10 @@ GRID_SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Measured:
-    """Results of one model on one backend.
+    """Results of one model on one backend; settings: what its answers depend on.
 
-    Attributes:
-        model, backend: names. settings: what its answers depend on; None where it was refused.
-        results: (name of a configuration, lm-eval's result, whether a draft was verified) of each; () where refused.
-        refused: the backend's error where it does not serve this model.
+    results: (name of a configuration, lm-eval's result, whether a draft was verified) of each. Where the backend does
+    not serve this model, () and None, and its error is `refused`.
     """
 
     model: str

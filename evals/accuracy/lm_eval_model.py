@@ -36,10 +36,8 @@ Report = Callable[[list[Answer]], None]
 class EngineLM(TemplateLM):
     """A loaded `specdec.SpeculativeModel` as an lm-eval model, for `simple_evaluate(model=...)`.
 
-    Attributes:
-        tokenizer, batch_sizes: read by lm-eval.
-        prompt_tokens, prefix_hit_tokens, cached_tokens: of the answers generated now, see `RequestStats`.
-        rounds: the verification rounds of everything generated so far.
+    prompt_tokens, prefix_hit_tokens, cached_tokens: of the answers generated now, see `RequestStats`. rounds: the
+    verification rounds of everything generated so far.
     """
 
     def __init__(
@@ -254,9 +252,8 @@ class SpecdecLM(EngineLM):
         """Load the model.
 
         Args:
-            pretrained: the target; draft: its head.
+            pretrained: the target; draft: its head. max_length: lm-eval's name for max_model_len.
             batch_size: lm-eval's; more than 1 replaces max_num_seqs.
-            max_length: lm-eval's name for max_model_len.
             options: load options, see LoadOptions. lm-eval's command line gives device="cuda:0" when nothing was asked
                 for, so on a machine without CUDA, and for a model divided among GPUs, that means the default device.
 

@@ -193,12 +193,10 @@ Nodes = Callable[[Sequence[Tokens]], Mapping[Tokens, Node]]
 
 @dataclass(frozen=True)
 class Sampled:
-    """Sampled answers to one prompt.
+    """Sampled answers to one prompt: tokens [samples, tokens], their first ids; drafts, accepted: of their rounds.
 
-    Attributes:
-        tokens: [samples, tokens] their first ids. bonus: [samples, tokens], which of them are the bonus token of a
-            round that accepted all K drafts; of the target alone those at places where others can have one.
-        drafts, accepted: of their rounds.
+    bonus: [samples, tokens], which of them are the bonus token of a round that accepted all K drafts; of the target
+    alone those at places where others can have one.
     """
 
     tokens: np.ndarray

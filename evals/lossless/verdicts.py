@@ -45,8 +45,7 @@ class ConfigurationFit:
     Attributes:
         places: sampled; samples: drawn there. drafts, accepted: verified while sampling, and how many were accepted.
         statistic, degrees, p_value: chi-square over all nodes; None without degrees of freedom.
-        impossible: tokens of probability zero. p_named: of the test for the named defects.
-        powers: of each named defect; [] for the target alone.
+        impossible: tokens of probability zero. p_named, powers: of the tests for named defects; [] of the target alone.
     """
 
     arm: str

@@ -14,8 +14,8 @@ class Turn:
     """One answer of the model inside a conversation.
 
     Attributes:
-        text, token_ids, finish_reason: the answer; token_ids include the end token if there was one.
-        prompt_tokens: length of the prompt; text_tokens: length of `tokenizer(text).input_ids` (Spec-Bench counts so).
+        token_ids: include the end token if there was one. prompt_tokens: length of the prompt.
+        text_tokens: length of `tokenizer(text).input_ids` (Spec-Bench counts so).
         rounds: the verification rounds of the request.
         segments: (kind, text) pieces of the answer with its drafts, where they were asked for.
         wall_s: wall seconds of the generate call, divided by the requests in it; prefill_s, decode_s: the engine's.

@@ -283,12 +283,9 @@ def capture_bucket(
 
 
 def record(launch: Callable[[], T], pool: Any, group: Group = ALONE) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Run a `launch` that was rehearsed once (load, allocate), then capture it into a graph that shares `pool`.
+    """Run a `launch` that was rehearsed once (load, allocate), and capture it into a graph that shares `pool`.
 
-    group: the processes whose exchanges the graph may hold.
-
-    Returns:
-        The graph, and what the captured launch returned.
+    Returns the graph, and what the launch returned. group: the processes whose exchanges the graph may hold.
     """
     launch()
     torch.cuda.synchronize()

@@ -179,7 +179,10 @@ class GraphExecutor:
         torch.cuda.synchronize()
         seconds = self._seconds + time.perf_counter() - started
         taken = torch.cuda.memory_reserved() - self._memory
-        self.report = GraphReport(*self._num_graphs(), tuple(self._fixed), seconds, taken, self._fused, products)
+        buckets = self._buckets.values()
+        numbers = sum(b.num_graphs for b in buckets), sum(b.num_sampled for b in buckets)
+        segments = self._ragged.num_graphs + (0 if self._prefill is None else self._prefill.num_graphs)
+        self.report = GraphReport(*numbers, segments, tuple(self._fixed), seconds, taken, self._fused, products)
 
     def _captured(self, rows: int, recorder: Recorder | None = None) -> Bucket:
         """Everything of one bucket; recorder: see `capture_bucket`."""
@@ -197,12 +200,6 @@ class GraphExecutor:
     def release(self) -> None:
         """Restore the model and the head, because another executor runs the rounds."""
         self._alterations.undo()
-
-    def _num_graphs(self) -> tuple[int, int, int]:
-        """The first three numbers of a GraphReport."""
-        buckets = self._buckets.values()
-        segments = self._ragged.num_graphs + (0 if self._prefill is None else self._prefill.num_graphs)
-        return sum(b.num_graphs for b in buckets), sum(b.num_sampled for b in buckets), segments
 
     def _step_tokens(self) -> set[int]:
         """Tokens of the draft steps of each bucket; also rows whose logits a draft is chosen from."""

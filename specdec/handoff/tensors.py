@@ -186,14 +186,10 @@ def row_tensors(engine: Engine) -> RowTensors:
 
 
 def joined(draft: Draft | None, arrived: Sequence[Arrived], width: int, vocab: DraftVocab, drawn: bool) -> Draft:
-    """The drafts of a round, in order: of the draft loop's rows, then of those that have brought theirs.
+    """The drafts of a round [R, n], in order: of the draft loop's rows, then of those that have brought theirs.
 
-    Args:
-        draft: what the loop made; None or without rows where no row drafted here.
-        width: n, the most drafts of a row. drawn: whether the round has distributions of its drafts.
-
-    Returns:
-        token_ids [R, n], and probs [R, n, Vd] where `drawn`; a draft that was not drawn there has all of the mass.
+    draft: what the loop made; None or without rows where no row drafted here. width: n, the most drafts of a row.
+    drawn: whether the round has distributions; then probs [R, n, Vd], one-hot of drafts that were not drawn.
     """
     device, own = vocab.target_ids.device, 0 if draft is None else len(draft.token_ids)
     ids = torch.zeros(own + len(arrived), width, dtype=torch.int64, device=device)

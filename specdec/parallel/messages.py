@@ -113,23 +113,33 @@ class Done:
     number: int
 
 
+Key = tuple[str, int, int]
+"""Identifies the request that an answer is for: "Opened" or "Fetched", model, and its number."""
+
+
 @dataclass(frozen=True)
-class Opened:
-    """To rank 0: the answer to `OpenTransfer`. table: of this rank, JSON; "" where it failed, with `error`."""
+class Answer:
+    """To rank 0: the answer to a request, number `number` to a model. error: why it failed, "" where it did not."""
 
     model: int
-    round: int
+    number: int
+
+    @property
+    def key(self) -> Key:
+        """Identifies the request."""
+        return (type(self).__name__, self.model, self.number)
+
+
+@dataclass(frozen=True)
+class Opened(Answer):
+    """The answer to `OpenTransfer`, its round the number. table: of this rank, JSON; "" where it failed."""
+
     table: str
     error: str = ""
 
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """Identifies the request that it answers."""
-        return ("opened", self.model, self.round)
-
 
 @dataclass(frozen=True)
-class Fetched:
+class Fetched(Answer):
     """To rank 0: the answer to `Fetch`, and a second one where pages were written to after it.
 
     Attributes:
@@ -137,19 +147,9 @@ class Fetched:
         settled: whether nothing can be written to the pages any more.
     """
 
-    model: int
-    number: int
     error: str = ""
     late: bool = False
     settled: bool = True
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """Identifies the request that it answers."""
-        return ("fetched", self.model, self.number)
-
-
-Answer = Opened | Fetched
 
 
 @dataclass(frozen=True)

@@ -106,10 +106,7 @@ class RoutedReader:
 
 
 def check_choices(model: PreTrainedModel, reader: RoutedReader, right: list[list[Routed]]) -> None:
-    """Refuse a model of which a mixture's choices differ by more than near ties.
-
-    Args:
-        right: of each row the calls of its eager forward, as its routers made them.
+    """Refuse a model of which a mixture's choices differ by more than near ties from its eager forward's (`right`).
 
     Raises:
         UnsupportedModelError: more than a quarter of them do.

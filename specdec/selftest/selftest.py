@@ -250,10 +250,7 @@ def _limit(target: Target, error: float) -> float:
 
 @torch.inference_mode()
 def invariance_test(target: Target, model: Callable[..., Any]) -> None:
-    """Read three rows at once and again in pieces, and compare all logits bit by bit.
-
-    Args:
-        model: the form of the target that is tested, see `Target.forward`.
+    """Read three rows at once and again in pieces, by the form `model` of the target, and compare logits bit by bit.
 
     Raises:
         UnsupportedModelError: a token's logits depend on what else is in the batch, or are not those of the model.
@@ -305,10 +302,7 @@ def matmul_test(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, num_drafts: int) -> None:
-    """Read a short text with the target and check on it how the head is read; heads without such a check pass.
-
-    Args:
-        num_drafts: K; with 0 nothing is tested.
+    """Read a short text with the target and check on it how the head is read, unless it has no such check or K is 0.
 
     Raises:
         HeadLoadError: see `drafters.base.HasInputConvention`.

@@ -1,7 +1,7 @@
-"""FlashInfer over the paged cache (0.7.2 tested; supported: >=0.7.2,<0.8). MLA: `mla`.
+"""The FlashInfer backend (0.7.2 tested; supported: >=0.7.2,<0.8): builders, plans, and which kernel serves what.
 
-Everything a plan needs on the device is already there: the metadata came with the round's own transfer. So planning is
-FlashInfer's C++ planner over the host arrays plus its own copy of the plan. Two rules keep that sound:
+Everything that a plan needs on the device came with the round's own transfer. So planning is FlashInfer's C++ planner
+over the host arrays plus its own copy of the plan. Two rules keep that sound:
 
 - FlashInfer copies the plan from the wrapper's pinned buffer without an event. A wrapper is planned again only after an
   event of ours shows that its last copy is done; until then another wrapper is used.
@@ -78,7 +78,7 @@ class FlashInferPlan:
 
 
 class _Ring:
-    """Wrappers of one kernel: each is planned anew only after its last plan's copy is done."""
+    """FlashInfer wrappers of one kernel; each is planned again only after the copy of its last plan is done."""
 
     def __init__(
         self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, route: Route
@@ -111,11 +111,11 @@ class FlashInferBuilder:
         group: CacheGroup,
         key: AttentionSpec,
         dtype: torch.dtype,
-        packed: Callable[[HostBatch, int, int], PackedKernel],
+        packed: Callable[[int, int, HostBatch], PackedKernel],
     ) -> None:
         """Begins to build FlashInfer's kernels for `key`, all at once; the first batch that needs one waits for it.
 
-        packed: (batch, n, query_len) -> a packed kernel for its first n rows, of query_len tokens each.
+        packed: (n, query_len, batch) -> a packed kernel for its first n rows, of query_len tokens each.
         """
         self._packs = partial(is_packed, group, key, dtype)
         self._packed = packed
@@ -140,7 +140,7 @@ class FlashInferBuilder:
     def _kernel(self, part: Part, host: HostBatch) -> Kernel | PackedKernel:
         query_len = part.query_len
         if query_len is not None and self._packs(query_len):
-            return self._packed(host, len(part.seq_lens), query_len)
+            return self._packed(len(part.seq_lens), query_len, host)
         return self._rings[self._route(part)].next()
 
     def _route(self, part: Part) -> Route:
@@ -241,7 +241,7 @@ class FlashInferBackend:
             return MlaBuilder(MlaKernel(self._workspace, group, key, dtype))
         if not has_flashinfer_heads(key):
             return InvariantBuilder()
-        packed = partial(self._packed.of_batch, key, dtype)
+        packed = partial(self._packed.kernel, key, dtype)
         return FlashInferBuilder(self._workspace_for(key), group, key, dtype, packed)
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
@@ -285,7 +285,7 @@ class FlashInferBackend:
         shape = FixedShape(rows, query_len, tokens)
         geometry = (group.page_size, group.layout, group.format, key, dtype, shape)
         if tokens is None and is_packed(group, key, dtype, query_len):
-            return FixedBuilder(self._packed.fixed(key, dtype, rows, query_len), geometry)
+            return FixedBuilder(self._packed.kernel(key, dtype, rows, query_len), geometry)
         if isinstance(beside, (FixedBuilder, FixedMlaBuilder)) and beside.geometry == geometry:
             return beside.sharing()
         if key.value_in_key:

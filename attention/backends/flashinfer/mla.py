@@ -1,9 +1,9 @@
-"""MLA through FlashInfer's kernels (those of BatchMLAPagedAttentionWrapper; 0.7.2 tested).
+"""Attention over MLA's latents by FlashInfer's kernels (those of BatchMLAPagedAttentionWrapper; 0.7.2 tested).
 
 The kernel is fa3 on Hopper and fa2 on other GPUs from Ampere on. Its plan is made by `mla_plan` on the host: a few KB
 from a pinned buffer of ours. The wrapper's own `plan` stages 590 KB for any batch, clones its device buffers, and reads
 lengths back when they are on the device. As in `backend`, a pinned buffer is rewritten only after an event shows that
-its last copy is done. Plans share the float workspace, which is used inside one launch only, and nothing else.
+its last copy is done, and plans share nothing but the float workspace.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_mla_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtyp
 
 
 class WorkList:
-    """One plan's work items: a pinned buffer and its copy on the device."""
+    """The work items of one plan: a pinned host buffer and its copy on the device."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         with torch.inference_mode(False):  # made inside, it could not be written outside
@@ -90,7 +90,7 @@ class WorkList:
 
 @dataclass(frozen=True)
 class MlaPlan:
-    """A planned batch: its buffer and the generation of the plan in it, the launch's arguments, and the pages."""
+    """A planned batch: its work list and the generation of the plan in it, the launch's arguments, and the pages."""
 
     kernel: MlaKernel
     work: WorkList
@@ -151,7 +151,7 @@ class MlaKernel:
 
 
 class MlaBuilder:
-    """Plans any batch, into one of several buffers in turn."""
+    """Plans batches of any shape, each into one of several work lists in turn."""
 
     def __init__(self, kernel: MlaKernel) -> None:
         self._kernel = kernel
