@@ -27,10 +27,9 @@ _EMPTY: Mapping[int, FixedLocalRows] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """One batch planned for every distinct AttentionSpec of a group.
+    """One batch (`metadata`) planned for every distinct AttentionSpec of a group.
 
     Attributes:
-        metadata: the batch.
         plans: the backend's plan for each spec; None for a batch without attention, see `GroupRunner.blank`.
         rows: the batch in the rows that each spec's layers attend, where some attend in chunks; {} where none do.
         temperatures: [T', 1, 1] float32 factors of the queries, padding included, for layers with temperature tuning.

@@ -77,7 +77,9 @@ def raised_twice(job: Callable[[], object], undo: Callable[[], object] | None = 
         first = error
     try:
         if not is_from_signal(first):
-            _once_more(job, undo)
+            if undo is not None:
+                undo()
+            job()
     except Exception as error:
         if is_from_signal(error):
             raise
@@ -86,12 +88,6 @@ def raised_twice(job: Callable[[], object], undo: Callable[[], object] | None = 
         raise first
     finally:
         del first
-
-
-def _once_more(job: Callable[[], object], undo: Callable[[], object] | None) -> None:
-    if undo is not None:
-        undo()
-    job()
 
 
 @contextmanager

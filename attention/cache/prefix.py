@@ -74,13 +74,12 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Found:
-    """What the cache has of a request's tokens.
+    """What the cache has of a request's tokens: `num_pages` full pages, from the first on.
 
-    Attributes:
-        num_pages: full pages that were found, from the first on.
-        pages, head_pages: those that the request begins with, of the target's and of the head's. The rest of what was
-            found is read again: at most one page, but for pages shorter than `num_following`.
-        windowed: of each windowed group, those of the last of these pages that the next token sees.
+    pages, head_pages: those that the request begins with, of the target's and of the head's. The rest of what was found
+    is
+    read again: at most one page, but for pages shorter than `num_following`.
+    windowed: of each windowed group, those of the last of these pages that the next token sees.
     """
 
     num_pages: int = 0

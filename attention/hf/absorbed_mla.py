@@ -50,9 +50,8 @@ class AbsorbedAttention:
 
     def attention_spec(self, expanded: AttentionSpec) -> AttentionSpec:
         """The AttentionSpec of the absorbed form, from that of the expanded one. The scale stays that of the heads."""
-        rope_dim = expanded.head_dim_k - self.nope_dim
-        dims = {"head_dim_k": self.latent_dim + rope_dim, "head_dim_v": self.latent_dim}
-        return replace(expanded, num_kv_heads=1, value_in_key=True, **dims)
+        latent, rope = self.latent_dim, expanded.head_dim_k - self.nope_dim
+        return replace(expanded, num_kv_heads=1, head_dim_k=latent + rope, head_dim_v=latent, value_in_key=True)
 
     def _up_projections(self) -> torch.Tensor:
         """[Hq, nope + Dv, c_kv]: W_UK and W_UV of each head."""

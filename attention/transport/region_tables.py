@@ -98,10 +98,9 @@ class EngineTable:
     """What an engine tells the engines that read from it.
 
     Attributes:
-        engine: a name that no other engine has, ever. transport: the name of the transport of its ranks' addresses.
+        engine: a name that no other engine has, ever. transport: the name of its ranks' transport. ranks: by rank.
         fingerprint: by name, what must be equal in both engines: weights of the target and of the head, scales of an
             fp8 cache, how drafts are made.
-        ranks: by rank.
     """
 
     engine: str

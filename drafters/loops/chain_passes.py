@@ -163,9 +163,7 @@ class StaticChain:
         self._greedy = greedy
         self._target_ids = target_ids_of(passes.head, aux.device)
         hidden = passes.head.fuse(aux[:2])
-        rows = (
-            max(limits.rows, 2) + 1
-        )  # more than any bucket: code for all rows of a buffer would be compiled once more
+        rows = max(limits.rows, 2) + 1  # above any bucket: code for a whole buffer would be compiled once more
         self.hidden = hidden.new_zeros(rows, hidden.shape[1])
         self.drafts = torch.zeros(rows, limits.drafts, dtype=torch.int64, device=aux.device)
 

@@ -25,11 +25,9 @@ _NUDGE = 1e-4
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a trial samples.
+    """How a trial samples: `samples` per place and configuration, of which the first `tokens` are looked at.
 
-    Attributes:
-        samples: per place and configuration. tokens: first tokens that are looked at.
-        top_k, temperature, top_p, min_p: of the sampling (top_k 0, top_p 1 and min_p 0 are off).
+    top_k, temperature, top_p, min_p: of the sampling (top_k 0, top_p 1 and min_p 0 are off).
     """
 
     samples: int = 1000

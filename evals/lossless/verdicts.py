@@ -27,11 +27,7 @@ POWER = 0.95
 
 @dataclass(frozen=True)
 class Power:
-    """How likely one defect would have been found.
-
-    Attributes:
-        defect: its name. everywhere: if every place had it; places: if that place alone had it, in their order.
-    """
+    """How likely one defect would have been found: if every place had it, or one place alone, in their order."""
 
     defect: str
     everywhere: float

@@ -164,7 +164,9 @@ class GraphExecutor:
                     matmul_test(target.hf_model)
             tokens = {n * self._query_len for n in self._fixed}
             beside_prompts = (target.hf_model.get_decoder(), self._beside_prompts)
-            readers = [(target.hf_model, tokens), beside_prompts, (self._head, tokens | self._step_tokens())]
+            widths = {1} if self._loop is None else {1, *map(self._loop.step_width, range(self._query_len - 2))}
+            of_steps = {rows * width for rows in self._sizes for width in widths}  # of 1: also of chosen drafts
+            readers = [(target.hf_model, tokens), beside_prompts, (self._head, tokens | of_steps)]
             products = choose_products(readers, invariant)
             log.info("compiling kernels of all rounds")
             with kernels_compiled_together(target.hf_model.device):
@@ -200,11 +202,6 @@ class GraphExecutor:
     def release(self) -> None:
         """Restore the model and the head, because another executor runs the rounds."""
         self._alterations.undo()
-
-    def _step_tokens(self) -> set[int]:
-        """Tokens of the draft steps of each bucket; also rows whose logits a draft is chosen from."""
-        widths = {1} if self._loop is None else {1, *map(self._loop.step_width, range(self._query_len - 2))}
-        return {rows * width for rows in self._sizes for width in widths}
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:

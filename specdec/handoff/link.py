@@ -83,10 +83,8 @@ class RankEnd:
         self.transport, self._bounds = transport, tuple(bounds)
         self.groups = [runner.group.name for runner in model.runners]
         self.table = RankTable(number, device, tuple(bound.region for bound in bounds), dict(address))
-        held.finished, held.revoke, held.grant = transport.finished, transport.revoke, self._grant
-
-    def _grant(self, lease: str, pages: Pages) -> None:
-        self.transport.grant(lease, dict(zip(self.groups, pages, strict=True)))
+        held.finished, held.revoke = transport.finished, transport.revoke
+        held.grant = lambda lease, pages: transport.grant(lease, dict(zip(self.groups, pages, strict=True)))
 
     def read_plan(self, handoff: Handoff, pages: Pages) -> ReadPlan:
         """What this rank reads into reserved pages.

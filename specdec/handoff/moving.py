@@ -162,8 +162,7 @@ class MovingRequests(Guests):
     def resume(self, moved: MovedRequest, arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None) -> int:
         """Queue a request from another engine; it continues as if it had always been here.
 
-        Args:
-            arrival: the number of its filled pages, and its tensors (see `Departure`); None to read its tokens again.
+        arrival: the number of its filled pages, and its tensors (see `Departure`); None to read its tokens again.
         """
         self.check_moved(moved)
         request = moved_here(self._engine.admission, self._engine.take_id(), moved)

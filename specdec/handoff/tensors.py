@@ -56,8 +56,7 @@ class RowTensors(ABC):
     def pack(self, row: int, computed: int, drafts: bool) -> dict[str, torch.Tensor]:
         """What the request in a RowTable row carries from round to round, copied on the device.
 
-        Args:
-            computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
+        computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
         """
         found: dict[str, torch.Tensor] = {}
         if drafts and isinstance(self._loop, CarriesVectors):
@@ -96,8 +95,7 @@ class RowTensors(ABC):
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
         """Take over, into their rows, what requests have brought; returns the drafts of the whole round.
 
-        Args:
-            round_: sent, its last drafting rows being those of `arrived` that have drafts. draft: of the others.
+        round_: sent, its last drafting rows being those of `arrived` that have drafts. draft: of the others.
         """
 
 

@@ -166,11 +166,11 @@ class Tried:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the agreement check found.
+    """What the agreement check found; num_answers, num_tokens: what the target wrote for it, greedily.
 
     Attributes:
-        num_answers, num_tokens: what the target wrote for it, greedily. rounds: acceptance in the rounds that wrote it.
-        chains: the same drafts from every position of the answers; None where that cannot be run.
+        rounds: acceptance in the rounds that wrote it. chains: the same drafts from every position of the answers; None
+            where that cannot be run.
         tried: the other readings, best first. best: the one that is better beyond doubt, if any; it may be several
             changes.
         verdict: "fine"; "low": few drafts are accepted however the head is read; "misread": `best` is right.

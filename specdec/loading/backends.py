@@ -140,9 +140,8 @@ _LAYOUTS: dict[str, KVLayout | None] = {"auto": None, "NHD": "NHD", "HND": "HND"
 def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None, source: str = "") -> KVFormat:
     """How the target's keys and values are stored; the head's single layer always keeps the dtype of the model.
 
-    Args:
-        dtype: "auto" is the dtype of the model, "fp8" is e4m3 with static scales.
-        scales: (scale of keys, scale of values) of each layer; default 1.0 everywhere. source: see `KVFormat`.
+    dtype: "auto" is the dtype of the model, "fp8" is e4m3 with static scales. scales: (scale of keys, scale of values)
+    of each layer; default 1.0 everywhere. source: see `KVFormat`.
 
     Raises:
         InvalidInputError: an unknown name, scales without fp8, or scales that are none.
@@ -190,9 +189,8 @@ def choose_graphs(
 ) -> GraphChoice:
     """Decide on CUDA graphs: where they are asked for, and with "auto" where they can be captured.
 
-    Args:
-        loop: the head's draft loop; None without a head.
-        uncapturable: what of the target no graph can hold, in words, see `specdec.loading.states`; "" for nothing.
+    loop: the head's draft loop; None without a head. uncapturable: what of the target no graph can hold, in words, see
+    `specdec.loading.states`; "" for nothing.
 
     Raises:
         InvalidInputError: see `check_graphs`; or True with what no graph can hold.

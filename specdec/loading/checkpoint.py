@@ -171,12 +171,10 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that is applied to a target when that is loaded.
+    """An adapter that is applied to a target when that is loaded; name: as the user gave it; checkpoint: where it lies.
 
-    Attributes:
-        name: as the user gave it; checkpoint: where it lies.
-        kind: its peft_type. base: the model that it was trained for, by its configuration; "" where that names none.
-        merge: see the load option merge_adapter.
+    kind: its peft_type. base: the model that it was trained for, by its configuration; "" where that names none.
+    merge: see the load option merge_adapter.
     """
 
     name: str

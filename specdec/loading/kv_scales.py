@@ -43,11 +43,9 @@ _SAME = 1e-5
 
 @dataclass(frozen=True)
 class StoredScales:
-    """A checkpoint's declaration of its KV cache, and its scales.
+    """A checkpoint's declaration of its KV cache, made in `source`, and its scales by layer number in the checkpoint.
 
-    Attributes:
-        scheme: "fp8", another format in words, or "" where it names none. source: where that is declared.
-        keys, values: scales by layer number in the checkpoint.
+    scheme: "fp8", another format in words, or "" where it names none.
     """
 
     scheme: str

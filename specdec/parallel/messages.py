@@ -84,11 +84,10 @@ class CloseTransfer:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Fill this rank's reserved pages, beside the rounds; the answer is `Fetched`.
+    """Fill this rank's reserved pages of this number, beside the rounds; the answer is `Fetched`.
 
-    Attributes:
-        number: of the reservation. deadline: `time.monotonic` seconds, which ranks of one machine share.
-        data: a `Handoff` of source, lease and blocks, as bytes.
+    deadline: `time.monotonic` seconds, which ranks of one machine share. data: a `Handoff` of source, lease and blocks,
+    as bytes.
     """
 
     number: int
@@ -140,11 +139,10 @@ class Opened(Answer):
 
 @dataclass(frozen=True)
 class Fetched(Answer):
-    """To rank 0: the answer to `Fetch`, and a second one where pages were written to after it.
+    """The answer to `Fetch`, and a second one where pages were written to after it.
 
-    Attributes:
-        error: why it failed, "" where every byte is there. late: whether that is a `TransferTimeoutError`.
-        settled: whether nothing can be written to the pages any more.
+    error: why it failed, "" where every byte is there. late: whether that is a `TransferTimeoutError`. settled: whether
+    nothing can be written to the pages any more.
     """
 
     error: str = ""
@@ -154,10 +152,9 @@ class Fetched(Answer):
 
 @dataclass(frozen=True)
 class Failed:
-    """To rank 0: a load failed, or the process ends with this error.
+    """To rank 0: a load failed, or the process ends with this error, of class `kind`.
 
-    Attributes:
-        kind: the error's class. follows: whether it came from another rank that was lost before.
+    follows: whether it came from another rank that was lost before.
     """
 
     kind: str

@@ -47,16 +47,12 @@ _EVALUATED_TOKENS = 512
 
 @dataclass(frozen=True)
 class TrainingPlan(Generic[TrainedHead]):
-    """A checked run, which can begin once there are answers.
+    """A checked run, which can begin once there are answers; model: the target, without a head.
 
     Attributes:
-        model: the target, without a head.
-        config: of the run; held_out: answers that only measure.
-        settings: what decides the result, besides the answers.
-        start: the answers to learn from -> the head to train.
-        features: the target's states and logits of a batch.
-        finished: the trained head as an engine loads it.
-        save: writes a head in the layout of its family.
+        held_out: answers that only measure. settings: what decides the result, besides the answers.
+        start: the answers to learn from -> the head to train. features: the target's states and logits of a batch.
+        finished: the trained head as an engine loads it. save: writes a head in the layout of its family.
     """
 
     model: SpeculativeModel

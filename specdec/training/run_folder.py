@@ -32,9 +32,7 @@ _RECORD = "run.json"
 class Setting:
     """One thing that decides a run's result.
 
-    Attributes:
-        value: what is compared; JSON.
-        name: shown to a person beside the value, and not compared (a path, for example).
+    value: what is compared; JSON. name: shown to a person beside it, and not compared (a path, for example).
     """
 
     value: Any

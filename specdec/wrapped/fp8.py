@@ -41,11 +41,9 @@ def are_rounded() -> bool:
 def unrounded_activations(model: nn.Module | None = None) -> Iterator[None]:
     """Inside, layers that run eagerly on this thread do not round their activations to 8 bits.
 
-    Each layer multiplies its weight out, in the dtype of its input, while it runs.
-
-    Args:
-        model: of whose layers those of compressed-tensors and torchao are meant; None: our own FP8 layers alone. What
-            other libraries round (quanto's activations, LLM.int8) is rounded all the same.
+    Each layer multiplies its weight out, in the dtype of its input, while it runs. model: of whose layers those of
+    compressed-tensors and torchao are meant; None: our own FP8 layers alone. What other libraries round (quanto's
+    activations, LLM.int8) is rounded all the same.
     """
     before = _ROUNDS.set(False)
     layers = () if model is None else tuple(model.modules())
@@ -130,10 +128,8 @@ _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 class Scheme:
     """How the weights and activations of a layer are rounded.
 
-    Attributes:
-        blocks: rows and columns that share a scale; None: the whole weight has one.
-        static: whether activations have one scale from the checkpoint; else one a token and group.
-        exponents: scales are powers of two (scale_fmt "ue8m0").
+    blocks: rows and columns that share a scale; None: the whole weight has one. static: whether activations have one
+    scale from the checkpoint; else one a token and group. exponents: scales are powers of two (scale_fmt "ue8m0").
     """
 
     blocks: tuple[int, ...] | None

@@ -138,12 +138,9 @@ class WeightVersions:
     """
 
     def __init__(self, *parts: object, captured: bool = False, settings: Settings | None = None) -> None:
-        """
-        Args:
-            parts: modules, the target first; anything else has no weights.
-            captured: graphs read the tensors that are there now, whatever is assigned in their place, so only their
-                values are looked at.
-            settings: of these modules; default as they are, those that forwards change themselves among them.
+        """parts: modules, the target first; anything else has no weights. settings: of these; default as they are.
+
+        captured: graphs read the tensors that are there now, whatever is assigned in their place: only values count.
         """
         self._roots = tuple(part for part in parts if isinstance(part, nn.Module))
         self._captured = captured
@@ -158,10 +155,8 @@ class WeightVersions:
         """Whether anything has changed since the last call."""
         if not self._captured:
             return self._looks_different()
-        before, self._count = (
-            self._count,
-            sum(tensor._version for tensor in self._counted),
-        )  # first tokens wait
+        before = self._count
+        self._count = sum(tensor._version for tensor in self._counted)  # first tokens wait
         return before != self._count
 
     def _looks_different(self) -> bool:
