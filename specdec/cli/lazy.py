@@ -57,11 +57,7 @@ class LazyCommand:
 
 
 class LazyGroup(click.Group):
-    """A click group of lazy commands, in the order given. Errors of the `SpecdecError` tree end with one message.
-
-    Attributes:
-        lazy: the commands by name.
-    """
+    """A click group of lazy commands (`lazy`, by name), in the order given. `SpecdecError`s end with one message."""
 
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

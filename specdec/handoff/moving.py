@@ -28,8 +28,7 @@ from specdec.rounds.rows import Schedule
 class MovingRequests(Guests):
     """The requests of one engine that come from other engines or leave for them. Not thread-safe.
 
-    Attributes:
-        held: their pages while they have no row.
+    held: their pages while they have no row.
     """
 
     def __init__(self, engine: Engine) -> None:
