@@ -77,8 +77,7 @@ class Found:
     """What the cache has of a request's tokens: `num_pages` full pages, from the first on.
 
     pages, head_pages: those that the request begins with, of the target's and of the head's. The rest of what was found
-    is
-    read again: at most one page, but for pages shorter than `num_following`.
+    is read again: at most one page, but for pages shorter than `num_following`.
     windowed: of each windowed group, those of the last of these pages that the next token sees.
     """
 

@@ -73,8 +73,8 @@ class _Late:
 class Due:
     """What can be freed now. Clocks and peers decide that, so rank 0 finds it for all ranks.
 
-    leases: of requests that were read, or that nobody will read. reads: numbers of reservations whose late reads write
-    to nothing any more.
+    leases: of requests that were read, or that nobody will read. reads: numbers of reservations that late reads no
+    longer write to.
     """
 
     leases: tuple[str, ...]

@@ -52,7 +52,8 @@ def token_slices(batch: HostBatch, cuts: Sequence[int]) -> tuple[HostBatch, ...]
     """Cut a batch between tokens; a row that a cut falls into is in both slices, each with its own tokens.
 
     The slices are to be run in order within every layer; their arrays are views where nothing changes. A row without
-    queries is in one of them. cuts: the first token of every slice but the first one, increasing, 1 … T-1.
+    queries is in one of them. cuts: the first token of every slice but the first one, increasing, 1 … T-1. None gives
+    the batch in one slice.
 
     Raises:
         InvalidInputError: a cut outside 1 … T-1, not after the one before it, or no whole number.
