@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -91,51 +91,6 @@ class PlannedGroups:
     groups: tuple[PlannedBatch, ...]
 
 
-class Runner(Protocol):
-    """The attention of a model's layers: a `GroupRunner`, or a `GroupedRunner` where they are in several groups."""
-
-    @property
-    def runners(self) -> tuple[GroupRunner, ...]:
-        """Of each group, the first first."""
-
-    @property
-    def layers(self) -> tuple[LayerKV, ...]:
-        """Cache tensors in the order of the model's layers."""
-
-    @property
-    def page_size(self) -> int:
-        """Tokens per page."""
-
-    @property
-    def batch_invariant(self) -> bool:
-        """See `AttentionBackend.batch_invariant`."""
-
-    @property
-    def builds(self) -> tuple[Build, ...]:
-        """Kernels that are built in the background."""
-
-    def plan(self, metadata: CommonAttentionMetadata) -> Planned:
-        """Plan a batch. No device synchronisation."""
-
-    def blank(self, metadata: CommonAttentionMetadata) -> Planned:
-        """See `GroupRunner.blank`."""
-
-    def fixed_planner(self, rows: int, query_len: int, beside: Planner | None = None) -> Planner:
-        """See `GroupRunner.fixed_planner`."""
-
-    def attend(
-        self,
-        planned: Any,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Layer `layer` of the model; planned: what `plan` or a planner of it gave. See `GroupRunner.attend`."""
-
-
 Planned = PlannedBatch | PlannedGroups
 """A batch that a `Runner` has planned."""
 
@@ -162,7 +117,6 @@ class GroupedPlanner:
         return self._planners[0].builder(key)
 
     def replan(self, host: HostBatch) -> None:
-        """See `FixedPlanner.replan`."""
         for planner, own in zip(self._planners, (host, *host.other_groups), strict=True):
             planner.replan(own)
 
@@ -193,12 +147,10 @@ class GroupedRunner:
 
     @property
     def page_size(self) -> int:
-        """See `GroupRunner.page_size`."""
         return self.runners[0].page_size
 
     @property
     def batch_invariant(self) -> bool:
-        """See `AttentionBackend.batch_invariant`."""
         return self.runners[0].batch_invariant
 
     @property
@@ -213,7 +165,6 @@ class GroupedRunner:
         return PlannedGroups(metadata, tuple(planned))
 
     def blank(self, metadata: CommonAttentionMetadata) -> PlannedGroups:
-        """See `GroupRunner.blank`."""
         return PlannedGroups(metadata, tuple(runner.blank(metadata) for runner in self.runners))
 
     def fixed_planner(self, rows: int, query_len: int, beside: Planner | None = None) -> GroupedPlanner:
@@ -224,7 +175,7 @@ class GroupedRunner:
 
     def attend(
         self,
-        planned: PlannedGroups,
+        planned: Any,
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -232,9 +183,13 @@ class GroupedRunner:
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Layer `layer` of the model, see `GroupRunner.attend`."""
+        """Layer `layer` of the model, see `GroupRunner.attend`; planned: a `PlannedGroups` of this runner."""
         group, place = self._places[layer]
         return self.runners[group].attend(planned.groups[group], place, query, key, value, sinks, out)
+
+
+Runner = GroupRunner | GroupedRunner
+"""The attention of a model's layers, in one cache group or in several."""
 
 
 def runner_of(

@@ -27,10 +27,9 @@ _EMPTY: Mapping[int, FixedLocalRows] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """One batch planned for every distinct AttentionSpec of a group.
+    """One batch (`metadata`) planned for every distinct AttentionSpec of a group.
 
     Attributes:
-        metadata: the batch.
         plans: the backend's plan for each spec; None for a batch without attention, see `GroupRunner.blank`.
         rows: the batch in the rows that each spec's layers attend, where some attend in chunks; {} where none do.
         temperatures: [T', 1, 1] float32 factors of the queries, padding included, for layers with temperature tuning.
@@ -198,7 +197,7 @@ class GroupRunner:
 
     def attend(
         self,
-        planned: PlannedBatch,
+        planned: Any,
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -208,7 +207,8 @@ class GroupRunner:
     ) -> torch.Tensor:
         """Layer `layer` of the group: query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv] -> [T, Hq, Dv].
 
-        Padding after the batch's T tokens, and `out`: see `AttentionBackend.run`.
+        planned: a `PlannedBatch` of this runner. Padding after the batch's T tokens, and `out`: see
+        `AttentionBackend.run`.
 
         Raises:
             StaleMetadataError: in check mode, the batch's arrays show another batch by now, whatever the backend.

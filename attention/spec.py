@@ -39,13 +39,9 @@ class Reach(NamedTuple):
 
 @dataclass(frozen=True)
 class TemperatureTuning:
-    """A query at position p is multiplied by 1 + scale·log(1 + ⌊(p + 1) / floor⌋).
+    """A query at position p is multiplied by 1 + scale·log(1 + ⌊(p + 1) / floor⌋); scale 0 leaves it as it is.
 
     Source: Nakanishi 2025, arXiv 2501.19399, in the form of transformers' modeling_llama4.py.
-
-    Attributes:
-        scale: 0 leaves every query as it is.
-        floor: positions between two values of the factor.
     """
 
     scale: float

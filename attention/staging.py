@@ -64,11 +64,7 @@ def array_names(kind: type[Any]) -> tuple[str, ...]:
 
 
 class Section(Generic[S]):
-    """The arrays of a declared class in an arena.
-
-    Attributes:
-        fields: their places.
-    """
+    """The arrays of a declared class in an arena. fields: their places."""
 
     def __init__(
         self,
@@ -80,10 +76,8 @@ class Section(Generic[S]):
     ) -> None:
         """Name the arrays `name.array` and their dimensions `name.dimension`.
 
-        Args:
-            kind: a dataclass; its fields that are no `array` are given to `of`.
-            without: arrays that this arena does not have.
-            shared: dimensions that go by a full name of the arena's instead. leading: by array, one more in front.
+        Fields of the dataclass `kind` that are no `array` are given to `of`. without: arrays that this arena lacks.
+        shared: dimensions that go by a full name of the arena's instead. leading: by array, one more in front.
         """
         self._kind, own, before = kind, dict(shared or {}), dict(leading or {})
         declared = [f for f in dataclasses.fields(kind) if _ARRAY in f.metadata and f.name not in without]  # type: ignore[arg-type]
@@ -91,8 +85,7 @@ class Section(Generic[S]):
         self.fields = tuple(_place(f, name, own, before.get(f.name)) for f in declared)
 
     def values(self, source: Any) -> dict[str, np.ndarray]:
-        """The arrays of an object that has them as attributes, by their names in the arena, without those that are
-        None; {} for None."""
+        """Arrays by their names in the arena, from an object with such attributes, without those that are None."""
         if source is None:
             return {}
         found = {full: getattr(source, name) for name, full in self._names}
@@ -207,11 +200,7 @@ class StagingArena:
         return self._window.cache_info().currsize
 
     def send(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> Staged:
-        """Copy the arrays to the device in one transfer.
-
-        Args:
-            bucket: capacities; every array fits in its field's capacity shape.
-            arrays: by field name; fields not named are left out.
+        """Copy the arrays, by field name, to the device in one transfer; each fits in its field's capacity in `bucket`.
 
         Raises:
             InvalidInputError: an array is larger than the bucket, or the bucket larger than the arena.

@@ -47,7 +47,7 @@ from drafters.eagle3.layout import (
     resolve_sizes,
 )
 from drafters.eagle3.overrides import KEYS, Eagle3Overrides
-from drafters.eagle3.spec import LayerSpec, check_windows
+from drafters.eagle3.spec import LayerSpec
 from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.loops.base import LoopSize
 from drafters.loops.chain import ChainLoop
@@ -69,15 +69,7 @@ class Eagle1Spec(LayerSpec):
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes that contradict each other."""
-        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise InvalidInputError(f"{name} of an EAGLE-1 head must be at least 1, not {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
-            raise InvalidInputError(
-                f"{self.num_heads} query heads, {self.num_kv_heads} key heads, head_dim {self.head_dim}: "
-                "query heads must be a multiple of key heads, and head_dim even"
-            )
-        check_windows(self.windowed_layers, self.window, self.num_layers)
+        self.check_layers("EAGLE-1")
 
 
 class Eagle1Head(nn.Module):

@@ -70,10 +70,8 @@ def oracle_module_drafts(
 ) -> list[int]:
     """As `oracle_drafts`, for M modules: every module runs every row of every prefix.
 
-    A request with fewer than M committed states has too few rows for some modules: it gets at most L+1 drafts.
-
-    Args:
-        token_ids: [L+1] int64; states: [L, H] the target's states after its final norm.
+    token_ids: [L+1] int64; states: [L, H] the target's states after its final norm. A request with fewer than M
+    committed states has too few rows for some modules: it gets at most L+1 drafts.
     """
     most = num_drafts if len(states) >= stack.num_modules else len(states) + 1
     ids, base = token_ids, states

@@ -15,11 +15,9 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding of one head.
+    """Rotary embedding of one head; kind: one of `ROPE_KINDS`; theta: base period.
 
     Attributes:
-        theta: base period.
-        kind: one of `ROPE_KINDS`.
         max_positions: the head's `max_position_embeddings`; only scaled kinds read it, it is no limit on positions.
         scaling: the kind's further keys under their configuration names, e.g. (("factor", 8.0), ...).
         first_position: what position 0 is rotated as, by the head's own code: 0, or 1 for heads of speculators. Only

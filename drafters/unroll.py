@@ -74,12 +74,11 @@ def _attend(query: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]) 
 
 
 def unroll(head: Head, token_ids: torch.Tensor, aux_hidden_states: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """Run the training-time test.
+    """Run `steps` steps of the training-time test.
 
     Args:
         token_ids: [B, S] int64, right-padded sequences.
         aux_hidden_states: [B, S, A·Ht] true target states of the same positions.
-        steps: how many.
 
     Returns:
         Block outputs of each step, [B·S, H]. Rows whose token lies past the end hold nothing of meaning.

@@ -40,12 +40,7 @@ def identity_offsets(vocab_size: int) -> torch.Tensor:
 
 
 def check_map(d2t: torch.Tensor, target_vocab_size: int, t2d: torch.Tensor | None = None) -> None:
-    """Check a vocabulary map that comes from a checkpoint.
-
-    Args:
-        d2t: [Vd] integer offsets.
-        target_vocab_size: V.
-        t2d: [V] bool, or None when the checkpoint has none.
+    """Check a checkpoint's vocabulary map: offsets d2t [Vd], and t2d [V] bool, or None where it has none.
 
     Raises:
         InvalidInputError: wrong type or shape, absolute ids instead of offsets, ids not strictly increasing or outside
@@ -106,9 +101,7 @@ def _looks_absolute(d2t: torch.Tensor, target_vocab_size: int, t2d: torch.Tensor
 def most_frequent(counts: torch.Tensor, draft_vocab_size: int) -> torch.Tensor:
     """Build a map from how often the target wrote each token.
 
-    Args:
-        counts: [V] integers.
-        draft_vocab_size: Vd, how many tokens the head shall know.
+    counts: [V] integers. draft_vocab_size: Vd, how many tokens the head shall know.
 
     Returns:
         d2t offsets [Vd] int64 of the most frequent tokens; of equally frequent ones the smaller ids.
@@ -123,15 +116,9 @@ def most_frequent(counts: torch.Tensor, draft_vocab_size: int) -> torch.Tensor:
 
 
 def scatter(probabilities: torch.Tensor, target_ids: torch.Tensor, target_vocab_size: int) -> torch.Tensor:
-    """Spread draft probabilities over the target's vocabulary; unknown tokens get probability zero.
+    """Spread draft probabilities [..., Vd] over the target's vocabulary, [..., V] of the same dtype.
 
-    Args:
-        probabilities: [..., Vd] floating.
-        target_ids: [Vd] int64, `head.to_target_ids(arange(Vd))`.
-        target_vocab_size: V.
-
-    Returns:
-        [..., V], dtype of `probabilities`.
+    Unknown tokens get probability zero. target_ids: [Vd] int64, `head.to_target_ids(arange(Vd))`.
     """
     spread = probabilities.new_zeros(*probabilities.shape[:-1], target_vocab_size)
     return spread.index_copy_(-1, target_ids, probabilities)

@@ -13,8 +13,7 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 KV_CACHE_LAYOUTS = ("auto", "NHD", "HND")
 """Order inside a page of the target's and the head's cache, see `specdec.loading.backends.kv_layout`."""
 DRAFT_SAMPLING = ("probabilistic", "greedy")
-"""Drafts of sampled rows: drawn from the head's own distribution, under the row's temperature and filters, or the most
-probable token. Both are lossless."""
+"""Drafts of sampled rows: drawn from the head's distribution, or its most probable token. Both are lossless."""
 MAX_NUM_PREFILL_TOKENS = 512
 """From some 200 tokens on a forward takes time by the token, so larger chunks hardly give more tokens a second. In a
 simulation with measured rounds of an H200 (simulate_serving in commit 62c2095: Llama-3.1-8B shape, K=3), a round of 16
@@ -100,7 +99,7 @@ class EngineConfig:
 
     @property
     def num_state_slots(self) -> int:
-        """See `state_slots`."""
+        """Slots of recurrent states, see `state_slots`."""
         return state_slots(self.max_num_seqs)
 
     @property

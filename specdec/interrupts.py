@@ -59,13 +59,10 @@ def interrupt_in(error: BaseException) -> BaseException | None:
 
 
 def raised_twice(job: Callable[[], object], undo: Callable[[], object] | None = None) -> Exception | None:
-    """Run a job that may fail, and run it once more if it raises. Only an exception of both runs is the job's fault.
+    """Run a job that may fail, and run it once more, after `undo`, if it raises; what both runs raise is its fault.
 
     A request's tokenizer, stop strings or parameters may raise any exception. So may a signal handler or another
     thread meanwhile: such an exception is for the caller on this thread.
-
-    Args:
-        undo: called before the second run.
 
     Returns:
         The fault; None when the job succeeded.
@@ -80,7 +77,9 @@ def raised_twice(job: Callable[[], object], undo: Callable[[], object] | None = 
         first = error
     try:
         if not is_from_signal(first):
-            _once_more(job, undo)
+            if undo is not None:
+                undo()
+            job()
     except Exception as error:
         if is_from_signal(error):
             raise
@@ -89,12 +88,6 @@ def raised_twice(job: Callable[[], object], undo: Callable[[], object] | None = 
         raise first
     finally:
         del first
-
-
-def _once_more(job: Callable[[], object], undo: Callable[[], object] | None) -> None:
-    if undo is not None:
-        undo()
-    job()
 
 
 @contextmanager

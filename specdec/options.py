@@ -34,11 +34,8 @@ _NO_TRAINING = frozenset({"run", "eval"})
 class Option:
     """What is said about an option beside its name, type and default.
 
-    Attributes:
-        kind: the values it takes; None stays None where that is the default.
-        help: one line for `--help`.
-        commands: which commands offer it: "run" (generate, inspect), "eval" and "train".
-        letter: its one-letter form on the command line, "" for none.
+    kind: the values it takes; None stays None where that is the default. help: one line for `--help`. commands: which
+    commands offer it: "run" (generate, inspect), "eval" and "train". letter: its one-letter form, "" for none.
     """
 
     kind: Kind

@@ -49,8 +49,7 @@ def refuse_type(name: str, value: object, allowed: str) -> InvalidInputError:
 def whole(name: str, value: Any, least: int, most: int | None = MOST_COUNT, allowed: str = "") -> int:
     """A whole number: an int or a scalar with `__index__` (numpy, torch); no bool, no float, no str.
 
-    Args:
-        most: None for no end. allowed: for the message; default the range.
+    most: None for no end. allowed: for the message; default the range.
 
     Raises:
         InvalidInputError: another type, or outside [least, most].

@@ -228,9 +228,9 @@ def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.Monk
     monkeypatch.setattr(CascadeCost, "pays", lambda *_: True)
     rows, query_len, size, key = 4, 2, 16, AttentionSpec(4, 2, 64, 64, 0.125)
     kernels = PackedKernels(CPU, cascades=True)
-    kernel = kernels.fixed(key, torch.float16, rows, query_len)
+    kernel = kernels.kernel(key, torch.float16, rows, query_len)
     layer, shared = cache(key, 40, size, "NHD"), kernel.sharing
-    assert isinstance(shared, SharedRows) and kernels.fixed(key, torch.float16, 3, query_len).sharing is None
+    assert isinstance(shared, SharedRows) and kernels.kernel(key, torch.float16, 3, query_len).sharing is None
     own = np.arange(8, 8 + 4 * rows, dtype=np.int32).reshape(rows, 4)
     with_two, with_three = own.copy(), own.copy()
     with_two[:, :2] = [1, 2]
@@ -240,7 +240,7 @@ def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.Monk
         batch = rows_batch(np.arange(rows + 1) * query_len, np.array([50, 49, 48, 51]), table, size)
         metadata = stage(batch, *single_batch_arena(rows, rows * query_len, 4, CPU))
         query = torch.randn(rows * query_len, 4, 64, dtype=torch.float16)
-        once = kernels.of_batch(key, torch.float16, batch, rows, query_len)
+        once = kernels.kernel(key, torch.float16, rows, query_len, batch)
         assert once.sharing is not None and once.sharing.launches == (table is not own)
         for each in (kernel, once):
             each.plan(whole_batch(metadata))

@@ -47,12 +47,10 @@ class Tiles:
     """Queries of a batch in tiles of one row each; a packed query is a token and one of the G heads of a KV head.
 
     Attributes:
-        row: [n] row of each tile.
-        begin, end: [n] logical pages of which some query sees some key.
+        row: [n] row of each tile. begin, end: [n] logical pages of which some query sees some key.
         whole_begin, whole_end: [n] logical pages of which every query sees every key, within those.
         token, head, position: [n·tile] of each packed query; padding is token 0, head 0, position -1.
-        query_row: [n·tile] row of each packed query.
-        place: [T·G] where the packed query of each token and head stands.
+        query_row: [n·tile] row of each packed query. place: [T·G] where the packed query of each token and head stands.
     """
 
     row: np.ndarray
@@ -158,11 +156,10 @@ _FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True)
 class FlexPlan:
-    """One batch for one AttentionSpec.
+    """One batch for one AttentionSpec; arrays: what the block mask is made of, see `attend_blocks`.
 
     Attributes:
         kernel: takes query, keys, values, the scale of keys, and `arrays`.
-        arrays: what the block mask is made of, see `attend_blocks`.
         token, head: [N] int32, the token and the query head of its KV head that each packed query is (padding: 0).
         place: [T·G] int32, where the packed query of each token and head stands.
     """
@@ -223,8 +220,7 @@ class FlexBuilder:
 
 
 class FlexBackend:
-    """torch's FlexAttention: GQA, window, softcap, sinks, ALiBi, Dk != Dv, NHD and HND pages, 8-bit caches, float32
-    too."""
+    """`AttentionBackend` of torch's FlexAttention: all variants but values inside keys; 8-bit caches, float32."""
 
     name = "flex"
     batch_invariant = False
@@ -235,7 +231,6 @@ class FlexBackend:
         self._compiler = compiler or ("inductor" if device.type == "cuda" else None)
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
-        """See `AttentionBackend.route`."""
         form = "eager" if self._compiler is None else "compiled"
         return f"torch FlexAttention, {form}, cache {str(group.format.dtype_for(dtype)).removeprefix('torch.')}"
 

@@ -33,7 +33,6 @@ class InvariantBuilder:
         self._max_query_len = max_query_len
 
     def build(self, metadata: CommonAttentionMetadata) -> InvariantPlan:
-        """See `AttentionMetadataBuilder`."""
         most = self._max_query_len
         return InvariantPlan(metadata.max_query_len if most is None else most)
 
@@ -96,14 +95,12 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
 
 
 class InvariantBackend:
-    """GQA, sliding window, softcap, sinks, heads of any width up to 512, NHD and HND pages of any size; caches in the
-    dtype of the model."""
+    """`GraphBackend` for heads of any width up to 512: GQA, sliding window, softcap, sinks; no cache in 8 bits."""
 
     name = "batch_invariant"
     batch_invariant = True
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
-        """See `AttentionBackend.route`."""
         return f"batch-invariant {own_kernel(group, key, dtype)}"
 
     def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> InvariantBuilder:
@@ -121,7 +118,6 @@ class InvariantBackend:
         beside: object | None = None,
         tokens: int | None = None,
     ) -> InvariantBuilder:
-        """See `attention.backends.base.GraphBackend`."""
         check_supported(group, key, dtype)
         return InvariantBuilder(query_len)
 

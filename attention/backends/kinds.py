@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # `specdec --help` reads the names, and imports nothing heavy
@@ -20,8 +21,7 @@ class BackendKind:
     Attributes:
         make: gives it for a device. It imports the kernels, not before.
         needs_cuda: whether it runs on CUDA devices only. needs_nvidia: and there on NVIDIA GPUs only, not on ROCm.
-        package: the Python package that it needs; "" for none.
-        install: how a user gets that package.
+        package: the Python package that it needs, "" for none. install: how a user gets that.
     """
 
     make: Callable[[torch.device], AttentionBackend]
@@ -36,43 +36,28 @@ class BackendKind:
         return not self.package or find_spec(self.package) is not None
 
 
-def _torch(device: torch.device) -> AttentionBackend:
-    from attention.backends.reference import TorchBackend
-
-    return TorchBackend(device)
-
-
-def _flex(device: torch.device) -> AttentionBackend:
-    from attention.backends.flex import FlexBackend
-
-    return FlexBackend(device)
-
-
-def _flashinfer(device: torch.device) -> AttentionBackend:
-    from attention.backends.flashinfer.backend import FlashInferBackend
-
-    return FlashInferBackend(device)
-
-
-def _batch_invariant(device: torch.device) -> AttentionBackend:
-    from attention.backends.invariant import InvariantBackend
-
-    return InvariantBackend()
+def _on_device(name: str) -> Callable[[torch.device], AttentionBackend]:
+    """Makes the backend of this class (module:name), which is imported then."""
+    return lambda device: resolve_name(f"attention.backends.{name}")(device)
 
 
 KINDS: dict[str, BackendKind] = {
     "auto": BackendKind(lambda device: KINDS[chosen("auto", device)].make(device)),
-    "torch": BackendKind(_torch),
+    "torch": BackendKind(_on_device("reference:TorchBackend")),
     "flashinfer": BackendKind(
-        _flashinfer,
+        _on_device("flashinfer.backend:FlashInferBackend"),
         needs_cuda=True,
         needs_nvidia=True,
         package="flashinfer",
         install="FlashInfer is not installed: pip install \"specdec-hf[cuda]\", or choose backend='flex', which has no "
         "CUDA graphs",
     ),
-    "flex": BackendKind(_flex, needs_cuda=True),
-    "batch_invariant": BackendKind(_batch_invariant, needs_cuda=True, needs_nvidia=True),
+    "flex": BackendKind(_on_device("flex:FlexBackend"), needs_cuda=True),
+    "batch_invariant": BackendKind(
+        lambda device: resolve_name("attention.backends.invariant:InvariantBackend")(),
+        needs_cuda=True,
+        needs_nvidia=True,
+    ),
 }
 """Backends by the name that a user gives; "auto" is the fastest that is there, see `chosen`."""
 

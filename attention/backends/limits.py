@@ -20,10 +20,7 @@ def has_flashinfer_heads(key: AttentionSpec) -> bool:
 
 
 def check_heads(key: AttentionSpec, where: str, elsewhere: str = "") -> None:
-    """Refuse heads that no kernel is built for.
-
-    Args:
-        where, elsewhere: how the message begins, and what it recommends in the end.
+    """Refuse heads that no kernel is built for. `where` begins the message, what `elsewhere` recommends ends it.
 
     Raises:
         UnsupportedAttentionError: head counts or head dims, or slopes by distance, which no kernel here adds.

@@ -126,8 +126,7 @@ class TorchBuilder:
 
 
 class TorchBackend:
-    """Reference attention: GQA, window, softcap, sinks, ALiBi, Dk != Dv, values inside keys, NHD and HND, 8-bit
-    caches."""
+    """`AttentionBackend`, the reference: all variants (GQA, window, softcap, sinks, ALiBi, Dk != Dv, MLA, 8 bits)."""
 
     name = "torch"
     batch_invariant = False
@@ -139,7 +138,6 @@ class TorchBackend:
         self._cascades = cascades
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
-        """See `AttentionBackend.route`."""
         return f"torch reference, cache {str(group.format.dtype_for(dtype)).removeprefix('torch.')}"
 
     def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> TorchBuilder:

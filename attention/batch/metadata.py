@@ -217,13 +217,10 @@ def stage(
 
 
 def with_rows(metadata: CommonAttentionMetadata, host: HostBatch) -> CommonAttentionMetadata:
-    """The same tokens in the rows of `host`, whose arrays go to the device in one copy of their own.
+    """The same tokens, slots and positions in the rows of `host`, e.g. of `local_attention`.
 
-    Args:
-        host: a batch of the same tokens with the same slots and positions, e.g. of `local_attention`.
-
-    Returns:
-        Metadata without a block table: kernels read the flat list of pages. It is as fresh as `metadata`.
+    The arrays go to the device in one copy of their own, as fresh as `metadata`, without a block table: kernels read
+    the flat list of pages.
     """
     if CHECKS.on:
         require(host.slot_mapping is metadata.host.slot_mapping, "with_rows is given rows of other tokens")

@@ -74,8 +74,7 @@ class CacheGroup:
     format: KVFormat = KVFormat()
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError for another layout and for scales of other layers, UnsupportedAttentionError for
-        latents in 8 bits."""
+        """Raises InvalidInputError: another layout, scales of other layers; UnsupportedAttentionError: 8-bit MLA."""
         if self.layout not in get_args(KVLayout):
             raise InvalidInputError(
                 f"group {self.name}: KV cache layout {self.layout!r}; allowed are {', '.join(get_args(KVLayout))}"

@@ -53,10 +53,7 @@ class PageAllocator:
         return list(self._free)
 
     def check_holders(self, held: Counter[int]) -> None:
-        """Every page has exactly one owner: the free list or a row.
-
-        Args:
-            held: of every page, in how many places of rows it stands.
+        """Every page has one owner: the free list or rows. held: of every page, in how many places of rows it stands.
 
         Raises:
             InvariantError: a page is owned twice, or lost.
@@ -104,8 +101,7 @@ class BlockTables:
         return -(-num_tokens // self.page_size)
 
     def width_for(self, num_tokens: int) -> int:
-        """Columns of the block table that hold rows of at most `num_tokens` >= 1 tokens, as a power of two of pages or
-        all of them: rounds have few widths."""
+        """Columns for rows of at most `num_tokens` >= 1 tokens: a power of two, or all, which makes few widths."""
         return min(1 << ((num_tokens - 1) // self.page_size).bit_length(), self.table.shape[1])
 
     def release(self, row: int) -> None:

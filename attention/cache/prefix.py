@@ -74,13 +74,11 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Found:
-    """What the cache has of a request's tokens.
+    """What the cache has of a request's tokens: `num_pages` full pages, from the first on.
 
-    Attributes:
-        num_pages: full pages that were found, from the first on.
-        pages, head_pages: those that the request begins with, of the target's and of the head's. The rest of what was
-            found is read again: at most one page, but for pages shorter than `num_following`.
-        windowed: of each windowed group, those of the last of these pages that the next token sees.
+    pages, head_pages: those that the request begins with, of the target's and of the head's. The rest of what was found
+    is read again: at most one page, but for pages shorter than `num_following`.
+    windowed: of each windowed group, those of the last of these pages that the next token sees.
     """
 
     num_pages: int = 0
@@ -134,12 +132,9 @@ class PrefixCache:
         self._head_entries: dict[int, _Entry] = {}
 
     def find(self, tokens: np.ndarray, with_head: bool, variant: int = 0) -> Found:
-        """What a request begins with.
+        """What a request begins with that reads these tokens [n] int32, of which the last must be read in any case.
 
-        Args:
-            tokens: [n] int32, what it reads before it decodes: the position of the last one must be read in any case.
-            with_head: whether it drafts, so that only pages serve which the head has read, too.
-            variant: which tree.
+        with_head: whether it drafts, so that only pages serve which the head has read, too. variant: which tree.
         """
         taken: list[_Entry] = []
         node, most = self._root(variant), self.num_shared(len(tokens), len(tokens), with_head)

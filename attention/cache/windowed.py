@@ -18,10 +18,7 @@ class WindowedTables(BlockTables):
     """Block tables whose rows own a contiguous range of their logical pages: what is before it is freed.
 
     `table` keeps its index by logical page. A freed entry is the null page, so who owns which page can be read from
-    the table alone.
-
-    Attributes:
-        reach: what the group's layers see, see `AttentionSpec.reach`.
+    the table alone. reach: what the group's layers see, see `AttentionSpec.reach`.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; the projections are transfor
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -50,20 +50,8 @@ class AbsorbedAttention:
 
     def attention_spec(self, expanded: AttentionSpec) -> AttentionSpec:
         """The AttentionSpec of the absorbed form, from that of the expanded one. The scale stays that of the heads."""
-        rope_dim = expanded.head_dim_k - self.nope_dim
-        return AttentionSpec(
-            num_q_heads=expanded.num_q_heads,
-            num_kv_heads=1,
-            head_dim_k=self.latent_dim + rope_dim,
-            head_dim_v=self.latent_dim,
-            scale=expanded.scale,
-            window=expanded.window,
-            softcap=expanded.softcap,
-            has_sinks=expanded.has_sinks,
-            value_in_key=True,
-            chunk_size=expanded.chunk_size,
-            temperature=expanded.temperature,
-        )
+        latent, rope = self.latent_dim, expanded.head_dim_k - self.nope_dim
+        return replace(expanded, num_kv_heads=1, head_dim_k=latent + rope, head_dim_v=latent, value_in_key=True)
 
     def _up_projections(self) -> torch.Tensor:
         """[Hq, nope + Dv, c_kv]: W_UK and W_UV of each head."""

@@ -22,8 +22,7 @@ from torch.utils.hooks import RemovableHandle
 _POLL = 2e-4
 """Seconds between two looks at a gate that another thread holds."""
 _STALE = 1.0
-"""Seconds after which a thread that waits asks whether the holder is still in a forward: torch calls no hook after an
-interrupt."""
+"""Seconds after which a waiting thread looks for an interrupted holder: torch calls no hook after an interrupt."""
 _HOLDER = "holder"
 
 

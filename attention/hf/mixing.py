@@ -20,8 +20,7 @@ MIXING_FUNCTIONS = (
 """Names of the functions of transformers' modeling files that `attention.recurrence.hf_calls` replaces."""
 
 MIXING_OPERATORS = ("short_conv", "gated_delta", "ssd_scan", "selective_scan")
-"""Names of the operators `torch.ops.specdec.…` that stand for them in compiled code; registered with the first model
-that has such layers."""
+"""Operators `torch.ops.specdec.…` that stand for them in compiled code, registered with the first such model."""
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,7 @@ def dense_up_to(root: nn.Module) -> int | None:
 
 
 def dense_stand_ins(root: nn.Module) -> tuple[Value, ...]:
-    """What stands in for the forwards of a model's indexers, and of the modules that have them, to be `borrowed` for
-    one forward; () without."""
+    """Stand-ins for the forwards of indexers and of modules with them, to be `borrowed` for a forward; () for none."""
     found = [((indexer, _no_keys), (module, _masked(module))) for module, indexer in indexers(root)]
     return tuple((module, "forward", function) for pair in found for module, function in pair)
 

@@ -49,10 +49,7 @@ _KNOWN_ARGUMENTS = frozenset(
 class AttentionCall:
     """What one attention module asked of the interface during the probe pass.
 
-    Attributes:
-        module: the attention module.
-        attention_spec: what it needs of a kernel, in absorbed form where it has one.
-        latent: its absorbed form, or None.
+    attention_spec: what it needs of a kernel, in absorbed form where it has one. latent: that form, or None.
     """
 
     module: torch.nn.Module

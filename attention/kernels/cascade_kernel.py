@@ -63,8 +63,7 @@ shared keys, 1, 4 and 6 tokens; `key_ns` is fitted to 54 measured cases, of the 
 
 @dataclass(frozen=True)
 class PrefixTiling:
-    """How the shared keys are gone through: parts that they are split into, if there are enough of them, and the fewest
-    keys of a part, in whole tiles."""
+    """Parts that the shared keys are split into, where there are enough, and the fewest keys of one, whole tiles."""
 
     tile: PrefixTile
     parts: int

@@ -125,12 +125,10 @@ def launch_invariant_attention(
     query: torch.Tensor, layer: LayerKV, key: AttentionSpec, max_query_len: int, batch: CommonAttentionMetadata,
     sinks: torch.Tensor | None, out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Attend, causally, the rows of a batch.
+    """Attend, causally, the rows of a batch, of which only the arrays on the device are read.
 
-    Args:
-        query: [T, Hq, Dk], the last dimension contiguous, and out: [T, Hq, Dv], contiguous.
-        max_query_len: most tokens of a row. Only the batch's arrays on the device are read.
-        sinks: [Hq], or None.
+    query: [T, Hq, Dk], the last dimension contiguous; out: [T, Hq, Dv], contiguous; sinks: [Hq], or None.
+    max_query_len: most tokens of a row.
     """
     pages, values, (slot, head) = layer.keys, layer.values, layer.slot_and_head
     width_k, width_v = (max(16, triton.next_power_of_2(dim)) for dim in (key.head_dim_k, key.head_dim_v))

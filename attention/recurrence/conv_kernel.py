@@ -1,10 +1,9 @@
-"""The short causal convolution over the tokens of each row, with silu, as one Triton kernel that also keeps the ring of
-its last inputs. Imported on CUDA only.
+"""A Triton kernel for recurrent layers' short causal convolution with silu, which also keeps the ring of last inputs.
 
 A token needs its k - 1 predecessors. They are among the launch's tokens, or, before a row's first token, in the row's
 ring: position p at p mod R. A rejected draft's input lies where the next launch writes the token that takes its
-position, so a rollback needs nothing but `start`. The programs of a row's first tokens read the ring and alone write
-it, first the one and then the other; so a prompt of any length is one launch.
+position, so a rollback needs nothing but `start`. The programs of a row's first tokens read the ring, then they alone
+write it; so a prompt of any length is one launch. Imported on CUDA only.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from attention.recurrence.state_rows import StateRows
 
 _WARPS = 4
 _SHORT, _LONG = (8, 128), (32, 128)
-"""Tokens and channels of a program, for rows that are all as short and for others."""
+"""Tokens and channels of a program: where all rows are so short, and elsewhere."""
 
 
 @triton.jit(do_not_specialize=["rows", "total_tokens"])
@@ -66,14 +65,14 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
     for tap in tl.static_range(TAPS):
         source = offset + (tap - TAPS + 1)  # [B, 1] of the row's tokens; below 0 in the ring
         x = tl.load(x_at + source.to(tl.int64) * x_token, mask=own & (source >= 0), other=0.0)  # [B, C]
-        total += x.to(tl.float32) * tl.load(weight_ptr + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+        total += x.to(tl.float32) * weight
         if tap < TAPS - 1:
             position = start + source  # [B, 1]; nothing is before position 0
             in_ring = (source < 0) & (position >= 0) & own  # [B, C]
             place = tl.maximum(position, 0) % RING_SIZE
             x = tl.load(ring_at + place * CHANNELS, mask=in_ring, other=0.0)  # [B, C]
-            weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside, other=0.0)
-            total += x.to(tl.float32) * weight.to(tl.float32)
+            total += x.to(tl.float32) * weight
     if HAS_BIAS:
         total += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -110,7 +109,7 @@ def short_conv(
         raise InvalidInputError(f"inputs in {x.dtype} and a ring in {ring.dtype}: give the ring the inputs' dtype")
     if taps - 1 > _LONG[0]:  # only the first block of a row's tokens may reach before them
         raise InvalidInputError(f"{taps} taps: at most {_LONG[0] + 1} can be served")
-    check_launch(rows, len(ring), {"ring": ring})
+    check_launch(rows, ring)
     x, weight = inner_rows(x), inner_rows(weight, 2)
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
     one_block = rows.max_query_len <= _SHORT[0]

@@ -239,12 +239,10 @@ def launch_delta_chunks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float,
     l2_normalize: bool, state: torch.Tensor, ring: DeltaRing, rows: StateRows, out: torch.Tensor, least_tokens: int,
 ) -> None:  # fmt: skip
-    """Rows with at least `least_tokens` tokens, into out [T, H, Dv]; the others are left as they are. See
-    `attention.recurrence.delta_kernel.gated_delta`."""
+    """The rows with at least `least_tokens` tokens, into out [T, H, Dv], see `gated_delta`; others stay as they are."""
     tokens, heads, dim_v = v.shape
     key_heads, dim_k = k.shape[1:]
-    parts = {"state": state, "ring.k": ring.k, "ring.v": ring.v, "ring.g": ring.g, "ring.beta": ring.beta}
-    check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
+    check_launch(rows, state, ring, k=k, v=v, g=g)
     q, k, v, g = (inner_rows(x) for x in (q, k, v, g))
     w, u, p = (
         torch.empty((tokens, heads, width), dtype=torch.float32, device=v.device) for width in (dim_k, dim_v, CHUNK)

@@ -176,8 +176,7 @@ def launch_delta_short(
     _, heads, dim_v = v.shape
     key_heads, dim_k = k.shape[1:]
     tiles = short_tiling(dim_v) if tiling is None else tiling
-    parts = {"state": state, "ring.k": ring.k, "ring.v": ring.v, "ring.g": ring.g, "ring.beta": ring.beta}
-    check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
+    check_launch(rows, state, ring, k=k, v=v, g=g)
     q, k, v = (inner_rows(x) for x in (q, k, v))
     width_k = max(16, triton.next_power_of_2(dim_k))
     facts = launch_solve(q, k, g, beta, scale, l2_normalize, ring, rows)

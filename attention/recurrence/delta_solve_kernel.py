@@ -1,8 +1,8 @@
-"""What one chunk of the gated delta rule has before any state is read: a triangular system of 16 x 16 a value head.
+"""The first launch of the gated delta rule over one chunk: a triangular system of 16 x 16 a value head, without states.
 
-The first of the two launches of `attention/recurrence/delta_kernel.py`, which has the rule and the symbols. A program
-solves the systems of a row's value heads of one key head, one after the other: they share the products of their keys
-and queries. It also keeps the drafts' keys, gates and β in the ring.
+`attention/recurrence/delta_kernel.py`, which launches the second, has the rule and the symbols. A program solves the
+systems of a row's value heads of one key head, one after the other: they share the products of their keys and queries.
+It also keeps the drafts' keys, gates and β in the ring.
 
 Precision. All that goes into the state is as accurate as float32. The products of keys and queries in half precision
 are float32 numbers; everything else is split into upper and lower bits, three products of TF32. Not by "tf32x3", which

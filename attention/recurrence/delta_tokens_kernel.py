@@ -170,8 +170,7 @@ def launch_delta(
     _, heads, dim_v = v.shape
     key_heads, dim_k = k.shape[1:]
     tiles = state_tiling(heads * len(rows.slots), dim_v, dim_k) if tiling is None else tiling
-    parts = {"state": state, "ring.k": ring.k, "ring.v": ring.v, "ring.g": ring.g, "ring.beta": ring.beta}
-    check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
+    check_launch(rows, state, ring, k=k, v=v, g=g)
     q, k, v, g = (inner_rows(x) for x in (q, k, v, g))
     _delta_kernel[(triton.cdiv(dim_v, tiles.block), heads, len(rows.slots) + 1)](
         q, k, v, g, beta, out, state, ring.k, ring.v, ring.g, ring.beta, rows.query_start_loc, rows.slots, rows.start,

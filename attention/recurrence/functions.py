@@ -1,10 +1,9 @@
-"""The four recurrences in torch (on a CPU, and the oracle of the kernels' tests), and which functions a device gets.
+"""The four recurrences in torch, for CPUs and as the kernels' oracle, and the choice of functions for a device.
 
 All take the packed tokens of ragged rows. A launch does for every row what `StateRows` says: the stored state, or zeros
 for a fresh row; then the replayed inputs and the committed tokens, after which the state is stored, unless that is put
 off; then the drafts, whose inputs are kept in the ring. Rows are computed side by side, padded with inputs that change
-no state, and long ones in chunks. x and the other inputs may have tokens after query_start_loc[-1] (padding); their
-outputs are zeros.
+no state, and long ones in chunks. Inputs may have tokens after query_start_loc[-1] (padding), whose outputs are zeros.
 
 States and sums are float32. Outputs have the dtype that transformers' functions give: that of x (v), and of Mamba's
 scans float32.
@@ -29,7 +28,7 @@ _CHUNK, _VECTOR_CHUNK = 64, 16
 _NORM_EPS = 1e-6
 
 Scan = Callable[[Padded, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Of some inputs of each row, from states [B, …]: outputs [B, L, …], and the states after them."""
+"""A scan over some inputs of each row, from states [B, …]: outputs [B, L, …], and the states after them."""
 
 
 def short_conv(
@@ -95,10 +94,7 @@ def gated_delta(
         inputs = (queries, keys, span.gathered(v, ring.v), span.gathered(g, ring.g), span.gathered(beta, ring.beta))
         return _delta_scan(*inputs, before)
 
-    out = _two_phases(scan, v, state, rows)
-    for x, kept in ((k, ring.k), (v, ring.v), (g, ring.g), (beta, ring.beta)):
-        rows.kept.keep(x, kept)
-    return out
+    return _two_phases(scan, v, state, rows, ring, k=k, v=v, g=g, beta=beta)
 
 
 def ssd_scan(
@@ -123,10 +119,7 @@ def ssd_scan(
         y, after = _ssd_scan(inputs, steps, A.float(), b, c, before)
         return y if D is None else y + D.float()[:, None] * inputs, after
 
-    out = _two_phases(scan, x.float(), state, rows)
-    for each, kept in ((x, ring.x), (B, ring.B), (dt, ring.dt)):
-        rows.kept.keep(each, kept)
-    return out
+    return _two_phases(scan, x.float(), state, rows, ring, x=x, B=B, dt=dt)
 
 
 def selective_scan(
@@ -154,14 +147,21 @@ def selective_scan(
         y = torch.stack(outputs, dim=1)
         return y if D is None else y + D.float() * inputs, before
 
-    out = _two_phases(scan, x.float(), state, rows)
-    for each, kept in ((x, ring.x), (B, ring.B), (dt, ring.dt)):
-        rows.kept.keep(each, kept)
-    return out
+    return _two_phases(scan, x.float(), state, rows, ring, x=x, B=B, dt=dt)
 
 
-def _two_phases(scan: Scan, like: torch.Tensor, state: torch.Tensor, rows: StateRows) -> torch.Tensor:
-    """Scan what is stored, store the state, scan the rest; outputs [T, …] as `like`."""
+def _two_phases(
+    scan: Scan,
+    like: torch.Tensor,
+    state: torch.Tensor,
+    rows: StateRows,
+    ring: DeltaRing | ScanRing,
+    **inputs: torch.Tensor,
+) -> torch.Tensor:
+    """Scan the committed tokens, store the state, scan the drafts and write their inputs into the ring.
+
+    inputs: by the names of the ring's tensors. Returns outputs [T, …] as `like`.
+    """
     slots = rows.slots.long()
     out = like.new_zeros(like.shape)
     before = state[slots]
@@ -173,6 +173,8 @@ def _two_phases(scan: Scan, like: torch.Tensor, state: torch.Tensor, rows: State
     if rows.kept.length:
         y, _ = scan(rows.kept, before[rows.kept.members])
         rows.kept.scatter(y, out)
+    for name, x in inputs.items():
+        rows.kept.keep(x, getattr(ring, name))
     return out
 
 
@@ -235,12 +237,9 @@ def _ssd_scan(
 
 @dataclass(frozen=True)
 class Recurrences:
-    """One implementation of the four recurrences, with the signatures of the functions above.
+    """One implementation of the four recurrences, with the signatures of the functions above; name: for `inspect`.
 
-    Attributes:
-        name: for `inspect`.
-        short_conv, gated_delta, ssd_scan, selective_scan: the functions.
-        capturable: whether a CUDA graph can hold their launches: nothing is read on the host.
+    capturable: whether a CUDA graph can hold their launches: nothing is read on the host.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""The functions by which transformers' recurrent layers mix tokens, what replaces them, and that as operators.
+"""Replacements for the functions by which transformers' recurrent layers mix tokens, and their custom operators.
 
-Every mixer of transformers mixes tokens by functions of its own modeling file, looked up by name; without a cache it
-calls those below with one row of tokens, [1, T, …]. A stand-in turns the call's arguments into those of a `Mixing` and
-its result into what the function would have returned. It does what depends on a token alone (softplus, clamp, the gate
-z) in the order of transformers' operations.
+A recurrent layer of transformers mixes tokens by functions of its own modeling file, looked up by name; without a cache
+it calls those below with one row of tokens, [1, T, …]. A replacement converts the call's arguments to those of a
+`Mixing`, and its result to what the function would have returned. Steps that depend on one token alone (softplus,
+clamp, the gate z) are computed here, in the order of transformers' operations.
 
 Source: huggingface/transformers, models/{mamba,mamba2,qwen3_next,kimi_linear,lfm2,…}/modeling_*.py.
 """
@@ -23,11 +23,11 @@ from attention.hf.custom_op import Channel
 from attention.recurrence.runner import Recur, empty_output
 
 _STATE_ARGUMENTS = ("initial_state", "initial_states", "seq_idx", "cu_seqlens", "cu_seq_lens_q")
-"""Arguments by which a layer passes states or rows itself; without a cache of transformers' they are None."""
+"""Arguments through which a layer passes states or rows of its own; None without a cache of transformers'."""
 
 
 Mixing = Callable[..., torch.Tensor]
-"""Serves one recurrent call: its arguments are the name of the recurrence, then the inputs of `Recur`'s method."""
+"""Computes one recurrent call: (name of the recurrence, its inputs as for `Recur`) -> its output."""
 
 
 def _conv(
@@ -112,15 +112,14 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _ssd,
     "mamba_selective_scan": _selective,
 }
-"""What stands in the place of a function of this name in a modeling file."""
+"""Replacements by the name of the function in a modeling file."""
 
 
 class RecurrenceChannel(Channel[Recur]):
-    """A channel of recurrences."""
+    """Connects compiled code to the `Recur` of the running forward."""
 
     def opaque(self, call: int) -> Mixing:
-        """The operators that replace call number `call` of a forward in compiled code: torch.compile sees no graph
-        breaks."""
+        """The custom operators for call number `call` of a forward; torch.compile needs no graph break for them."""
         return partial(_opaque, self.number, call)
 
 
@@ -130,19 +129,18 @@ _SCHEMAS = {
     "ssd_scan": "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D",
     "selective_scan": "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D",
 }
-"""The inputs of each method of `Recur`, as torch writes the signature of an operator."""
+"""The inputs of each recurrence, in the notation of torch's operator schemas."""
 
 
 def _operator(name: str) -> Callable[..., torch.Tensor]:
-    """Register `specdec::name`: the inputs of `Recur`'s method, then the channel and the number of the call."""
+    """Register the operator `specdec::name`: inputs of the recurrence, number of the channel, number of the call."""
 
     def serve(*inputs: Any) -> torch.Tensor:
         *given, channel, call = inputs
         recur: Recur | None = Channel.serving(channel)
         if recur is None:
             raise UnsupportedAttentionError("a compiled recurrence was called outside SpeculativeModel")
-        served: torch.Tensor = getattr(recur, name)(call, *given)
-        return served
+        return recur(name, call, *given)
 
     schema = f"({_SCHEMAS[name]}, SymInt channel, SymInt call) -> Tensor"
     operator = torch.library.custom_op(f"specdec::{name}", serve, mutates_args=(), schema=schema)

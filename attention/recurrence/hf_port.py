@@ -1,7 +1,7 @@
-"""RecurrentPort: connects a model's recurrent layers to states of ours while a forward of ours runs.
+"""RecurrentPort: gives a model's recurrent layers our states while one of our forwards runs.
 
-The functions of the modeling files (`attention.recurrence.hf_calls`) are replaced while any forward of ours runs, by
-stand-ins that are made once: a new function would have compiled code compiled again. A stand-in serves a thread in a
+The functions by which transformers' modeling files mix tokens (`attention.recurrence.hf_calls`) are replaced meanwhile,
+by stand-ins that are made once: a new function would have compiled code compiled again. A stand-in serves a thread in a
 forward of ours and calls the original on any other. Which layer called is what its module's pre-hook noted.
 """
 
@@ -31,8 +31,8 @@ _BOUND = "_specdec_recurrence"
 
 
 class _Entered:
-    """The layer with recurrent calls whose forward began last: channel, number of its first call, how many it has; and
-    how many it has made. Not the layer itself: what the compiler follows outlives models."""
+    """The layer whose forward began last: its channel, the number of its first recurrent call, and how many it has and
+    has made. Not the layer itself: what the compiler follows outlives models."""
 
     def __init__(self) -> None:
         self.place: tuple[RecurrenceChannel, int, int] | None = None
@@ -63,7 +63,7 @@ _serving: dict[int, Callable[[], Mixing]] = {}
 
 
 class RecurrentPort:
-    """Connects a model's recurrent layers, if it has any, to states of ours while a forward of ours runs."""
+    """Gives a model's recurrent layers, if it has any, our states while one of our forwards runs."""
 
     def __init__(self, calls: Sequence[RecurrentCall]) -> None:
         self._channel = RecurrenceChannel()
@@ -101,7 +101,7 @@ class RecurrentPort:
     @staticmethod
     def _next(recur: Recur, thread: int) -> Mixing:
         call = _entered[thread].next()[1]
-        return lambda name, *inputs: getattr(recur, name)(call, *inputs)
+        return lambda name, *inputs: recur(name, call, *inputs)
 
 
 def _enter(module: nn.Module, args: Any) -> None:
@@ -116,8 +116,7 @@ _lock = RLock()
 
 
 class _Use:
-    """A forward of ours in which functions of modeling files are replaced. It ends with its frame at the latest:
-    an interrupt may strike while it is taken back."""
+    """One of our forwards while functions are replaced; its frame's end ends it, even if an interrupt strikes then."""
 
     def __init__(self) -> None:
         self.thread = get_ident()
@@ -149,9 +148,11 @@ def replaced(files: Sequence[ModuleType]) -> Iterator[None]:
 def restore_unused(files: Sequence[ModuleType]) -> None:
     """Put the functions of modeling files back that no forward of ours runs through. Idempotent."""
     with _lock:
-        for file in files:
-            if not _uses.get(file.__name__):
-                _restore(file)
+        for file in (file for file in files if not _uses.get(file.__name__)):
+            for name in STAND_INS:
+                made = _stand_ins.get((file.__name__, name))
+                if made is not None and vars(file).get(name) is made[1]:
+                    setattr(file, name, made[0])
 
 
 def _renew_after_fork() -> None:
@@ -181,13 +182,6 @@ def _replace(file: ModuleType) -> None:
         if made is None or made[0] is not now:
             made = _stand_ins[key] = (now, _stand_in(name, now))
         setattr(file, name, made[1])
-
-
-def _restore(file: ModuleType) -> None:
-    for name in STAND_INS:
-        made = _stand_ins.get((file.__name__, name))
-        if made is not None and vars(file).get(name) is made[1]:
-            setattr(file, name, made[0])
 
 
 def _stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The index arithmetic of recurrent states under speculation, in numpy: no device, no model.
+"""The index arithmetic of recurrent states under speculative decoding, in numpy: no device, no model.
 
 A row has one state per layer, and a ring of the recurrence's *inputs*. The state holds the first `folded` tokens; those
 that a verification accepted after them are in the ring, and the next launch replays them. A rejected draft is never
@@ -63,11 +63,9 @@ class StateArrays(Generic[A]):
 
 @dataclass(frozen=True)
 class StateIndex(StateArrays[np.ndarray]):
-    """StateArrays on the host.
+    """StateArrays on the host, an extra of a batch (`attention.batch.host.BatchExtra`, with its name `what`).
 
-    Attributes:
-        most_replayed: a bound of `replay` where launches of other rows are to have the same shape, else None.
-        what: see `attention.batch.host.BatchExtra`.
+    most_replayed: a bound of `replay` where launches of other rows are to have the same shape, else None.
     """
 
     most_replayed: int | None = None
@@ -75,7 +73,7 @@ class StateIndex(StateArrays[np.ndarray]):
 
     @classmethod
     def of(cls, slots: np.ndarray, start: np.ndarray, replay: np.ndarray, num_new: np.ndarray) -> StateIndex:
-        """The same from integers of any width."""
+        """From integers of any width."""
         slots, start, replay, num_new = (array.astype(np.int32) for array in (slots, start, replay, num_new))
         return cls(slots, start, replay, num_new)
 
@@ -110,12 +108,10 @@ MOST_INPUTS = 16
 
 @dataclass(frozen=True)
 class FoldRule:
-    """When a row's state is stored.
+    """The rule by which launches store a row's state, with K drafts (`num_drafts`).
 
-    Attributes:
-        num_drafts: K.
-        most_replayed: tokens that a launch may have to replay. K where every launch stores states; where there is room
-            for more, a row stores its state when the launch after this one could have to replay more.
+    most_replayed: tokens that a launch may have to replay. K where every launch stores states; where there is room for
+    more, a row stores its state when the launch after this one could have to replay more.
     """
 
     num_drafts: int

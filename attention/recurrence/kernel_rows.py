@@ -1,4 +1,4 @@
-"""What the kernels of recurrences share: rows, chunks of rows, and small triangular systems. Imported on CUDA only.
+"""Parts that the kernels of recurrences share: rows, chunks of rows, small triangular systems. Imported on CUDA only.
 
 A launch is a set of rows with one state each. A row begins with its slot's state (zeros where start == replay), replays
 tokens from its ring of inputs, then reads its own tokens; the state after the first num_new of them is stored, and the
@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from attention.checking import CHECKS, require
+from attention.recurrence.state_cache import DeltaRing, ScanRing
 from attention.recurrence.state_rows import StateRows
 
 TOKENS_OF_SHORT_ROWS = 16
@@ -28,8 +29,7 @@ TOKENS_OF_SHORT_ROWS = 16
 
 
 def inner_rows(x: torch.Tensor, inner: int = 1) -> torch.Tensor:
-    """`x` itself where its last `inner` dimensions are contiguous, as it is for slices of a wider matmul result, or a
-    copy."""
+    """`x`, copied unless its last `inner` dimensions are contiguous, as in slices of a wider matmul result."""
     size = 1
     for width, stride in zip(reversed(x.shape[-inner:]), reversed(x.stride()[-inner:]), strict=True):
         if width > 1 and stride != size:
@@ -39,27 +39,27 @@ def inner_rows(x: torch.Tensor, inner: int = 1) -> torch.Tensor:
 
 
 def check_launch(
-    rows: StateRows,
-    slots: int,
-    contiguous: dict[str, torch.Tensor],
-    kept: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None,
+    rows: StateRows, state: torch.Tensor, ring: DeltaRing | ScanRing | None = None, **inputs: torch.Tensor
 ) -> None:
-    """In check mode: index tensors are int32, a slot's part of each state and ring is without gaps, and inputs have the
-    dtype of the ring that keeps them: a replayed token would else not be the one that was verified.
+    """In check mode, check that index tensors of a launch are int32 and that each slot of state and ring is contiguous.
+
+    state: [slots, …], of a convolution its ring. inputs: by the names of the ring's tensors, which must have the same
+    dtypes: a replayed token would otherwise differ from the one that was verified.
 
     Raises:
-        InvariantError: one is not.
+        InvariantError: one of this does not hold.
     """
     if not CHECKS.on:
         return
+    kept: dict[str, torch.Tensor] = {} if ring is None else vars(ring)
     for name in ("query_start_loc", "slots", "start", "replay", "num_new"):
         require(getattr(rows, name).dtype == torch.int32, f"{name} is {getattr(rows, name).dtype}, not int32")
     require(len(rows.query_start_loc) == len(rows.slots) + 1, "query_start_loc is not one longer than slots")
-    for name, x in contiguous.items():
-        require(len(x) == slots, f"{name} has {len(x)} slots, the state {slots}")
+    for name, x in {"state" if kept else "ring": state, **{f"ring.{key}": x for key, x in kept.items()}}.items():
+        require(len(x) == len(state), f"{name} has {len(x)} slots, the state {len(state)}")
         require(x[:1].is_contiguous(), f"{name} has gaps within a slot")
-    for name, (given, ring) in (kept or {}).items():
-        require(given.dtype == ring.dtype, f"{name} is {given.dtype}, the ring that keeps it {ring.dtype}")
+    for name, given in inputs.items():
+        require(given.dtype == kept[name].dtype, f"{name} is {given.dtype}, the ring that keeps it {kept[name].dtype}")
 
 
 @triton.jit
@@ -176,9 +176,8 @@ def chunks_of_row(tokens, num_new, CHUNK: tl.constexpr):  # type: ignore[no-unty
 def row_of_chunk(  # type: ignore[no-untyped-def]
     query_start_loc_ptr, num_new_ptr, rows, program, least_tokens, CHUNK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """-> the row of a program, and which of the row's chunks is the program's; `rows` for a program too many. Rows of
-    fewer than `least_tokens` tokens have no chunks.
-    """
+    """-> a program's row, and which of the row's chunks is its own; `rows` for a program too many. Rows of fewer than
+    `least_tokens` tokens have no chunks."""
     index = tl.arange(0, ROWS)  # [ROWS]
     first = tl.load(query_start_loc_ptr + index, mask=index < rows, other=0)  # [ROWS]
     tokens = tl.load(query_start_loc_ptr + index + 1, mask=index < rows, other=0) - first  # [ROWS]

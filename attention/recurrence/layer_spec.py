@@ -1,4 +1,4 @@
-"""What one call of a recurrence needs of a state: shapes and dtypes, as the probe found them."""
+"""Specifications of recurrent calls, as the probe found them, with the shapes and dtypes of their states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from attention.recurrence.index import FoldRule, conv_ring_size
 
 Shape = tuple[tuple[int, ...], torch.dtype]
-"""Of one slot: dimensions and dtype."""
+"""Dimensions and dtype of a tensor of one slot."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,6 @@ class ConvSpec:
     def shapes(self, rule: FoldRule, dtype: torch.dtype) -> dict[str, Shape]:
         """The tensors of one slot by name."""
         return {"ring": ((conv_ring_size(self.width, rule.num_drafts), self.channels), dtype)}
-
-    @property
-    def moved_shape(self) -> tuple[int, ...]:
-        """Of what a row takes along that moves to another engine."""
-        return self.width - 1, self.channels
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class DeltaSpec:
 
     @property
     def kind(self) -> str:
-        """In words."""
+        """Name of the recurrence, for people."""
         return "gated delta rule, a gate per channel" if self.vector_gate else "gated delta rule"
 
     def shapes(self, rule: FoldRule, dtype: torch.dtype) -> dict[str, Shape]:
@@ -61,11 +56,6 @@ class DeltaSpec:
             "g": (gate, torch.float32),
             "beta": ((size, heads), torch.float32),
         }
-
-    @property
-    def moved_shape(self) -> tuple[int, ...]:
-        """Of what a row takes along that moves to another engine."""
-        return self.num_v_heads, self.v_dim, self.k_dim
 
 
 @dataclass(frozen=True)
@@ -88,11 +78,6 @@ class SsdSpec:
             "dt": ((size, self.num_heads), torch.float32),
         }
 
-    @property
-    def moved_shape(self) -> tuple[int, ...]:
-        """Of what a row takes along that moves to another engine."""
-        return self.num_heads, self.head_dim, self.num_states
-
 
 @dataclass(frozen=True)
 class ScanSpec:
@@ -112,18 +97,23 @@ class ScanSpec:
             "dt": ((size, self.channels), torch.float32),
         }
 
-    @property
-    def moved_shape(self) -> tuple[int, ...]:
-        """Of what a row takes along that moves to another engine."""
-        return self.channels, self.num_states
-
 
 RecurrenceSpec = ConvSpec | DeltaSpec | SsdSpec | ScanSpec
 
 
+def moved_shape(spec: RecurrenceSpec) -> tuple[int, ...]:
+    """Shape of the tensor that a row takes to another engine: its state, or a convolution's last inputs."""
+    if isinstance(spec, ConvSpec):
+        return spec.width - 1, spec.channels
+    return spec.shapes(FoldRule.every_launch(0), torch.float32)["state"][0]
+
+
 def fold_rule(specs: Sequence[RecurrenceSpec], num_drafts: int) -> FoldRule:
-    """Of a model with these calls. Storing is put off where all states are those of a gated delta rule with one gate a
-    head, whose kernel reads up to `MOST_INPUTS` tokens at the cost of one; others replay token by token."""
+    """When a model with these calls stores its states.
+
+    Storing is deferred where all states are those of a gated delta rule with one gate a head, whose kernel reads up to
+    `MOST_INPUTS` tokens at the cost of one; other kernels replay token by token.
+    """
     chunked = [isinstance(spec, DeltaSpec) and not spec.vector_gate for spec in specs if not isinstance(spec, ConvSpec)]
     return FoldRule.deferred(num_drafts) if chunked and all(chunked) else FoldRule.every_launch(num_drafts)
 

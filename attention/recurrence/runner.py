@@ -1,10 +1,9 @@
-"""StateRunner: the states of all recurrent layers, and what computes them. Serves every layer of a launch."""
+"""StateRunner: the states of all recurrent layers of a model, and the functions that update them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,33 +12,32 @@ import torch
 from attention.batch.metadata import CommonAttentionMetadata, ExtraSection
 from attention.recurrence.functions import recurrences_of
 from attention.recurrence.index import StateArrays, StateIndex, slots_of_rows
-from attention.recurrence.layer_spec import ConvSpec
+from attention.recurrence.layer_spec import ConvSpec, moved_shape
 from attention.recurrence.state_cache import CallState, ConvState, StateGroup, allocate_states, tensors_of
 from attention.recurrence.state_rows import StateRows
 
 
 class Recur(Protocol):
-    """Computes the recurrent calls of one forward: `call` is a call's number in the model. The inputs are those of the
-    functions of the same name in `attention.recurrence.functions`, without state, ring and rows."""
+    """Computes the recurrent calls of one forward."""
 
-    def short_conv(self, call: int, *inputs: Any) -> torch.Tensor:
-        """x [T, C], weight, bias, silu -> [T, C]."""
+    def __call__(self, name: str, call: int, *inputs: Any) -> torch.Tensor:
+        """Compute one call.
 
-    def gated_delta(self, call: int, *inputs: Any) -> torch.Tensor:
-        """q, k, v [T, Hv, Dv], g, beta, scale, l2_normalize -> [T, Hv, Dv]."""
+        Args:
+            name: of the recurrence, see `OUTPUTS`. call: the call's number in the model.
+            inputs: those of the function of this name in `attention.recurrence.functions`, without state, ring, rows.
 
-    def ssd_scan(self, call: int, *inputs: Any) -> torch.Tensor:
-        """x [T, H, P], dt, A, B, C, D -> [T, H, P] float32."""
-
-    def selective_scan(self, call: int, *inputs: Any) -> torch.Tensor:
-        """x [T, C], dt, A, B, C, D -> [T, C] float32."""
+        Returns:
+            What that function returns, see there.
+        """
 
 
 class StateRunner:
-    """The states of a model's recurrent calls on one device.
+    """The states of a model's recurrent calls on one device, with the functions that update them.
 
     Attributes:
-        group: whose states; dtype: of the model. states: of each call. functions: what computes them.
+        group: specifications of the calls, number of slots; dtype: of the model.
+        states: of each call. functions: torch's or our kernels.
     """
 
     def __init__(self, group: StateGroup, dtype: torch.dtype, device: torch.device) -> None:
@@ -49,22 +47,24 @@ class StateRunner:
         self.states: tuple[CallState, ...] = allocate_states(group, dtype, device)
 
     def copied(self) -> tuple[torch.Tensor, ...]:
-        """A copy of all states, for `put_back`."""
+        """Copies of all states, to restore them by `put_back`."""
         return tuple(tensor.clone() for tensor in self._tensors())
 
     def put_back(self, copies: tuple[torch.Tensor, ...]) -> None:
-        """Make the states what they were."""
+        """Restore the states from copies."""
         for tensor, copy in zip(self._tensors(), copies, strict=True):
             tensor.copy_(copy)
 
     @property
     def moved_shapes(self) -> list[tuple[int, ...]]:
-        """Of what `of_row` gives."""
-        return [spec.moved_shape for spec in self.group.specs]
+        """Shapes of the tensors that `of_row` returns."""
+        return [moved_shape(spec) for spec in self.group.specs]
 
     def of_row(self, row: int, position: int) -> list[torch.Tensor]:
-        """Copies of what a row of the row table needs of its past from `position` on, where its states hold all tokens
-        before it: each call's state, or a convolution's last inputs. The same for any K. Never waits for the device."""
+        """Copies of a row's states at `position`: each call's state, or a convolution's last inputs.
+
+        All tokens before `position` must be in the states. The tensors do not depend on K. Never waits for the device.
+        """
         slot, found = int(slots_of_rows(np.array(row))), []
         for spec, state in zip(self.group.specs, self.states, strict=True):
             if isinstance(spec, ConvSpec) and isinstance(state, ConvState):
@@ -74,7 +74,7 @@ class StateRunner:
         return found
 
     def put_row(self, row: int, position: int, given: Sequence[torch.Tensor]) -> None:
-        """The inverse of `of_row`, into a row of this engine; tensors on any device."""
+        """Write the tensors of `of_row`, on any device, into a row of this engine."""
         slot = int(slots_of_rows(np.array(row)))
         for spec, state, own in zip(self.group.specs, self.states, given, strict=True):
             if isinstance(spec, ConvSpec) and isinstance(state, ConvState):
@@ -86,7 +86,7 @@ class StateRunner:
         return [tensor for state in self.states for tensor in tensors_of(state)]
 
     def over(self, rows: StateRows) -> StatesOver:
-        """The calls of one launch; what it derives from the rows is its own, as buffers are written again."""
+        """The calls of one launch, with a copy of the rows: cached properties of shared buffers would grow stale."""
         return StatesOver(self, replace(rows))
 
     def serving(self, metadata: CommonAttentionMetadata) -> StatesOver | None:
@@ -95,14 +95,20 @@ class StateRunner:
         return None if rows is None else self.over(rows)
 
     @staticmethod
-    def noted(note: Note) -> NotedCalls:
-        """Calls that are noted, and computed later."""
-        return NotedCalls(note)
+    def noted(note: Note) -> Recur:
+        """Report every call to `note` with uninitialised memory for its output, to be computed later."""
+
+        def noted(name: str, call: int, *inputs: Any) -> torch.Tensor:
+            out = empty_output(name, inputs)
+            note(name, call, inputs, out)
+            return out
+
+        return noted
 
     @staticmethod
-    def blank() -> Blank:
-        """Calls that give zeros and leave the states alone: to run a model before its kernels are there."""
-        return Blank()
+    def blank() -> Recur:
+        """Return zeros from every call and leave the states alone: to run a model before its kernels are built."""
+        return _zeros
 
 
 def _stored(state: CallState) -> torch.Tensor:
@@ -111,87 +117,51 @@ def _stored(state: CallState) -> torch.Tensor:
 
 
 def _kept_places(spec: ConvSpec, state: ConvState, position: int) -> torch.Tensor:
-    """Where a convolution's inputs before `position` are in its ring; made on the device. A place of a position below 0
-    is nobody's, and never read."""
+    """Ring indices of a convolution's inputs before `position`, on the device; those below 0 are never read."""
     ring = state.ring
     return torch.arange(position - spec.width + 1, position, device=ring.device) % ring.shape[1]
 
 
-def _served(name: str) -> Callable[..., torch.Tensor]:
-    """The method of `StatesOver` that computes calls of this name."""
-
-    def served(over: StatesOver, call: int, *inputs: Any) -> torch.Tensor:
-        kept = over.runner.states[call]
-        own = (kept.ring,) if isinstance(kept, ConvState) else (kept.state, kept.ring)
-        out: torch.Tensor = getattr(over.runner.functions, name)(*inputs, *own, over.rows)
-        return out
-
-    return served
-
-
 @dataclass(frozen=True)
 class StatesOver:
-    """The recurrent calls of one launch over its rows: see `Recur`."""
+    """The recurrent calls of one launch over its rows; a `Recur`."""
 
     runner: StateRunner
     rows: StateRows
-    short_conv = _served("short_conv")
-    gated_delta = _served("gated_delta")
-    ssd_scan = _served("ssd_scan")
-    selective_scan = _served("selective_scan")
+
+    def __call__(self, name: str, call: int, *inputs: Any) -> torch.Tensor:
+        kept = self.runner.states[call]
+        own = (kept.ring,) if isinstance(kept, ConvState) else (kept.state, kept.ring)
+        out: torch.Tensor = getattr(self.runner.functions, name)(*inputs, *own, self.rows)
+        return out
 
 
-_OUTPUTS: dict[str, tuple[int, torch.dtype | None]] = {
+OUTPUTS: dict[str, tuple[int, torch.dtype | None]] = {
     "short_conv": (0, None),
     "gated_delta": (2, None),
     "ssd_scan": (0, torch.float32),
     "selective_scan": (0, torch.float32),
 }
-"""Of each call of a `Recur`: the input that its output has the shape of, and its dtype where that is another."""
+"""By the name of a recurrence: index of the input that has its output's shape, and its dtype if not that input's."""
 
 
 def empty_output(name: str, inputs: tuple[Any, ...]) -> torch.Tensor:
     """Memory for the output of a call of this name."""
-    place, dtype = _OUTPUTS[name]
+    place, dtype = OUTPUTS[name]
     like: torch.Tensor = inputs[place]
     return like.new_empty(like.shape, dtype=dtype)
 
 
-def _zeros(name: str) -> Callable[..., torch.Tensor]:
-    return lambda blank, call, *inputs: empty_output(name, inputs).zero_()
-
-
-class Blank:
-    """Zeros for every call: see `Recur`."""
-
-    short_conv = _zeros("short_conv")
-    gated_delta = _zeros("gated_delta")
-    ssd_scan = _zeros("ssd_scan")
-    selective_scan = _zeros("selective_scan")
+def _zeros(name: str, call: int, *inputs: Any) -> torch.Tensor:
+    return empty_output(name, inputs).zero_()
 
 
 Note = Callable[[str, int, tuple[Any, ...], torch.Tensor], None]
-"""Told of a call: its name and number, its inputs, and the memory where its output is expected."""
-
-
-class NotedCalls:
-    """A `Recur` that computes nothing: every call is handed on, see `Note`."""
-
-    def __init__(self, note: Note) -> None:
-        self._note = note
-        self.short_conv: Any = partial(self._noted, "short_conv")
-        self.gated_delta: Any = partial(self._noted, "gated_delta")
-        self.ssd_scan: Any = partial(self._noted, "ssd_scan")
-        self.selective_scan: Any = partial(self._noted, "selective_scan")
-
-    def _noted(self, name: str, call: int, *inputs: Any) -> torch.Tensor:
-        out = empty_output(name, inputs)
-        self._note(name, call, inputs, out)
-        return out
+"""Receives a call: its name, its number, its inputs, and memory for its output."""
 
 
 class StateSection(ExtraSection):
-    """The arrays of a `StateIndex` in the arena of a batch; rows that are added are on the null slot."""
+    """The arrays of a `StateIndex` in a batch's staging arena; padding rows use the null slot."""
 
     def __init__(self, name: str, shared: Mapping[str, str], most_replayed: int | None = None) -> None:
         """name, shared: see `MakeSection`. most_replayed: see `StateIndex`, for rounds that are written in place."""

@@ -39,8 +39,12 @@ _BLOCK, _WARPS = 32, 4
 
 
 @triton.jit
-def _taken_in(S, x, dt, A, B):  # type: ignore[no-untyped-def]
-    """The state S [C, N] after a token: x and dt [C, 1], A [C, N], B [1, N], all float32."""
+def taken_in(S, x, dt, A, B):  # type: ignore[no-untyped-def]
+    """The state S after a token, all float32 and broadcast together.
+
+    Mamba: S, A [C, N], x, dt [C, 1], B [1, N]. Mamba2: S [J, B, L], x [1, B, 1], B [J, 1, L] (or [P, N], [P, 1],
+    [1, N]), dt and A scalar.
+    """
     return S * tl.exp(dt * A) + (dt * x) * B
 
 
@@ -86,7 +90,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(ring_x_at + place * CHANNELS, mask=in_c, other=0.0)  # [C, 1]
         dt = tl.load(ring_dt_at + place * CHANNELS, mask=in_c, other=0.0)  # [C, 1]
         B = tl.load(ring_B_at + place * STATES, mask=in_n, other=0.0)  # [1, N]
-        S = _taken_in(S, x.to(tl.float32), dt, A, B.to(tl.float32))
+        S = taken_in(S, x.to(tl.float32), dt, A, B.to(tl.float32))
     x_at, dt_at = x_ptr + first * x_token + channel, dt_ptr + first * dt_token + channel  # [C, 1]
     B_at, C_at = B_ptr + first * B_token + n, C_ptr + first * C_token + n  # [1, N]
     out_at = out_ptr + first * CHANNELS + channel  # [C, 1]
@@ -100,7 +104,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
         next_in_c, next_in_n = channel < tl.where(more, CHANNELS, 0), n < tl.where(more, STATES, 0)
         next_x, next_dt = tl.load(x_at, mask=next_in_c, other=0.0), tl.load(dt_at, mask=next_in_c, other=0.0)
         next_B, next_C = tl.load(B_at, mask=next_in_n, other=0.0), tl.load(C_at, mask=next_in_n, other=0.0)
-        S = _taken_in(S, x.to(tl.float32), dt, A, B.to(tl.float32))
+        S = taken_in(S, x.to(tl.float32), dt, A, B.to(tl.float32))
         y = tl.sum(S * C.to(tl.float32), 1, keep_dims=True)  # [C, 1]
         if HAS_D:
             y += tl.load(D_ptr + channel, mask=in_c, other=0.0).to(tl.float32) * x.to(tl.float32)
@@ -129,8 +133,7 @@ def selective_scan(
         rows: no row reaches beyond T. Outputs of tokens of no row, after the last one, are zeros.
     """
     (tokens, channels), states = x.shape, A.shape[1]
-    parts = {"state": state, "ring.x": ring.x, "ring.B": ring.B, "ring.dt": ring.dt}
-    check_launch(rows, len(state), parts, {"x": (x, ring.x), "B": (B, ring.B), "dt": (dt, ring.dt)})
+    check_launch(rows, state, ring, x=x, B=B, dt=dt)
     x, dt, B, C = (inner_rows(each) for each in (x, dt, B, C))
     out = torch.empty((tokens, channels), dtype=torch.float32, device=x.device)
     _scan_kernel[(triton.cdiv(channels, _BLOCK), len(rows.slots) + 1)](
@@ -141,12 +144,6 @@ def selective_scan(
         num_warps=_WARPS, **dependent_launch(x.device),
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def taken_in(S, x, dt, A, B):  # type: ignore[no-untyped-def]
-    """The state S [J, B, L] after a token: x [1, B, 1], B [J, 1, L] (or [P, 1], [1, N]), dt and A scalar; float32."""
-    return S * tl.exp(dt * A) + (dt * x) * B
 
 
 @triton.jit(do_not_specialize=["total_tokens", "most_tokens"])
@@ -226,13 +223,11 @@ def launch_ssd(
     state: torch.Tensor, ring: ScanRing, rows: StateRows, out: torch.Tensor, most_tokens: int,
     tiling: StateTiling | None = None,
 ) -> None:  # fmt: skip
-    """Rows with up to `most_tokens` tokens, into out [T, H, P], and zeros for tokens of no row; other rows are left as
-    they are. See `ssd_scan`."""
+    """The rows with up to `most_tokens` tokens, into out [T, H, P], see `ssd_scan`; zeros for tokens of no row."""
     _, heads, dim_p = x.shape
     groups, states = B.shape[1:]
     tiles = state_tiling(heads * len(rows.slots), dim_p, states) if tiling is None else tiling
-    parts = {"state": state, "ring.x": ring.x, "ring.B": ring.B, "ring.dt": ring.dt}
-    check_launch(rows, len(state), parts, {"x": (x, ring.x), "B": (B, ring.B), "dt": (dt, ring.dt)})
+    check_launch(rows, state, ring, x=x, B=B, dt=dt)
     x, B, C = (inner_rows(each) for each in (x, B, C))
     _ssd_kernel[(triton.cdiv(dim_p, tiles.block), heads, len(rows.slots) + 1)](
         x, dt, A, B, C, x if D is None else D, out, state, ring.x, ring.B, ring.dt, rows.query_start_loc, rows.slots,

@@ -137,12 +137,10 @@ def launch_ssd_chunks(
     x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
     state: torch.Tensor, ring: ScanRing, rows: StateRows, out: torch.Tensor, least_tokens: int,
 ) -> None:  # fmt: skip
-    """Rows with at least `least_tokens` tokens, into out [T, H, P]; the others are left as they are. See
-    `ssd_scan`."""
+    """The rows with at least `least_tokens` tokens, into out [T, H, P], see `ssd_scan`; others stay as they are."""
     _, heads, dim_p = x.shape
     groups, states = B.shape[1:]
-    parts = {"state": state, "ring.x": ring.x, "ring.B": ring.B, "ring.dt": ring.dt}
-    check_launch(rows, len(state), parts, {"x": (x, ring.x), "B": (B, ring.B), "dt": (dt, ring.dt)})
+    check_launch(rows, state, ring, x=x, B=B, dt=dt)
     x, B, C = (inner_rows(each) for each in (x, B, C))
     width = max(16, triton.next_power_of_2(states))
     block_p = min(_MOST_P, max(16, triton.next_power_of_2(dim_p)))

@@ -1,4 +1,4 @@
-"""The states of recurrent layers: one slot for each row of the row table, and the null slot.
+"""The memory of recurrent states: one slot for each row of the row table, and the null slot.
 
 Not pages: a state has one size however long the row is. A row's slot is its own while it runs; who takes the row next
 begins with zeros (`StateIndex.replay`), so nothing is cleared.
@@ -16,12 +16,10 @@ from attention.recurrence.layer_spec import ConvSpec, DeltaSpec, RecurrenceSpec,
 
 @dataclass(frozen=True)
 class StateGroup:
-    """All recurrent calls of a model and how many rows keep states.
+    """All recurrent calls of a model, in the order of a forward, and how many rows keep states.
 
-    Attributes:
-        specs: of each call, in the order of a forward.
-        num_slots: rows, the null slot included.
-        num_drafts: K, the most drafts of a row: the rings hold those of a round, and what it replays.
+    num_slots: rows, the null slot included. num_drafts: K, the most drafts of a row: the rings hold those of a round,
+    and what it replays.
     """
 
     specs: tuple[RecurrenceSpec, ...]
@@ -40,15 +38,15 @@ class StateGroup:
 
 @dataclass(frozen=True)
 class ConvState:
-    """ring [slots, R, C] in the model's dtype: inputs by position."""
+    """A convolution's inputs by position, ring [slots, R, C] in the model's dtype."""
 
     ring: torch.Tensor
 
 
 @dataclass(frozen=True)
 class DeltaRing:
-    """k [slots, R, Hk, Dk], v [slots, R, Hv, Dv] in the model's dtype; g [slots, R, Hv] or [slots, R, Hv, Dk] and
-    beta [slots, R, Hv] float32."""
+    """Inputs of the gated delta rule: k [slots, R, Hk, Dk], v [slots, R, Hv, Dv] in the model's dtype; g [slots, R, Hv]
+    or [slots, R, Hv, Dk] and beta [slots, R, Hv] float32."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -58,7 +56,7 @@ class DeltaRing:
 
 @dataclass(frozen=True)
 class ScanRing:
-    """Of Mamba2's scan x [slots, R, H, P], B [slots, R, G, N], dt [slots, R, H]; of Mamba1's x [slots, R, C], B
+    """Inputs of a scan: Mamba2's x [slots, R, H, P], B [slots, R, G, N], dt [slots, R, H]; Mamba1's x [slots, R, C], B
     [slots, R, N], dt [slots, R, C]. x and B in the model's dtype, dt float32."""
 
     x: torch.Tensor
@@ -68,7 +66,7 @@ class ScanRing:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """state float32, [slots, Hv, Dv, Dk], [slots, H, P, N] or [slots, C, N], and its ring."""
+    """A state, float32 [slots, Hv, Dv, Dk], [slots, H, P, N] or [slots, C, N], and the ring of its inputs."""
 
     state: torch.Tensor
     ring: DeltaRing | ScanRing
@@ -90,15 +88,13 @@ def allocate_states(group: StateGroup, dtype: torch.dtype, device: torch.device)
 
     In half precision a state would be rounded once a round, and rounds with drafts are other rounds.
     """
-    return tuple(_allocated(group, spec, dtype, device) for spec in group.specs)
-
-
-def _allocated(group: StateGroup, spec: RecurrenceSpec, dtype: torch.dtype, device: torch.device) -> CallState:
-    made = {
-        name: torch.zeros((group.num_slots, *dims), dtype=kind, device=device)
-        for name, (dims, kind) in spec.shapes(group.rule, dtype).items()
-    }
-    if isinstance(spec, ConvSpec):
-        return ConvState(**made)
-    ring = DeltaRing if isinstance(spec, DeltaSpec) else ScanRing
-    return RecurrentState(made.pop("state"), ring(**made))
+    states: list[CallState] = []
+    for spec in group.specs:
+        shapes = spec.shapes(group.rule, dtype).items()
+        made = {name: torch.zeros((group.num_slots, *dims), dtype=kind, device=device) for name, (dims, kind) in shapes}
+        if isinstance(spec, ConvSpec):
+            states.append(ConvState(**made))
+        else:
+            ring = DeltaRing if isinstance(spec, DeltaSpec) else ScanRing
+            states.append(RecurrentState(made.pop("state"), ring(**made)))
+    return tuple(states)

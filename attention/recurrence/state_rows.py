@@ -15,12 +15,11 @@ _SHORT = 16
 
 @dataclass(frozen=True)
 class StateRows(StateArrays[torch.Tensor]):
-    """The rows of one launch on the device.
+    """The rows of one launch on the device: `StateArrays` and their tokens.
 
     Attributes:
         query_start_loc: [B+1] int32, row r's tokens are query_start_loc[r] … query_start_loc[r+1]-1.
-        max_query_len, max_replay: most tokens and most replayed inputs of a row, or more: a launch may be shaped by
-            them.
+        max_query_len, max_replay: most tokens and most replayed inputs of a row, or more: they may shape a launch.
     """
 
     query_start_loc: torch.Tensor = field(kw_only=True)
@@ -29,8 +28,8 @@ class StateRows(StateArrays[torch.Tensor]):
 
     @cached_property
     def committed(self) -> tuple[Padded, ...]:
-        """What goes into the stored states: replayed inputs, then committed tokens. Short rows apart from long ones, so
-        that those that decode are not padded to a prompt's length."""
+        """The inputs that go into the stored states: replayed ones, then committed tokens. Short rows apart from long
+        ones, so that those that decode are not padded to a prompt's length."""
         long = self.replay + self.num_new > _SHORT
         stored = self.num_new > 0
         groups = (members.nonzero()[:, 0] for members in (stored & ~long, stored & long))
@@ -38,7 +37,7 @@ class StateRows(StateArrays[torch.Tensor]):
 
     @cached_property
     def kept(self) -> Padded:
-        """What comes after it, of the rows that have any: drafts; and replayed inputs, where these are not stored."""
+        """The inputs after `committed`, of rows that have any: drafts, and replayed ones that are not stored."""
         counts = self.query_start_loc[1:] - self.query_start_loc[:-1] - self.num_new
         members = (counts > 0).nonzero()[:, 0]
         replay = torch.where(self.num_new > 0, 0, self.replay)
@@ -96,7 +95,7 @@ def padded(
 ) -> Padded:
     """Of these rows, `replay` [B] inputs before `start` from the ring, then `count` [B] tokens from its `first` [B] on.
 
-    Reads lengths on the host: on a GPU this waits for the device, which an oracle may.
+    Reads lengths on the host: on a GPU this waits for the device, which only an oracle may.
     """
     replay, count = replay[members].long(), count[members].long()
     start, slots = rows.start[members].long(), rows.slots[members].long()

@@ -77,12 +77,9 @@ class Region:
 
 @dataclass(frozen=True)
 class RankTable:
-    """The regions of one rank of an engine.
+    """The regions of one rank of an engine, in the order of groups, then layers, keys before values.
 
-    Attributes:
-        rank: its number, from 0. device: "cpu" or "cuda:0".
-        regions: in the order of groups, then layers, keys before values.
-        address: how a transport reaches the rank, in that transport's format.
+    rank: its number, from 0. device: "cpu" or "cuda:0". address: how a transport reaches it, in the transport's format.
     """
 
     rank: int
@@ -101,10 +98,9 @@ class EngineTable:
     """What an engine tells the engines that read from it.
 
     Attributes:
-        engine: a name that no other engine has, ever. transport: the name of the transport of its ranks' addresses.
+        engine: a name that no other engine has, ever. transport: the name of its ranks' transport. ranks: by rank.
         fingerprint: by name, what must be equal in both engines: weights of the target and of the head, scales of an
             fp8 cache, how drafts are made.
-        ranks: by rank.
     """
 
     engine: str

@@ -13,7 +13,6 @@ import socket
 import socketserver
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
 from attention.transport.region_tables import Bound, Segment
-from attention.transport.transports import Blocks, ReadPlan, put, synchronize, taken
+from attention.transport.transports import Granting, ReadPlan, put, synchronize, taken
 
 _LONGEST_LINE = 2**24
 _LAST_PORT = 2**16 - 1
@@ -49,7 +48,7 @@ class _Handler(socketserver.StreamRequestHandler):
             return  # a peer that is gone, or is none: its connection ends
 
 
-class SocketTransport:
+class SocketTransport(Granting):
     """A `Transport` over TCP."""
 
     name = "sockets"
@@ -66,12 +65,9 @@ class SocketTransport:
             raise InvalidInputError(
                 f"port={port!r}: allowed is a whole number from 0 (any that is free) to {_LAST_PORT}"
             )
+        super().__init__()
         self._place = (host, port)
         self._server: _Server | None = None
-        self._bounds: tuple[Bound, ...] = ()
-        self._granted: dict[str, dict[str, frozenset[int]]] = {}
-        self._finished: deque[str] = deque()
-        self._lock = threading.Lock()
 
     def start(self, engine: str, bounds: Sequence[Bound], device: str) -> Mapping[str, Any]:
         """See `Transport.start`. Raises TransferError: it cannot listen there."""
@@ -85,15 +81,6 @@ class SocketTransport:
         self._server = server
         host, port = server.server_address[:2]
         return {"host": host, "port": port}
-
-    def grant(self, lease: str, blocks: Blocks) -> None:
-        with self._lock:
-            self._granted[lease] = {group: frozenset(own) for group, own in blocks.items()}
-
-    def revoke(self, lease: str) -> None:
-        """See `Transport.revoke`. Waits until an answer that is under way has copied its bytes."""
-        with self._lock:
-            self._granted.pop(lease, None)
 
     def answer(self, question: Mapping[str, Any]) -> list[bytes]:
         """The answer to one request of a peer, as pieces of bytes."""
@@ -141,16 +128,12 @@ class SocketTransport:
             except (OSError, TransferError, KeyError, ValueError, TypeError, OverflowError):
                 continue  # the source is gone, and with it its pages
 
-    def finished(self) -> list[str]:
-        return [self._finished.popleft() for _ in range(len(self._finished))]
-
     def close(self) -> None:
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
             server.server_close()
-        with self._lock:
-            self._bounds, self._granted = (), {}
+        super().close()
 
 
 class SocketRead:

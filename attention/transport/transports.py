@@ -21,12 +21,9 @@ Blocks = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What one rank reads for one request.
+    """What one rank reads for one request: `segments` (see `region_tables.plan`) of the engine `source` into `local`.
 
-    Attributes:
-        source: the engine that holds the pages. lease: of the request there.
-        local: the reading rank. segments: see `attention.transport.region_tables.plan`.
-        remote_blocks, local_blocks: equally many of each group; block i is read into block i.
+    remote_blocks, local_blocks: equally many of each group; block i is read into block i. lease: of the request there.
     """
 
     source: EngineTable
@@ -93,31 +90,45 @@ class Transport(Protocol):
 _open: weakref.WeakValueDictionary[str, LocalTransport] = weakref.WeakValueDictionary()
 
 
-class LocalTransport:
+class Granting:
+    """The part of a `Transport` that copies pages itself: its regions, the blocks of leases, and what is finished."""
+
+    def __init__(self) -> None:
+        self._bounds: tuple[Bound, ...] = ()
+        self._granted: dict[str, dict[str, frozenset[int]]] = {}
+        self._finished: deque[str] = deque()
+        self._lock = threading.Lock()
+
+    def grant(self, lease: str, blocks: Blocks) -> None:
+        with self._lock:
+            self._granted[lease] = {group: frozenset(own) for group, own in blocks.items()}
+
+    def revoke(self, lease: str) -> None:
+        """See `Transport.revoke`. Waits for a copy, or an answer, that is under way."""
+        with self._lock:
+            self._granted.pop(lease, None)
+
+    def finished(self) -> list[str]:
+        return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def close(self) -> None:
+        with self._lock:
+            self._bounds, self._granted = (), {}
+
+
+class LocalTransport(Granting):
     """A `Transport` between engines of this process."""
 
     name = "local"
 
     def __init__(self) -> None:
-        self._bounds: tuple[Bound, ...] = ()
-        self._granted: dict[str, Blocks] = {}
-        self._finished: deque[str] = deque()
+        super().__init__()
         self._engine = ""
-        self._lock = threading.Lock()
 
     def start(self, engine: str, bounds: Sequence[Bound], device: str) -> Mapping[str, Any]:
         self._engine, self._bounds = engine, tuple(bounds)
         _open[engine] = self
         return {}
-
-    def grant(self, lease: str, blocks: Blocks) -> None:
-        with self._lock:
-            self._granted[lease] = blocks
-
-    def revoke(self, lease: str) -> None:
-        """See `Transport.revoke`. Waits for a copy that is under way."""
-        with self._lock:
-            self._granted.pop(lease, None)
 
     def read(self, plan: ReadPlan) -> LocalRead:
         """See `Transport.read`. Raises TransferError: the engine is not open in this process."""
@@ -139,7 +150,7 @@ class LocalTransport:
             if plan.lease not in self._granted:
                 raise TransferError(f"engine {self._engine} no longer holds the pages of lease {plan.lease}")
             granted = self._granted[plan.lease]
-            if any(set(own) - set(granted.get(group, ())) for group, own in plan.remote_blocks.items()):
+            if any(set(own) - granted.get(group, frozenset()) for group, own in plan.remote_blocks.items()):
                 raise TransferError(f"blocks were asked for that are not of lease {plan.lease}")
             for segment in plan.segments:
                 there, here = self._bounds[segment.remote], bounds[segment.local]
@@ -157,13 +168,9 @@ class LocalTransport:
         """Note that a reader has finished."""
         self._finished.append(lease)
 
-    def finished(self) -> list[str]:
-        return [self._finished.popleft() for _ in range(len(self._finished))]
-
     def close(self) -> None:
         _open.pop(self._engine, None)
-        with self._lock:
-            self._bounds, self._granted = (), {}
+        super().close()
 
 
 class LocalRead:

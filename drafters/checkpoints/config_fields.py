@@ -63,13 +63,11 @@ def lookup(config: Config, key: str) -> Any:
 def read(
     config: Config, name: str, kind: type, *keys: str, default: Any = None, default_source: str = "default"
 ) -> Field:
-    """Resolve a field from the first key that is set; several set keys must agree.
+    """Resolve a field from the first key (dotted; none means `name`) that is set; several set keys must agree.
 
     Args:
         kind: int, float, bool or str.
-        keys: dotted keys; none means `name`.
-        default: used when no key is set; None means that one must be.
-        default_source: where the default is from, for reports.
+        default: used when no key is set; None means that one must be. default_source: where it is from, for reports.
 
     Raises:
         HeadLoadError: no key is set and there is no default, keys disagree, or a value is of another kind.
@@ -134,11 +132,10 @@ _LAYER_LIST = re.compile(r"\w*(layer_ids|aux_layers|layers_to_capture)")
 
 
 def unread_fields(config: Config, known: Collection[str], layers_are_chosen: bool = True) -> tuple[Field, ...]:
-    """Report the keys that decide nothing, with their values.
+    """Report the keys of config.json that decide nothing, with their values.
 
-    Args:
-        config: config.json as read. known: keys that are read, dotted where they are nested.
-        layers_are_chosen: whether lists of layers in the file need not be understood.
+    known: keys that are read, dotted where they are nested. layers_are_chosen: whether lists of layers in the file need
+    not be understood.
 
     Raises:
         HeadLoadError: one of them lists layers in a spelling that is not known, and no other key does.

@@ -61,12 +61,7 @@ def strip_prefixes(names: Iterable[str]) -> dict[str, str]:
 
 
 def detect(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-    """A checkpoint's family.
-
-    Args:
-        config: config.json.
-        shapes: tensor shapes by name, wrapper prefixes stripped.
-    """
+    """A checkpoint's family, by its config.json and tensor shapes by name, wrapper prefixes stripped."""
     by_config = detect_by_config(config)
     if by_config is not None:
         return by_config

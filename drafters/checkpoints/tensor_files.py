@@ -78,8 +78,7 @@ _KINDS = {stat.S_ISFIFO: "a named pipe", stat.S_ISDIR: _FOLDER, stat.S_ISSOCK: "
 def locate(path: str | Path, revision: str | None = None) -> Path:
     """Folder of a checkpoint: `path` itself when it is a folder, else a model of that name from the Hugging Face hub.
 
-    Args:
-        revision: branch, tag or commit on the hub; a folder has none.
+    revision: branch, tag or commit on the hub; a folder has none.
 
     Raises:
         HeadLoadError: neither a folder nor a name on the hub (or in its local cache); or what lies in the folder under
@@ -167,10 +166,7 @@ class TensorInfo:
 class CheckpointFolder:
     """A folder with config.json and weights in safetensors or pytorch_model.bin, one file or several with an index.
 
-    Attributes:
-        path: the folder.
-        config: config.json as read.
-        tensors: every tensor by its name in the files.
+    config: config.json as read. tensors: every tensor by its name in the files.
     """
 
     path: Path

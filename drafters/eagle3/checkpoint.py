@@ -317,8 +317,7 @@ def stored_dtype(path: str | Path) -> torch.dtype:
 def fresh_eagle3(spec: Eagle3Spec, target: TargetFacts, counts: torch.Tensor, seed: int) -> Eagle3Head:
     """A head with random float32 weights on the target's device; its lm_head starts as the target's rows.
 
-    Args:
-        counts: [V] how often the target wrote each token; the draft vocabulary is the most frequent Vd of them.
+    counts: [V] how often the target wrote each token; the draft vocabulary is the most frequent Vd of them.
 
     Raises:
         HeadMismatchError, InvalidInputError: spec and target do not fit.

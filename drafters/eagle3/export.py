@@ -89,7 +89,8 @@ def export_eagle3(
         InvalidInputError: the layout cannot express the head (every field is named), a value is not allowed, or the
             folder cannot be written. Nothing was written then.
     """
-    _check_layout(layout)
+    if layout not in LAYOUTS:
+        raise InvalidInputError(f"layout={layout!r}: allowed are {', '.join(LAYOUTS)}")
     if num_speculative_tokens < 1:
         raise InvalidInputError(f"num_speculative_tokens={num_speculative_tokens}: give at least 1")
     problems = problems_of(head.spec, layout)
@@ -124,11 +125,6 @@ def with_shared_embedding(head: Eagle3Head, embedding: torch.Tensor) -> Eagle3He
     made = Eagle3Head(spec, embedding, lm_head, offsets_of(head.target_ids))
     made.load_state_dict({name: t for name, t in head.state_dict().items() if not name.startswith("embed_tokens.")})
     return made.eval().requires_grad_(False)
-
-
-def _check_layout(layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise InvalidInputError(f"layout={layout!r}: allowed are {', '.join(LAYOUTS)}")
 
 
 def problems_of(spec: Eagle3Spec, layout: ExportLayout) -> list[str]:

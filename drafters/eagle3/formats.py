@@ -217,8 +217,7 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
     unless the largest id is the number of layers, or the target is one of `_DEEPSEEK`: then, like top-level ids, they
     are boundaries already.
 
-    Args:
-        config: the head's, all keys at the top. num_layers: N of the target. model_type: of its text configuration.
+    config: the head's, all keys at the top. num_layers, model_type: N and the text configuration's, of the target.
 
     Raises:
         HeadLoadError: no list of numbers, several that disagree, or DeepSpec's with the target's last layer.

@@ -54,10 +54,8 @@ _FEEDBACK = ("pre_norm", "post_norm")
 class Eagle3Overrides:
     """Choices that a user makes against a checkpoint's own configuration (older exporters wrote them wrong).
 
-    Attributes:
-        aux_layers: boundaries, or None for the checkpoint's.
-        feedback: which state is fed back, or None for the checkpoint's.
-        config: (key of config.json, value), the key dotted where it is nested; None as value removes the key.
+    aux_layers, feedback: None for the checkpoint's. config: (key of config.json, value), the key dotted where it is
+    nested; None as value removes the key.
     """
 
     aux_layers: tuple[int, ...] | None = None

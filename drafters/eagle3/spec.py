@@ -50,6 +50,24 @@ class LayerSpec:
         near = replace(full, window=self.window)
         return tuple(near if layer in self.windowed_layers else full for layer in range(self.num_layers))
 
+    def check_layers(self, kind: str, *more: str) -> None:
+        """Check the sizes of heads of this kind; more: fields that are at least 1, too. Raises InvalidInputError."""
+        names = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+        for name in (*names, *more):
+            if getattr(self, name) < 1:
+                raise InvalidInputError(f"{name} of an {kind} head must be at least 1, not {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise InvalidInputError(
+                f"{self.num_heads} query heads, {self.num_kv_heads} key heads, head_dim {self.head_dim}: "
+                "query heads must be a multiple of key heads, and head_dim even"
+            )
+        layers, window = self.windowed_layers, self.window
+        if any(not 0 <= n < self.num_layers for n in layers) or (layers and (window is None or window < 1)):
+            raise InvalidInputError(
+                f"a head of {self.num_layers} layer(s) with a sliding window of {window} positions in layers "
+                f"{list(layers)}: give layers that it has, and a window of at least 1"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Spec(LayerSpec):
@@ -80,18 +98,9 @@ class Eagle3Spec(LayerSpec):
         """Raises InvalidInputError for sizes or choices that contradict each other."""
         self._check_sizes()
         self._check_aux_layers()
-        check_windows(self.windowed_layers, self.window, self.num_layers)
 
     def _check_sizes(self) -> None:
-        names = ("hidden_size", "target_hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-        for name in (*names, "vocab_size", "draft_vocab_size", "num_layers"):
-            if getattr(self, name) < 1:
-                raise InvalidInputError(f"{name} of an EAGLE-3 head must be at least 1, not {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
-            raise InvalidInputError(
-                f"{self.num_heads} query heads, {self.num_kv_heads} key heads, head_dim {self.head_dim}: "
-                "query heads must be a multiple of key heads, and head_dim even"
-            )
+        self.check_layers("EAGLE-3", "target_hidden_size", "draft_vocab_size", "num_layers")
         if self.draft_vocab_size > self.vocab_size:
             raise InvalidInputError(f"draft vocabulary {self.draft_vocab_size} exceeds the target's {self.vocab_size}")
         if not self.own_embed and self.hidden_size != self.target_hidden_size:
@@ -122,20 +131,6 @@ class Eagle3Spec(LayerSpec):
     def aux_size(self) -> int:
         """Width of the concatenated aux hidden states, A·Ht."""
         return len(self.aux_layers) * self.target_hidden_size
-
-
-def check_windows(layers: tuple[int, ...], window: int | None, num_layers: int) -> None:
-    """Refuse windows of layers that a head does not have, or without a length.
-
-    Raises:
-        InvalidInputError: with what was given.
-    """
-    wrong = [layer for layer in layers if not 0 <= layer < num_layers]
-    if wrong or (layers and (window is None or window < 1)):
-        raise InvalidInputError(
-            f"a head of {num_layers} layer(s) with a sliding window of {window} positions in layers {list(layers)}: "
-            "give layers that it has, and a window of at least 1"
-        )
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:

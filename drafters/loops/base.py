@@ -1,14 +1,15 @@
 """DraftLoop: the protocol of all draft loops, with their inputs and results.
 
-A draft loop is one kind of drafting after a verification: which rows the head reads again with the target's true aux
-hidden states (the draft prefill), and which steps follow. A head offers its loop (`drafters.base.Head.draft_loop`);
-an executor only sends the loop's arrays and runs it. Bucket sizes, token choice and the compiler are arguments.
+A draft loop makes the drafts of a round after a verification, in two parts: the draft prefill, in which the head reads
+accepted tokens again with the target's true aux hidden states, and draft steps, in which it reads its own drafts. A
+head provides its loop (`drafters.base.Head.draft_loop`); an executor sends the loop's arrays and runs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -21,8 +22,8 @@ from attention.staging import A, Field, Staged, array
 from drafters.attend import Attend
 
 Choose = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-"""(step j from 0, draft logits [R, Vd]) -> (draft ids [R] int64 on the draft vocabulary, probabilities q [R, Vd] or
-None for a one-hot q). How to choose is the caller's business: acceptance must know q."""
+"""Chooses draft tokens: (step j from 0, draft logits [R, Vd]) -> (draft ids [R] int64 on the draft vocabulary,
+probabilities q [R, Vd], or None for a one-hot q)."""
 
 Greedy = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """Arg max: (draft logits [R, Vd], target ids [Vd] int64 of all draft ids or None where they are the same, out [R] int64
@@ -51,20 +52,22 @@ class Draft:
         return cls(torch.stack(list(token_ids), 1), torch.stack(sampled, 1) if sampled else None)
 
 
+def from_layer(attend: Attend, first_layer: int) -> Attend:
+    """The attention of a head whose layer 0 is layer `first_layer` of its cache group."""
+
+    def own(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attend(first_layer + layer, query, key, value)
+
+    return own
+
+
 def paged_attend(runner: GroupRunner, planned: PlannedBatch, first_layer: int = 0) -> Attend:
-    """The head's attention over its paged cache for one planned batch; its layer 0 is the group's `first_layer`."""
-
-    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return runner.attend(planned, first_layer + layer, query, key, value)
-
-    return attend
+    """Attention over the head's paged cache for one planned batch; `first_layer`: see `from_layer`."""
+    return from_layer(partial(runner.attend, planned), first_layer)
 
 
 def passes_attend(runner: GroupRunner, planned: Sequence[PlannedBatch]) -> Attend:
-    """The same for a draft prefill of several passes, by the layers of the group: pass m has layer m.
-
-    A single pass serves every layer.
-    """
+    """Attention of a draft prefill in several passes: pass m has layer m of the group. One pass has all layers."""
 
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return runner.attend(planned[layer % len(planned)], layer, query, key, value)
@@ -74,7 +77,7 @@ def passes_attend(runner: GroupRunner, planned: Sequence[PlannedBatch]) -> Atten
 
 @dataclass(frozen=True)
 class DraftingRows:
-    """The R rows that draft, after the draft prefill: all that the steps after it need.
+    """The R rows that draft, as the draft steps need them.
 
     Attributes:
         committed_lens: [R] seq', positions that hold true states. num_drafts: [R] n_i.
@@ -94,18 +97,17 @@ class DraftingRows:
 
 @dataclass(frozen=True)
 class DraftInput:
-    """Inputs of a draft loop: the last verification after its commit, and the rows that the head reads of it.
+    """Inputs of a draft loop: the last verification after its commit, and which of its rows the head reads.
 
     Attributes:
         query_start_loc: [B+1] int of the verification; num_drafts, num_accepted: [B].
-        order: [B'] its rows that the head reads, the R drafting rows first, then prompts not read to their end.
-        request_rows: [B'] int64, their rows in `tokens`: fixed while a request runs.
+        order: [B'] rows of it that the head reads: the R drafting rows first, then unfinished prompts.
+        request_rows: [B'] int64, their rows in `tokens`, fixed while a request runs.
         committed_lens: [B'] the target's KV lengths after the commit (seq').
         tokens: [N, L] int32 committed tokens by position; the bonus token is at seq'.
         num_drafts_next: [R] n_i, drafts to make for the drafting rows, at least 1.
         block_table: [B', P] int32 of the head's pages.
-        begins: [B'] the first position of each that the head reads; earlier places of its pages do not change. None if
-            all begin at 0.
+        begins: [B'] the first position that the head writes in each row's pages; None if 0 everywhere.
     """
 
     query_start_loc: np.ndarray
@@ -129,10 +131,10 @@ class DraftInput:
 
 @dataclass(frozen=True)
 class LoopSize:
-    """Sizes of a draft loop's arrays: of one round, or the largest there can be. Also of a verification's.
+    """Sizes of the arrays of a draft loop, or of a verification: of one round, or the largest possible.
 
     Attributes:
-        rows: B' rows of the draft prefill, or of the verification. tokens: T' of its tokens. pages: P.
+        rows: B', of the draft prefill or the verification. tokens: T', of the same. pages: P, of a row.
         drafts: n, the most of a row.
     """
 
@@ -149,10 +151,9 @@ class LoopSize:
 
 @runtime_checkable
 class SharesPages(Protocol):
-    """A loop whose pages may serve another request with the same first tokens, because it keeps nothing of the tokens
-    that were read but the head's pages.
+    """A loop whose cached pages another request with the same first tokens can use: it keeps no other state of them.
 
-    num_following: how many tokens after a position its entry there depends on, at least 1.
+    num_following: how many tokens after a position the cache entry there depends on, at least 1.
     """
 
     num_following: int
@@ -160,25 +161,25 @@ class SharesPages(Protocol):
 
 @runtime_checkable
 class CarriesVectors(Protocol):
-    """A loop that keeps vectors of each request from round to round: they move with a request to another engine."""
+    """A loop that keeps vectors of each request between rounds; they move with the request to another engine."""
 
     @property
     def carried_shape(self) -> tuple[int, ...]:
         """(n, H)."""
 
     def carried_by(self, request_row: int) -> torch.Tensor:
-        """[n, H] a view of the vectors of the request in this row of the row table."""
+        """[n, H], a view of the vectors of the request in this row of the row table."""
 
     def carry(self, request_row: int, vectors: torch.Tensor) -> None:
-        """Keep [n, H] for the request in this row."""
+        """Store vectors [n, H] for the request in this row."""
 
 
 class LoopArrays(Protocol):
-    """Host arrays of one draft loop; beyond this only the loop that made them looks inside."""
+    """Host arrays of a draft loop, opaque to all but the loop that made them."""
 
     @property
     def size(self) -> LoopSize:
-        """Their sizes, for the choice of a bucket."""
+        """Their sizes, which decide the bucket."""
 
 
 L = TypeVar("L", bound=LoopArrays)
@@ -188,39 +189,39 @@ Arrived = TypeVar("Arrived", covariant=True)
 
 
 class LoopSection(Protocol[Sent, Arrived]):
-    """The places of a draft loop's arrays in the round's arena."""
+    """Places a draft loop's arrays in the round's staging arena."""
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """The places."""
+        """Fields of the arena."""
 
     def sizes(self, size: LoopSize) -> dict[str, int]:
         """Sizes of the symbolic dimensions of `fields` for arrays of at most this size."""
 
     def values(self, arrays: Sent) -> dict[str, np.ndarray]:
-        """The arrays to send, under the names of `fields`."""
+        """The arrays to send, by the names of `fields`."""
 
     def of(self, arrays: Sent, staged: Staged) -> Arrived:
-        """The device side."""
+        """The arrays on the device."""
 
 
 @runtime_checkable
 class DraftLoop(Protocol[L, D]):
-    """One kind of draft loop, for one engine.
+    """A draft loop of one engine; L: its host arrays, D: the same on the device.
 
-    L is its host arrays, D the same on the device. An executor calls `arrays`, sends them by `section`, in a transfer
-    that others share, and calls `run` once the target's forward is launched.
+    An executor calls `arrays`, sends them by `section` in a shared transfer, and calls `run` after launching the
+    target's forward.
     """
 
     name: str
-    """Its name in messages, in the plural."""
+    """Its name in messages, a plural."""
     num_modules: int
-    """M modules that take turns, 1 for a loop of one head. A request with fewer than M committed states has none for
-    the later modules: it gets at most as many drafts as it has states (`drafters.loops.module_arrays`)."""
+    """M modules that take turns, 1 for a loop of one head. A request with fewer than M committed states gets at most as
+    many drafts as it has states (`drafters.loops.module_arrays`)."""
 
     @property
     def section(self) -> LoopSection[L, D]:
-        """Where its arrays are in the round's arena."""
+        """Places the arrays in the round's staging arena."""
 
     def arrays(self, draft: DraftInput) -> L:
         """All numpy arrays of a round."""
@@ -229,8 +230,7 @@ class DraftLoop(Protocol[L, D]):
         """Launch the loop.
 
         Args:
-            runner: the head's cache group. aux: [T, A·Ht] aux hidden states of the verification, by its token rows.
-            choose: picks the draft tokens from logits.
+            runner: of the head's cache group. aux: [T, A·Ht] aux hidden states of the verification's tokens.
         """
 
 
@@ -254,10 +254,10 @@ class StaticShape:
 
 @dataclass(frozen=True)
 class CarriedRows(Generic[A]):
-    """How a draft prefill of M > 1 modules finds the vectors that each request's last one left.
+    """Indices by which a draft prefill of M > 1 modules reads the vectors carried over from the previous round.
 
-    request_rows: [rows] int64, see `DraftInput`, -1 for an added row; sources: [T] int64, the row before each
-    token row, as an index into [rows vectors of the requests, T outputs of the module before].
+    request_rows: [rows] int64, see `DraftInput`, -1 for a padding row; sources: [T] int64, for each token row the index
+    of the row before it in [rows carried vectors, T outputs of the previous module].
     """
 
     request_rows: A = array(np.int64, "requests")
@@ -266,10 +266,10 @@ class CarriedRows(Generic[A]):
 
 @dataclass(frozen=True)
 class StaticPrefill:
-    """Inputs of the static draft prefill right after a verification, all on the device.
+    """Device inputs of the static draft prefill right after a verification.
 
-    token_ids: [T] int64, the verification's own tokens, at p the one for p+1; last_row: [rows] int64, token rows of the
-    last accepted ones. carried: None for a loop of one head, which keeps nothing of a request.
+    token_ids: [T] int64, the verification's tokens shifted by one: at position p the token of p+1. last_row: [rows]
+    int64, the token row of each row's last accepted token. carried: None for a loop of one head.
     """
 
     token_ids: torch.Tensor
@@ -279,7 +279,7 @@ class StaticPrefill:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Greedy choices of a static pass, and their logits; at the same addresses in every replay.
+    """Greedy draft choices of a static pass with their logits, at the same addresses in every replay.
 
     ids: [R] int64 on the draft vocabulary; logits: [R, Vd].
     """
@@ -289,19 +289,19 @@ class Chosen:
 
 
 class StaticSteps(Protocol):
-    """The steps' host arrays of one fixed number of rows, written into buffers that graphs read."""
+    """Host arrays of all draft steps for a fixed number of rows, written into the buffers that CUDA graphs read."""
 
     def send(self, rows: DraftingRows) -> tuple[Sequence[HostBatch], Staged]:
-        """Lay out and send all steps of at most so many rows: the attention of each."""
+        """Write and send the arrays of all steps for at most that many rows; returns each step's batch."""
 
     def views(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
-        """Each step's attention at the addresses that do not change."""
+        """Attention metadata of each step, at fixed addresses."""
 
 
 class StaticLoop(Protocol):
-    """The static form of a draft loop: passes of fixed shape over buffers of its own, for CUDA graphs.
+    """The static form of a draft loop for CUDA graphs: passes of fixed shape over buffers of its own.
 
-    Drafts are chosen greedily; the executor draws those of sampled rows again, from the logits in `Chosen`.
+    Drafts are chosen greedily; the executor samples those of sampled rows from the logits in `Chosen`.
 
     drafts: [R, K] int64 target-vocabulary ids, by row of the last verification; R at least the most rows there can be.
     """
@@ -309,12 +309,12 @@ class StaticLoop(Protocol):
     drafts: torch.Tensor
 
     def steps(self, shape: StaticShape) -> StaticSteps:
-        """The host arrays of the steps for so many rows."""
+        """The host arrays of the draft steps for this shape."""
 
     def prefill(
         self, inputs: StaticPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
-        """The draft prefill over a verification's token rows: writes draft 1, and the inputs of the steps.
+        """Run the draft prefill over a verification's token rows; writes draft 1 and the inputs of the steps.
 
         Args:
             positions: [T] int64 of each of the loop's M passes; those of pass m are m smaller.
@@ -322,21 +322,21 @@ class StaticLoop(Protocol):
         """
 
     def step_width(self, index: int) -> int:
-        """Tokens of a row in step `index` (from 0)."""
+        """Tokens a row in step `index` (from 0)."""
 
     def step(
         self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
     ) -> tuple[torch.Tensor, Chosen]:
-        """Step `index` (from 0) of the first `rows` >= 2 rows: writes draft index+2, reads draft index+1.
+        """Run step `index` (from 0) for the first `rows` >= 2 rows: reads draft index+1, writes draft index+2.
 
         Args:
-            before: the first result of the step before, always at the same address; None for step 0.
+            before: the first result of the previous step, always at the same address; None for step 0.
         """
 
 
 @runtime_checkable
 class GraphLoop(DraftLoop[L, D], Protocol[L, D]):
-    """A loop that CUDA graphs can hold. Capturing it is the executor's business."""
+    """A draft loop that can run from CUDA graphs, which the executor captures."""
 
     def static_form(
         self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile

@@ -1,4 +1,4 @@
-"""The chain: a draft prefill over the target's true hidden states, then one token a row and step."""
+"""The chain of drafts: a draft prefill over the target's true hidden states, then steps of one token a row."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from drafters.loops.chain_passes import HeadPasses, StaticChain
 
 
 class ChainLoop:
-    """The loop of a head that drafts one token after the other; a `drafters.loops.base.GraphLoop`."""
+    """The draft loop of one head, each draft made from the one before; a `drafters.loops.base.GraphLoop`."""
 
     name = "chains of drafts"
     num_modules = 1
     num_following = 1
     arrays = staticmethod(chain_arrays)
-    """See `DraftLoop.arrays`."""
 
     def __init__(self, head: Head, passes: Callable[[], HeadPasses] | None = None) -> None:
-        """passes: makes the head's passes as functions of tensors; default `HeadPasses`."""
+        """passes: makes the head's passes, as functions of tensors; default `HeadPasses`."""
         self.section = ChainSection()
         self._head = head
         self._passes = passes or (lambda: HeadPasses(head))
 
     def run(self, inputs: ChainInputs, runner: GroupRunner, aux: torch.Tensor, choose: Choose) -> Draft:
-        """See `DraftLoop.run`: draft 1 from the draft prefill, drafts 2 … n by feeding the head its own output.
+        """Draft 1 comes from the draft prefill, drafts 2 … n from the head's own output.
 
-        The draft prefill rewrites the head's KV of all accepted positions from the target's true hidden states;
-        later steps write scratch.
+        The draft prefill rewrites the head's KV of all accepted positions from the target's true hidden states; what
+        the steps write is overwritten by the next one.
 
         Source: EAGLE-3, arXiv 2503.01840, section 3; SafeAILab/EAGLE eagle/model/cnets.py (topK_genrate, stable_kv).
         """
@@ -57,5 +56,4 @@ class ChainLoop:
     def static_form(
         self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
     ) -> StaticChain:
-        """See `GraphLoop.static_form`."""
         return StaticChain(self._passes(), runner, aux, limits, greedy, compiler)

@@ -1,6 +1,4 @@
-"""The arrays of a chain: the draft prefill over accepted rows, then one token a row and step.
-
-All of them are computed in numpy; `ChainSection` is where they lie in a staging arena, and their device views.
+"""Host arrays of a chain of drafts, computed in numpy, and their places in the staging arena (`ChainSection`).
 
 Running example: K=3, page size 16, q=[4,4,4], seq=[20,33,48], accepted=[1,3,0], block tables [[7,9],[3,4,8],[1,2,5,6]].
 """
@@ -9,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -23,12 +21,12 @@ from drafters.loops.base import DraftingRows, DraftInput, LoopSize
 
 @dataclass(frozen=True)
 class AcceptedRows:
-    """The rows of a verified batch that the draft prefill reads again with the target's true hidden states.
+    """The tokens of a verified batch that the draft prefill reads again with the target's true hidden states.
 
     Attributes:
         query_start_loc: [B'+1] int32.
-        token_indices: [T'] int64, rows of the verified batch.
-        last_row: [B'] int64, rows of the draft prefill whose output gives draft 1.
+        token_indices: [T'] int64, token rows of the verified batch.
+        last_row: [B'] int64, token rows of the draft prefill whose output gives draft 1.
     """
 
     query_start_loc: np.ndarray
@@ -38,9 +36,9 @@ class AcceptedRows:
 
 @dataclass(frozen=True)
 class DraftSteps:
-    """Everything of draft steps 2 … K, computed together; axis 0 is the step.
+    """Draft steps 2 … K, computed together; axis 0 is the step.
 
-    Rows that do not take a step are padding there: position 0, seq_len 1, slot 0 (the null page).
+    Rows that do not take a step are padding: position 0, seq_len 1, slot 0 (the null page).
 
     Attributes:
         active: [K-1, B] bool, rows with n_i >= j.
@@ -52,21 +50,16 @@ class DraftSteps:
     seq_lens: np.ndarray
     slots: np.ndarray
 
-    @property
-    def num_steps(self) -> int:
-        """K-1."""
-        return len(self.positions)
-
 
 def accepted_rows(
     query_start_loc: np.ndarray, num_drafts: np.ndarray, num_accepted: np.ndarray, rows: np.ndarray | None = None
 ) -> AcceptedRows:
-    """Drop the rejected rows of a verified batch: q - n committed tokens and the accepted drafts of each row stay.
+    """Drop the rejected tokens of a verified batch: each row keeps its q - n committed tokens and accepted drafts.
 
     Args:
         query_start_loc: [B+1] of the verified batch.
         num_drafts, num_accepted: [B]; both 0 for a prompt row.
-        rows: the batch rows that go on, in the order wanted (default: all).
+        rows: which batch rows to keep, in this order (default: all).
 
     Source: vllm-project/vllm PR #20466 (prepare_inputs of the EAGLE proposer), in numpy.
 
@@ -88,10 +81,9 @@ def accepted_rows(
 
 
 def shifted_token_ids(token_table: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Pair the hidden state at position p with the token at p+1: inside a row ids'[:-1] = ids[1:].
+    """The token at p+1 for each hidden state at position p: inside a row ids'[:-1] = ids[1:].
 
-    The row's last id is the token just sampled (for an unfinished prompt its own next prompt token); both stand in the
-    token table.
+    A row's last id is the bonus token, or the next prompt token of an unfinished prompt; the token table has both.
 
     Args:
         token_table: [rows, L] committed tokens by position; rows, positions: [T'] of the hidden states.
@@ -114,7 +106,7 @@ def draft_steps(
 
     Args:
         committed_lens: [B] seq' after the draft prefill; num_drafts: [B] n_i; block_table: [B, P] of the head's group.
-        num_steps: how many steps; default as many as the longest row takes (max n_i - 1).
+        num_steps: default as many as the row with most drafts takes (max n_i - 1).
 
     >>> table = np.array([[7, 9, 0, 0], [3, 4, 8, 0], [1, 2, 5, 6]])
     >>> s = draft_steps(np.array([18, 33, 45]), np.array([3, 3, 3]), table, 16)
@@ -133,14 +125,13 @@ def draft_steps(
 
 @dataclass(frozen=True)
 class PassRows(Generic[A]):
-    """Inputs of a head's pass over the rows of a draft prefill: of a chain its only one, else one module's.
+    """Inputs of one pass of a draft prefill: the only one of a chain, or that of one module.
 
     Attributes:
-        token_ids: [T'] int64, shifted: the token at position p+1, of module m at p+1+m.
-        sources: [T'] int64, rows of the target's aux hidden states; for modules after the first see
+        token_ids: [T'] int64, shifted: the token at position p+1, for module m at p+1+m.
+        sources: [T'] int64, indices of the target's aux hidden states; for modules after the first see
             `drafters.loops.module_arrays.ModuleRows.sources`.
-        last_row: int64, the last row of each row of the batch; of a chain [R], whose output gives draft 1: none where
-            prompts are read only. Of modules [B'], by request.
+        last_row: int64, the last token row of each row: of a chain [R], for the rows that draft; of modules [B'].
     """
 
     token_ids: A = array(np.int64, "tokens")
@@ -150,26 +141,26 @@ class PassRows(Generic[A]):
 
 @dataclass(frozen=True)
 class HostPass(PassRows[np.ndarray]):
-    """The same on the host. batch: its attention on the head's pages; requests without rows are not in it."""
+    """The pass on the host. batch: its attention over the head's pages, without requests that have no rows."""
 
     batch: HostBatch = field(kw_only=True)
 
 
 @dataclass(frozen=True)
 class DevicePass(PassRows[torch.Tensor]):
-    """The same on the device. metadata: attention of the pass; the drafting rows come first."""
+    """The pass on the device. metadata: its attention; the drafting rows come first."""
 
     metadata: CommonAttentionMetadata = field(kw_only=True)
 
 
 @dataclass(frozen=True)
 class StepArrays:
-    """Host arrays of the steps after the draft prefill.
+    """Host arrays of the draft steps.
 
     Attributes:
         batches: the attention of every step.
-        sent: all steps as one batch: axis 0 of its arrays is the step, but of query_start_loc and block_table, which
-            are the same in every step. None without steps.
+        sent: all steps as one batch: axis 0 of its arrays is the step, except for query_start_loc and block_table,
+            which all steps share. None without steps.
     """
 
     batches: tuple[HostBatch, ...]
@@ -190,9 +181,9 @@ class ChainArrays:
 
 
 def prefill_arrays(draft: DraftInput) -> HostPass:
-    """The draft prefill of a round, by the head that reads the target's states; last_row: [B'].
+    """The draft prefill of a round, for the head that reads the target's states; last_row: [B'].
 
-    A prompt row of which 3 tokens were read, and a verification of 3 drafts of which 1 was accepted:
+    A prompt row of which 3 tokens were read, and a verification that accepted 1 of 3 drafts:
 
     >>> tokens = np.array([[10, 11, 12, 13, 0, 0], [20, 21, 22, 23, 24, 0]])
     >>> table, n = np.array([[5, 0], [7, 9]], np.int32), np.array([2])
@@ -210,7 +201,7 @@ def prefill_arrays(draft: DraftInput) -> HostPass:
 
 
 def step_arrays(rows: DraftingRows) -> StepArrays:
-    """All steps of these rows after the draft prefill. Rows that do not take a step see the null page only."""
+    """All draft steps of these rows. Rows that do not take a step see the null page only."""
     table, page_size = rows.block_table, rows.page_size
     steps = draft_steps(rows.committed_lens, rows.num_drafts, table, page_size)
     count, num_rows = steps.positions.shape
@@ -263,7 +254,7 @@ def chain_arrays(draft: DraftInput) -> ChainArrays:
 
 @dataclass(frozen=True)
 class ChainInputs:
-    """A chain on the device. steps: attention of drafts 2 … n, one token a row, the same R rows."""
+    """A chain's arrays on the device. steps: attention of drafts 2 … n, one token for each of the same R rows."""
 
     prefill: DevicePass
     steps: tuple[CommonAttentionMetadata, ...]
@@ -273,14 +264,10 @@ _PER_STEP = ("seq_lens", "slot_mapping", "positions", "page_indices", "page_indp
 
 
 class StepSection:
-    """All steps of a chain in an arena: a batch whose arrays, but for two, have the step as their first dimension.
-
-    Attributes:
-        fields: their places. arrays: their section.
-    """
+    """Places all steps of a chain in an arena: one batch, most of whose arrays have the step as first dimension."""
 
     def __init__(self, table: bool = True) -> None:
-        """table: with the block table; a fixed shape sends none."""
+        """table: send the block table, too; a fixed shape does not."""
         leading = dict.fromkeys(_PER_STEP, "steps")
         shared = {"tokens": "step.rows"}
         self.arrays = Section(BatchArrays, "step", () if table else ("block_table",), shared, leading)
@@ -288,43 +275,36 @@ class StepSection:
 
     @staticmethod
     def sizes(rows: int, pages: int, steps: int, entries: int | None = None) -> dict[str, int]:
-        """Sizes for at most so many rows, pages a row and steps; entries: of a list of pages, default rows · pages."""
+        """Sizes for these most rows, pages a row and steps; entries: of a page list, default rows · pages."""
         own = {"step.rows": rows, "step.rows_plus_1": rows + 1, "step.pages": pages, "steps": steps}
         return own | {"step.entries": rows * pages if entries is None else entries}
 
     def buffers(self, host: Mapping[str, np.ndarray]) -> BatchArrays[np.ndarray]:
-        """One of the arena's host buffers of a fixed shape, whole."""
+        """The arrays over one of the arena's host buffers, for a fixed shape."""
         return self.arrays.of(host)
 
     def of(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
-        """Metadata of every step; views that are the same in every step are made once."""
+        """Attention metadata of every step."""
         if not batches:
             return ()
         whole: BatchArrays[torch.Tensor] = self.arrays.of(staged.views)
-        per_step = zip(*(getattr(whole, name).unbind(0) for name in _PER_STEP), strict=True)
+        shared: dict[str, Any] = {
+            "query_start_loc": whole.query_start_loc,
+            "block_table": whole.block_table,
+            "staged": staged,
+        }
         steps = []
-        for host, views in zip(batches, per_step, strict=True):
+        for host, *views in zip(batches, *(getattr(whole, name).unbind(0) for name in _PER_STEP), strict=True):
             if CHECKS.on:
                 host.validate()
-            seq_lens, slot_mapping, positions, page_indices, page_indptr, last_page_len = views
-            step = CommonAttentionMetadata(
-                host=host,
-                query_start_loc=whole.query_start_loc,
-                block_table=whole.block_table,
-                seq_lens=seq_lens,
-                slot_mapping=slot_mapping,
-                positions=positions,
-                page_indices=page_indices[: int(host.page_counts.sum())],
-                page_indptr=page_indptr,
-                last_page_len=last_page_len,
-                staged=staged,
-            )
-            steps.append(step)
+            own = dict(zip(_PER_STEP, views, strict=True))
+            own["page_indices"] = own["page_indices"][: int(host.page_counts.sum())]
+            steps.append(CommonAttentionMetadata(host=host, **shared, **own))
         return tuple(steps)
 
 
 class ChainSection:
-    """A whole chain in the arena; a `drafters.loops.base.LoopSection`."""
+    """Places a chain's arrays in the round's arena; a `drafters.loops.base.LoopSection`."""
 
     def __init__(self) -> None:
         self._batch = BatchSection("prefill")
@@ -333,17 +313,14 @@ class ChainSection:
         self.fields = (*self._batch.fields, *self._rows.fields, *self._steps.fields)
 
     def sizes(self, size: LoopSize) -> dict[str, int]:
-        """See `LoopSection.sizes`."""
         prefill = self._batch.sizes(size.rows, size.tokens, size.pages)
         return prefill | self._steps.sizes(size.rows, size.pages, size.steps)
 
     def values(self, arrays: ChainArrays) -> dict[str, np.ndarray]:
-        """See `LoopSection.values`."""
         prefill = self._batch.values(arrays.prefill.batch) | self._rows.values(arrays.prefill)
         return prefill | self._steps.arrays.values(arrays.steps.sent)
 
     def of(self, arrays: ChainArrays, staged: Staged) -> ChainInputs:
-        """See `LoopSection.of`."""
         metadata = self._batch.metadata(arrays.prefill.batch, staged)
         prefill = self._rows.of(staged.views, DevicePass, metadata=metadata)
         return ChainInputs(prefill, self._steps.of(arrays.steps.batches, staged))

@@ -1,9 +1,9 @@
-"""Passes of a head as functions of tensors that a compiler can hold, and their fixed shape for CUDA graphs.
+"""Passes of a head as compilable functions of tensors, and their static form for CUDA graphs.
 
-The draft prefill is launched right after the verification, before the host knows what was accepted: it reads every
-token row of the verification with the verification's own tokens, on the device, and takes its output at the last
-accepted one. Its entries of rejected rows lie past the row's end and are overwritten. The steps' arrays are
-written in place into the pinned buffers that they are sent from.
+The static draft prefill is launched right after the verification, before the host knows what was accepted: it reads
+every token row of the verification, and takes the output at each row's last accepted token. Cache entries of rejected
+tokens lie past the row's end and are overwritten. The arrays of the steps are written in place into the pinned buffers
+from which they are sent.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ Passed = tuple[torch.Tensor, torch.Tensor]
 
 
 class HeadPasses:
-    """The passes of any head; attention goes through `channel`."""
+    """The passes of any head, with attention through `channel`."""
 
     can_compile = False
-    """Whether the head's code is known to be one graph for the compiler."""
+    """Whether the compiler is known to trace the head's code into one graph."""
 
     def __init__(self, head: Head) -> None:
         self.head = head
         self.channel = Channel[LayerAttend]()
 
     def carrying(self, attend: Attend) -> AbstractContextManager[None]:
-        """Serve the passes' attention with `attend`, for a while."""
+        """A context in which `attend` computes the passes' attention."""
         return self.channel.carrying(lambda layer, query, key, value, sinks: attend(layer, query, key, value))
 
     def prefill(
@@ -62,7 +62,7 @@ class HeadPasses:
         return self._with_logits(x.index_select(0, last_row))
 
     def step(self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> Passed:
-        """x [R, H] of the step before, token_ids, positions [R] -> outputs and logits."""
+        """x [R, H] of the previous step, token_ids, positions [R] -> outputs and logits."""
         return self._with_logits(self._forward(token_ids, self.head.feedback(x), positions))
 
     def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class HeadPasses:
 
 
 class RowSelecting(Head, Protocol):
-    """A head that can skip results that are not used."""
+    """A head whose forward can compute the outputs of some rows only."""
 
     def forward(
         self,
@@ -86,11 +86,11 @@ class RowSelecting(Head, Protocol):
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `Head.forward`; rows: [R] int64, those whose output is wanted -> [R, H]."""
+        """As `Head.forward`; rows: [R] int64, the rows to compute outputs for -> [R, H]."""
 
 
 class EaglePasses(HeadPasses):
-    """The same for a head that can skip results that are not used."""
+    """The passes of a `RowSelecting` head."""
 
     can_compile = True
 
@@ -101,24 +101,24 @@ class EaglePasses(HeadPasses):
     def prefill(
         self, aux: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
     ) -> Passed:
-        """See `HeadPasses.prefill`. Only the keys and values of the other rows are needed."""
+        """See `HeadPasses.prefill`; of rows other than the last ones only keys and values are computed."""
         return self._with_logits(
             self._eagle.forward(token_ids, self._eagle.fuse(aux), positions, self._attend, rows=last_row)
         )
 
 
 class BlockHead(Head, Protocol):
-    """A head whose block is a transformers layer, with the attention port that such layers call."""
+    """A head whose block is a transformers layer, which calls attention through a port."""
 
     def attending(self, attend: Attend) -> AbstractContextManager[None]:
-        """Serve the block's attention with `attend`, for a while."""
+        """A context in which `attend` computes the block's attention."""
 
     def run_block(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`forward` without its attention, which must be served (`attending`) meanwhile; can be compiled."""
+        """`forward` inside `attending`; can be compiled."""
 
 
 class MtpPasses(HeadPasses):
-    """The same for a module whose block brings its own attention port."""
+    """The passes of a `BlockHead`."""
 
     can_compile = True
 
@@ -127,7 +127,6 @@ class MtpPasses(HeadPasses):
         self._module = head
 
     def carrying(self, attend: Attend) -> AbstractContextManager[None]:
-        """See `HeadPasses.carrying`."""
         return self._module.attending(attend)
 
     def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -135,7 +134,7 @@ class MtpPasses(HeadPasses):
 
 
 def target_ids_of(head: Head, device: torch.device) -> torch.Tensor | None:
-    """The target ids of all of a head's draft ids [Vd] int64; None where they are the same."""
+    """Target ids of all of a head's draft ids [Vd] int64; None where both are the same."""
     ids = torch.arange(head.draft_vocab_size, device=device)
     target_ids = head.to_target_ids(ids)
     return None if torch.equal(ids, target_ids) else target_ids.contiguous()
@@ -156,7 +155,6 @@ class StaticChain:
         greedy: Greedy,
         compiler: Compile,
     ) -> None:
-        """See `GraphLoop.static_form`."""
         self._plain = passes
         self._prefill: Callable[..., Any] = compiler(passes.prefill) if passes.can_compile else passes.prefill
         self._step: Callable[..., Any] = compiler(passes.step) if passes.can_compile else passes.step
@@ -165,12 +163,11 @@ class StaticChain:
         self._greedy = greedy
         self._target_ids = target_ids_of(passes.head, aux.device)
         hidden = passes.head.fuse(aux[:2])
-        rows = max(limits.rows, 2) + 1  # of no bucket: compiled code keeps it apart that all rows are asked for
+        rows = max(limits.rows, 2) + 1  # above any bucket: code for a whole buffer would be compiled once more
         self.hidden = hidden.new_zeros(rows, hidden.shape[1])
         self.drafts = torch.zeros(rows, limits.drafts, dtype=torch.int64, device=aux.device)
 
     def steps(self, shape: StaticShape) -> FixedSteps:
-        """See `StaticLoop.steps`."""
         return FixedSteps(shape, self._aux.device)
 
     def step_width(self, index: int) -> int:
@@ -180,7 +177,7 @@ class StaticChain:
     def prefill(
         self, inputs: StaticPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
-        """See `StaticLoop.prefill`: of one pass."""
+        """See `StaticLoop.prefill`; it has one pass."""
         run, last_row, (own,) = self._prefill if compiled else self._plain.prefill, inputs.last_row, positions
         if len(last_row) == 1:
             last_row = last_row.repeat(2)  # a single row would be compiled once more
@@ -192,17 +189,14 @@ class StaticChain:
     def step(
         self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
     ) -> tuple[torch.Tensor, Chosen]:
-        """See `StaticLoop.step`: x [rows, H].
-
-        A view of a larger buffer would be compiled once more than a tensor of its own: step 0 copies it.
-        """
+        """See `StaticLoop.step`: x [rows, H]. Step 0 copies its input: for a view code would be compiled once more."""
         x = self.hidden[:rows].clone() if before is None else before
         with self._plain.carrying(paged_attend(self._runner, planned)):
             x, logits = self._step(x, self.drafts[:rows, index], planned.metadata.positions)
         return x, self._choose(logits, index + 1)
 
     def _choose(self, logits: torch.Tensor, draft: int) -> Chosen:
-        """Not in compiled code, which would write the whole buffer of drafts for one of its columns."""
+        """Runs outside compiled code, which would rewrite the whole buffer of drafts for one of its columns."""
         return Chosen(self._greedy(logits, self._target_ids, self.drafts[: len(logits), draft]), logits)
 
 
@@ -210,7 +204,7 @@ _STEPS = StepSection(table=False)
 
 
 class _StepsPlace:
-    """One host buffer of the steps, and the batches over it."""
+    """One host buffer of the draft steps, with the batches over it."""
 
     def __init__(self, host: Mapping[str, np.ndarray], shape: StaticShape) -> None:
         self.arrays = _STEPS.buffers(host)
@@ -231,7 +225,7 @@ class _StepsPlace:
 
 
 class FixedSteps:
-    """Host arrays of the steps of a fixed number of rows. Padding rows, and rows without a step, use the null page."""
+    """A chain's `StaticSteps`. Padding rows, and rows that do not take a step, use the null page."""
 
     def __init__(self, shape: StaticShape, device: torch.device) -> None:
         self._shape = shape
@@ -245,14 +239,13 @@ class FixedSteps:
         self._places = [_StepsPlace(host, shape) for host in self._arena.hosts(self._bucket)]
 
     def views(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
-        """See `StaticSteps.views`."""
         return _STEPS.of(batches, staged)
 
     def send(self, rows: DraftingRows) -> tuple[tuple[HostBatch, ...], Staged]:
-        """See `StaticSteps.send`; the batches are the arena's memory, good until the round after the next.
+        """See `StaticSteps.send`; the batches are views of the arena, valid until the round after the next.
 
-        `drafters.loops.chain_arrays.draft_steps` in place: K=3, a row at 18 with 3 drafts, pages [7, 9] of 16 tokens:
-        positions 18, 19, seq_lens 19, 20, slots 146, 147.
+        Computes `drafters.loops.chain_arrays.draft_steps` in place. K=3, a row at 18 with 3 drafts, pages [7, 9] of 16
+        tokens: positions 18, 19, seq_lens 19, 20, slots 146, 147.
         """
         place = self._places[self._arena.begin()]
         arrays, page_size, count = place.arrays, self._shape.page_size, len(rows.num_drafts)
@@ -277,7 +270,7 @@ class FixedSteps:
 
 
 def _write_step_pages(page_indices: np.ndarray, table: np.ndarray, counts: np.ndarray) -> None:
-    """page_indices [K-1, …]: every step's pages; counts [K-1, rows]. Most steps of few rows enter no page."""
+    """Write each step's pages into page_indices [K-1, …]; counts: [K-1, rows]. Steps that enter no new page copy."""
     used, same = 0, (counts[1:] == counts[:-1]).all(1).tolist()
     for step, own in enumerate(counts):
         if step and same[step - 1]:

@@ -1,7 +1,6 @@
-"""How long a row is after a verification, and how many drafts it may have then. numpy only; doctests run in the tests.
+"""Length of a row after a verification, and the number of drafts it may have then. numpy only.
 
-The bonus token is a row's last committed token; its position is the number of tokens before it, which is also
-the row's KV length in the target's cache.
+The bonus token is a row's last committed token; its position is also the row's KV length in the target's cache.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ import numpy as np
 
 
 def tokens_accepted(num_new: np.ndarray, num_accepted: np.ndarray) -> np.ndarray:
-    """Tokens by which a verification lengthens each row's KV cache: the committed ones it read and accepted drafts.
+    """Tokens that a verification adds to each row's KV cache: the committed ones it read, and accepted drafts.
 
     Args:
-        num_new: [B] committed tokens that the row read (1, or the chunk of a prompt); num_accepted: [B], 0 for a chunk.
+        num_new: [B] committed tokens that the row read (1, or a prompt chunk); num_accepted: [B], 0 for a chunk.
 
     K=3, q=[4,4,4] with one committed token each: start [16,29,44] becomes [18,33,45].
 
@@ -24,9 +23,9 @@ def tokens_accepted(num_new: np.ndarray, num_accepted: np.ndarray) -> np.ndarray
 
 
 def draft_room(max_model_len: int | np.ndarray, bonus_positions: np.ndarray, tokens_left: np.ndarray) -> np.ndarray:
-    """Drafts that the limits leave room for, K apart: min(max_model_len - 1 - bonus, tokens_left - 1); may be negative.
+    """Drafts that the limits allow, without K: min(max_model_len - 1 - bonus, tokens_left - 1); may be negative.
 
-    Every further committed token takes one from it, so after a verification it is known without the limits.
+    Every further committed token takes one from it, so after a verification it follows without the limits.
 
     Args:
         max_model_len: of all rows, or [B] of each. bonus_positions: [B] of the next bonus token (seq').
@@ -41,7 +40,7 @@ def draft_room(max_model_len: int | np.ndarray, bonus_positions: np.ndarray, tok
 
 
 def drafts_within(num_speculative_tokens: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Drafts of each row: its own K, at most what there is room for, at least 0.
+    """Drafts of each row: its own K, at most the room, at least 0.
 
     Args:
         num_speculative_tokens: [B] K_i; room: [B], see `draft_room`.

@@ -1,14 +1,13 @@
-"""Host arrays of several multi-token-prediction modules (M > 1): who runs which rows with which tokens. numpy only.
+"""Host arrays of several multi-token-prediction modules (M > 1): which rows and tokens each module reads. numpy only.
 
-Module m's row i pairs the token at i+1+m with module m-1's output at row i (m = 0: with the target's state), so it is
-true once the token at i+1+m is committed. For a new range [a, seq') of target states that makes the rows [a-m, seq'-m)
-of module m, each in a cache layer of its own; rows below 0 do not exist, nor rows below the position at which a request
-begins whose first pages are another's. Row a-m needs module m-1's output at a row of the round before: one carried
-vector a request and module.
+Row i of module m combines the token at i+1+m with module m-1's output at row i (m = 0: with the target's state), so it
+is final once the token at i+1+m is committed. A new range [a, seq') of target states gives rows [a-m, seq'-m) of module
+m, which has a cache layer of its own. Rows below 0, or below the position at which a request with reused pages begins,
+do not exist. Row a-m needs module m-1's output at a row of the previous round: one carried vector a request and module.
 
-Draft s+1 comes from module m = s mod M. While s < M it runs the rows seq'-s … seq'-1 with the tokens d_1 … d_s. Then
-the modules go round again (lap l = s // M): all run the M rows that end at seq'+l·M-1 with the tokens d_{s-M+1} … d_s;
-in the place of the target's state at row i stands the last module's output at row i-M, made in the lap before.
+Draft s+1 comes from module m = s mod M. While s < M it reads the rows seq'-s … seq'-1 with the tokens d_1 … d_s. After
+that the modules take turns again (lap l = s // M): each reads the M rows that end at seq'+l·M-1 with the tokens
+d_{s-M+1} … d_s, and instead of the target's state at row i the last module's output at row i-M of the previous lap.
 For M = 1 this is the chain of `drafters.loops.chain_arrays.draft_steps`.
 """
 
@@ -34,9 +33,9 @@ class ModuleRows:
     """Rows of module m >= 1 in a draft prefill over B' requests whose module 0 reads T' rows.
 
     Attributes:
-        lens, first_positions: [B'] rows of each request, 0 where it has none yet, and where they begin.
-        tokens: [T_m] int64, rows of module 0 that read the same token.
-        sources: [T_m] int64, rows of [B' carried vectors, T_{m-1} outputs of module m-1].
+        lens, first_positions: [B'] number of rows of each request, 0 if it has none yet, and the first one's position.
+        tokens: [T_m] int64, the row of module 0 that reads the same token.
+        sources: [T_m] int64, indices into [B' carried vectors, T_{m-1} outputs of module m-1].
         last_row: [B'] int64, each request's last row; 0 where it has none.
     """
 
@@ -110,14 +109,13 @@ def shifted_batch(
     page_size: int,
     begins: np.ndarray | None = None,
 ) -> HostBatch:
-    """Module m's attention over all token rows of a verification, in their places: they stand m positions further back.
+    """Module m's attention over all token rows of a verification, at positions m less than the target's.
 
-    Of a request that starts fewer than m positions after its beginning the first rows do not exist: they are a row of
-    their own on the null page.
+    Rows before a request's beginning do not exist: they become a row of their own on the null page.
 
     Args:
         query_start_loc: [B+1]; first_positions: [B] of the verification; block_table: [B, P] of the head's pages.
-        begins: [B] where the requests begin, see `module_rows`.
+        begins: [B] first positions of the requests, see `module_rows`.
 
     Three requests, at 5 with three tokens, at 0 with two, and at 0 with one:
 
@@ -149,11 +147,11 @@ def shifted_batch(
 
 
 def rows_before(query_start_loc: np.ndarray, num_carried: int) -> np.ndarray:
-    """[T] int64, where the row before each token row stands in [carried vectors, T rows]: a request's first one has its
-    carried vector there.
+    """[T] int64, index of the row before each token row in [carried vectors, T rows]; before a request's first token
+    row comes its carried vector.
 
     Args:
-        query_start_loc: [B+1], no request without tokens; num_carried: of the vectors, at least B.
+        query_start_loc: [B+1], no request without tokens; num_carried: number of vectors, at least B.
 
     >>> rows_before(np.array([0, 3, 5]), 4).tolist()
     [0, 4, 5, 1, 7]
@@ -164,7 +162,7 @@ def rows_before(query_start_loc: np.ndarray, num_carried: int) -> np.ndarray:
 
 
 def step_width(step: int, num_modules: int) -> int:
-    """Rows a request runs for draft step+1 (step 1, 2, …): min(step, M)."""
+    """Rows a request has in draft step+1 (step 1, 2, …): min(step, M)."""
     return min(step, num_modules)
 
 
@@ -176,7 +174,7 @@ def module_step(
     page_size: int,
     num_modules: int,
 ) -> HostBatch:
-    """The attention of draft step+1, by module step mod M.
+    """The attention of draft step+1, which module step mod M makes.
 
     Requests that do not take the step, or are too short for it, use the null page.
 
@@ -198,10 +196,10 @@ def module_step(
 
 @dataclass(frozen=True)
 class ModuleArrays:
-    """Host arrays of one draft loop by M modules.
+    """Host arrays of a draft loop of M modules; a `drafters.loops.base.LoopArrays`.
 
     Attributes:
-        request_rows: [B'] int64 of the draft prefill, see `DraftInput`; the R drafting ones come first.
+        request_rows: [B'] int64, see `DraftInput`; the R drafting ones come first.
         num_drafting: R.
         passes: of each module. steps: attention of drafts 2 … n.
     """
@@ -213,7 +211,6 @@ class ModuleArrays:
 
     @property
     def size(self) -> LoopSize:
-        """See `LoopArrays`."""
         first = self.passes[0]
         pages = first.batch.block_table.shape[1]
         return LoopSize(len(self.request_rows), len(first.token_ids), pages, len(self.steps) + 1)
@@ -250,7 +247,7 @@ class ModuleInputs:
 
 
 class ModuleSection:
-    """The loop of M modules in the arena, for up to K drafts; a `drafters.loops.base.LoopSection`."""
+    """Places the arrays of M modules, for up to K drafts, in the round's arena; a `drafters.loops.base.LoopSection`."""
 
     def __init__(self, num_modules: int, num_drafts: int) -> None:
         self._num_modules, requests = num_modules, {"rows": "modules.requests"}
@@ -263,7 +260,6 @@ class ModuleSection:
         self.fields = tuple(place for section in sections for place in section.fields)
 
     def sizes(self, size: LoopSize) -> dict[str, int]:
-        """See `LoopSection.sizes`."""
         sizes = {"modules.requests": size.rows}
         for batch in self._batches:
             sizes |= batch.sizes(size.rows, size.tokens, size.pages)
@@ -273,7 +269,6 @@ class ModuleSection:
         return sizes
 
     def values(self, arrays: ModuleArrays) -> dict[str, np.ndarray]:
-        """See `LoopSection.values`."""
         found = self._requests.values(arrays)
         for batch, rows, each in zip(self._batches, self._rows, arrays.passes, strict=True):
             found |= batch.values(each.batch) | rows.values(each)
@@ -282,7 +277,6 @@ class ModuleSection:
         return found
 
     def of(self, arrays: ModuleArrays, staged: Staged) -> ModuleInputs:
-        """See `LoopSection.of`."""
         sections = zip(self._batches, self._rows, arrays.passes, strict=True)
         passes = tuple(
             rows.of(staged.views, DevicePass, metadata=batch.metadata(each.batch, staged))
@@ -292,24 +286,25 @@ class ModuleSection:
         return ModuleInputs(self._requests.of(staged.views).request_rows, arrays.num_drafting, passes, steps)
 
 
-class FixedStepSection:
-    """All steps of M modules in an arena of their own, for rounds of one fixed shape.
+_PER_STEP = ("query_start_loc", "seq_lens", "page_indices", "page_indptr", "last_page_len")
 
-    Their arrays are one batch, with the step as the first dimension, but slots and positions: those of all tokens, step
-    after step.
+
+class FixedStepSection:
+    """Places all steps of M modules in an arena of their own, for rounds of one fixed shape.
+
+    Their arrays form one batch with the step as first dimension; slots and positions are flat, step after step.
     """
 
     def __init__(self, rows: int, widths: Sequence[int]) -> None:
         """widths: tokens a row of every step."""
         self._rows = rows
         self.tokens = token_slices(rows, widths)
-        per_step = ("query_start_loc", "seq_lens", "page_indices", "page_indptr", "last_page_len")
-        leading = dict.fromkeys(per_step, "modules.steps")
+        leading = dict.fromkeys(_PER_STEP, "modules.steps")
         self._own = Section(BatchArrays, "modules.steps", ("block_table",), leading=leading)
         self.fields = self._own.fields
 
     def sizes(self, page_entries: int) -> dict[str, int]:
-        """Sizes of the dimensions of `fields`."""
+        """Sizes of the symbolic dimensions of `fields`."""
         return {
             "modules.steps": len(self.tokens),
             "modules.steps.rows": self._rows,
@@ -319,35 +314,24 @@ class FixedStepSection:
         }
 
     def buffers(self, host: Mapping[str, np.ndarray]) -> BatchArrays[np.ndarray]:
-        """One of the arena's host buffers, whole."""
+        """The arrays over one of the arena's host buffers."""
         return self._own.of(host)
 
     def of(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
-        """Metadata of every step."""
+        """Attention metadata of every step."""
         whole: BatchArrays[torch.Tensor] = self._own.of(staged.views)
-        return tuple(self._step(step, host, whole, staged) for step, host in enumerate(batches))
-
-    def _step(
-        self, step: int, host: HostBatch, whole: BatchArrays[torch.Tensor], staged: Staged
-    ) -> CommonAttentionMetadata:
-        if CHECKS.on:
-            host.validate()
-        tokens = self.tokens[step]
-        return CommonAttentionMetadata(
-            host=host,
-            query_start_loc=whole.query_start_loc[step],
-            seq_lens=whole.seq_lens[step],
-            slot_mapping=whole.slot_mapping[tokens],
-            positions=whole.positions[tokens],
-            page_indices=whole.page_indices[step],
-            page_indptr=whole.page_indptr[step],
-            last_page_len=whole.last_page_len[step],
-            staged=staged,
-        )
+        steps = []
+        for step, (host, tokens) in enumerate(zip(batches, self.tokens, strict=True)):
+            if CHECKS.on:
+                host.validate()
+            own = {name: getattr(whole, name)[step] for name in _PER_STEP}
+            own |= {name: getattr(whole, name)[tokens] for name in ("slot_mapping", "positions")}
+            steps.append(CommonAttentionMetadata(host=host, staged=staged, **own))
+        return tuple(steps)
 
 
 def token_slices(rows: int, widths: Sequence[int]) -> tuple[slice, ...]:
-    """Places of each step's tokens among the tokens of all steps; widths: tokens a row of every step.
+    """Slices of each step's tokens among the tokens of all steps; widths: tokens a row of every step.
 
     >>> token_slices(4, [1, 2])
     (slice(0, 4, None), slice(4, 12, None))

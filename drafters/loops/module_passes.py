@@ -1,19 +1,18 @@
-"""Passes of one of several modules as functions of tensors, and their fixed shape for CUDA graphs.
+"""Passes of one of several modules as functions of tensors, and their static form for CUDA graphs.
 
-They know nothing of rows of a request: the draft prefill and every draft step run the same code, compiled once.
+The draft prefill and every draft step run the same code, compiled once; it does not depend on the rows of a request.
 
-The draft prefill runs right after the verification, before the host knows what was accepted. A request's token row j
-stands at position start+j in the target, and at start+j-m in module m: so it pairs the same token, the one at
-start+j+1, with another state, module m-1's output at row j-1. Row 0 takes it from what the round before left:
+The draft prefill runs right after the verification, before the host knows what was accepted. A request's token row j is
+at position start+j in the target and at start+j-m in module m: there it combines the same token, the one at start+j+1,
+with module m-1's output at row j-1. For row 0 that is the vector carried over from the previous round:
 
     K = 3, M = 2, start 16, tokens t17 … t20 of the verification, 1 draft accepted (seq' 18)
     module 0 rows 16 17 | 18 19 with t17 t18 | t19 t20      module 1 rows 15 16 | 17 18 with t17 t18 | t19 t20
                      ^ draft 1, carried                                      ^ carried
 
-What lies right of "|" was rejected: it stands at or after the module's end seq'-m, where every module's later rows are
-written before they are read. The last row is the same in every module. Of a request with start < m the first m - start
-rows of module m do not exist: attention has them on the null page (`drafters.loops.module_arrays.shifted_batch`), and
-what they give reaches no row that does exist.
+Rows right of "|" were rejected: they are at or after the module's end seq'-m, where later rows are written before they
+are read. The last row is the same in every module. If start < m, the first m - start rows of module m do not exist:
+they use the null page (`drafters.loops.module_arrays.shifted_batch`), and no existing row reads their results.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from drafters.loops.base import (
     LoopSize,
     StaticPrefill,
     StaticShape,
+    from_layer,
     paged_attend,
 )
 from drafters.loops.chain_passes import BlockHead, MtpPasses, target_ids_of
@@ -46,19 +46,18 @@ from drafters.loops.module_arrays import FixedStepSection, step_width
 
 
 class ModulePasses(MtpPasses):
-    """One module of several, fed by the module before it in their turn: module 0 by the last one."""
+    """The passes of one module of several; it reads the outputs of the module `before`, module 0 those of the last."""
 
     def __init__(self, head: BlockHead, before: Head) -> None:
-        """before: the module whose outputs this one reads."""
         super().__init__(head)
         self._before = before
 
     def over_target(self, aux: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Module 0 over the target's states [T, H], token_ids, positions [T] -> outputs [T, H]."""
+        """Module 0: the target's states [T, H], token_ids, positions [T] -> outputs [T, H]."""
         return self._forward(token_ids, self.head.fuse(aux), positions)
 
     def over_module(self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Over outputs [T, H] of the module before, token_ids, positions [T] -> outputs [T, H]."""
+        """Outputs [T, H] of the previous module, token_ids, positions [T] -> outputs [T, H]."""
         return self._forward(token_ids, self._before.feedback(x), positions)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,11 +66,11 @@ class ModulePasses(MtpPasses):
 
 
 class StaticModules:
-    """The static form of `ModuleLoop`; a `drafters.loops.base.StaticLoop`.
+    """The static form of `ModuleLoop`; a `drafters.loops.base.StaticLoop`, and `CarriesVectors`.
 
-    hidden: [M, R, H] output of the draft prefill at each request's last row, by row of the last verification.
-    carried: [M-1, R+1, H] the same of all modules but the last, by the request's row of the row table, until the
-        request's next draft prefill. The last row has no request: padding rows of a fixed shape write to it.
+    hidden: [M, R, H] outputs of the draft prefill at each request's last row, by row of the last verification.
+    carried: [M-1, R+1, H] the same of all modules except the last, by the request's row in the row table, until its
+        next draft prefill. Padding rows of a fixed shape write to the last row.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class StaticModules:
         greedy: Greedy,
         compiler: Compile,
     ) -> None:
-        """passes: of modules 0 … M-1. Others: see `GraphLoop.static_form`."""
+        """passes: of modules 0 … M-1."""
         self._passes = passes
         self._plain = [_Functions(each) for each in passes]
         self._compiled = [_Functions(each, compiler) for each in passes]
@@ -99,29 +98,24 @@ class StaticModules:
 
     @property
     def carried_shape(self) -> tuple[int, ...]:
-        """See `drafters.loops.base.CarriesVectors`."""
         return (self.carried.shape[0], self.carried.shape[2])
 
     def carried_by(self, request_row: int) -> torch.Tensor:
-        """See `drafters.loops.base.CarriesVectors`: [M-1, H]."""
+        """[M-1, H]."""
         return self.carried[:, request_row]
 
     def carry(self, request_row: int, vectors: torch.Tensor) -> None:
-        """See `drafters.loops.base.CarriesVectors`."""
         self.carried[:, request_row] = vectors
 
     def steps(self, shape: StaticShape) -> FixedModuleSteps:
-        """See `StaticLoop.steps`."""
         return FixedModuleSteps(shape, len(self._passes), self._aux.device)
 
     def step_width(self, index: int) -> int:
-        """See `StaticLoop.step_width`."""
         return step_width(index + 1, len(self._passes))
 
     def prefill(
         self, inputs: StaticPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
-        """See `StaticLoop.prefill`."""
         assert inputs.carried is not None
         rows, tokens, own = len(inputs.last_row), inputs.token_ids, inputs.carried
         carried, hidden = self.carried[:, own.request_rows], self.hidden[:, :rows]
@@ -129,9 +123,9 @@ class StaticModules:
         x = self._aux[: len(tokens)]
         for m, functions in enumerate(modules):
             run = functions.over_module if m else functions.over_target
-            if m:  # each row takes the output one row before it
+            if m:  # each row reads the output of the row before it
                 x = torch.cat([carried[m - 1], x]).index_select(0, own.sources)
-            with self._passes[m].carrying(_from_layer(attend, m)):
+            with self._passes[m].carrying(from_layer(attend, m)):
                 x = run(x, tokens, positions[m])
             hidden[m].copy_(x.index_select(0, inputs.last_row))
         self.carried[:, own.request_rows] = hidden[:-1]
@@ -155,12 +149,12 @@ class StaticModules:
         return x, self._choose(self._compiled[m].logits(last), step)
 
     def _choose(self, logits: torch.Tensor, draft: int) -> Chosen:
-        """Not in compiled code, which would write the whole buffer of drafts for one of its columns."""
+        """Runs outside compiled code, which would rewrite the whole buffer of drafts for one of its columns."""
         return Chosen(self._greedy(logits, self._target_ids, self.drafts[: len(logits), draft]), logits)
 
 
 class _Functions:
-    """The functions of a module's passes, compiled where a compiler is given and the module can be."""
+    """The functions of a module's passes, compiled if a compiler is given and can compile them."""
 
     def __init__(self, passes: ModulePasses, compiler: Compile | None = None) -> None:
         compiled = compiler if compiler is not None and passes.can_compile else lambda function: function
@@ -169,17 +163,8 @@ class _Functions:
         self.logits = compiled(passes.logits)
 
 
-def _from_layer(attend: Attend, first_layer: int) -> Attend:
-    """The attention of a module whose layer 0 is the group's `first_layer`."""
-
-    def own(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return attend(first_layer + layer, query, key, value)
-
-    return own
-
-
 def _row_by_row(first: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """first [R, H] before others [R, n, H] of each row -> [R·(n+1), H]."""
+    """Join first [R, H] and others [R, n, H] by row -> [R·(n+1), H]."""
     rows, count, size = others.shape
     joined = first.new_empty(rows * (count + 1), size)
     torch.cat([first[:, None], others], 1, out=joined.view(rows, count + 1, size))
@@ -187,14 +172,14 @@ def _row_by_row(first: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(values: torch.Tensor, *shape: int) -> torch.Tensor:
-    """A copy in another shape that is no view: compiled code is compiled anew for every kind of view."""
+    """A copy in another shape, in memory of its own: compiled code is compiled anew for every kind of view."""
     copied = values.new_empty(shape)
     copied.view(values.shape).copy_(values)
     return copied
 
 
 class _StepsPlace:
-    """One host buffer of the steps, and the batches over it. first: [K-1, rows] each request's first position."""
+    """One host buffer of the draft steps, with the batches over it. first: [K-1, rows] first positions of the rows."""
 
     def __init__(
         self, host: Mapping[str, np.ndarray], shape: StaticShape, widths: Sequence[int], section: FixedStepSection
@@ -218,9 +203,9 @@ class _StepsPlace:
 
 
 class FixedModuleSteps:
-    """The steps of a fixed number of rows; step s of M modules has min(s, M) tokens a row.
+    """The `StaticSteps` of M modules; step s has min(s, M) tokens a row.
 
-    A row that takes no step, or is added, writes to the null page.
+    Padding rows, and rows that do not take a step, use the null page.
     """
 
     def __init__(self, shape: StaticShape, num_modules: int, device: torch.device) -> None:
@@ -232,7 +217,7 @@ class FixedModuleSteps:
         self._rows = np.arange(rows)
         widths = [step_width(int(s), num_modules) for s in steps]
         self._pages = -(-max(widths, default=1) // shape.page_size)
-        # Of every token, step after step and row after row: its row, its place in it, and its place in [K-1, rows].
+        # Of every token, step after step and row after row: its row, its index in the row, its index in [K-1, rows].
         self._owner = np.concatenate([np.repeat(self._rows, w) for w in [0, *widths]])
         self._within = np.concatenate([np.tile(np.arange(w), rows) for w in [0, *widths]])
         self._cell = self._owner + np.repeat(np.arange(len(widths)) * rows, np.array(widths, np.int64) * rows)
@@ -244,14 +229,13 @@ class FixedModuleSteps:
         self._places = [_StepsPlace(host, shape, widths, self._section) for host in self._arena.hosts(self._bucket)]
 
     def views(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
-        """See `StaticSteps.views`."""
         return self._section.of(batches, staged)
 
     def send(self, rows: DraftingRows) -> tuple[tuple[HostBatch, ...], Staged]:
-        """See `StaticSteps.send`; the batches are the arena's memory, good until the round after the next.
+        """See `StaticSteps.send`; the batches are views of the arena, valid until the round after the next.
 
-        `drafters.loops.module_arrays.module_step` in place: K=4, M=2, a row of 18 positions with 4 drafts, pages [7, 9]
-        of 16 tokens: positions 17 | 18 19 | 18 19, slots 145 | 146 147 | 146 147.
+        Computes `drafters.loops.module_arrays.module_step` in place. K=4, M=2, a row of 18 positions with 4 drafts,
+        pages [7, 9] of 16 tokens: positions 17 | 18 19 | 18 19, slots 145 | 146 147 | 146 147.
         """
         place = self._places[self._arena.begin()]
         arrays, first, page_size, count = place.arrays, place.first, self._shape.page_size, len(rows.num_drafts)

@@ -1,7 +1,6 @@
-"""The loop of several multi-token-prediction modules: module s mod M makes draft s+1.
+"""The draft loop of several multi-token-prediction modules: module s mod M makes draft s+1.
 
-One vector a request and module is kept on the device from round to round (see `drafters.loops.module_arrays`), by the
-row of the request: a request that starts again reads none of an earlier one's.
+One vector a request and module stays on the device between rounds, see `drafters.loops.module_arrays`.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class ModuleStack(Protocol):
 
 
 class ModuleLoop:
-    """The loop of a stack of modules; a `drafters.loops.base.GraphLoop`."""
+    """The draft loop of a stack of modules; a `drafters.loops.base.GraphLoop`, and `CarriesVectors`."""
 
     name = "several multi-token-prediction modules"
 
     def __init__(self, stack: ModuleStack, limits: LoopSize) -> None:
-        """limits: requests and drafts at most, two or more drafts. Modules that no draft comes from are not run."""
+        """limits: most requests and drafts, at least two drafts. Modules that make none of the drafts are not run."""
         self._stack = stack
         self.num_modules = self.num_following = min(stack.num_modules, limits.drafts)
         self.section = ModuleSection(self.num_modules, limits.drafts)
@@ -50,11 +49,9 @@ class ModuleLoop:
         self._carried: torch.Tensor | None = None
 
     def arrays(self, draft: DraftInput) -> ModuleArrays:
-        """See `DraftLoop.arrays`."""
         return module_arrays(draft, self.num_modules)
 
     def run(self, inputs: ModuleInputs, runner: GroupRunner, aux: torch.Tensor, choose: Choose) -> Draft:
-        """See `DraftLoop.run`."""
         carried = self.carried(aux)
         last = module_prefill(self._stack, runner, aux, inputs.passes, carried[:, inputs.request_rows])
         carried[:, inputs.request_rows] = last
@@ -65,25 +62,23 @@ class ModuleLoop:
     def static_form(
         self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
     ) -> StaticModules:
-        """See `GraphLoop.static_form`. It keeps vectors of its own: an engine runs one form or the other."""
+        """See `GraphLoop.static_form`; it keeps its own vectors: an engine runs one form or the other."""
         return StaticModules(self._stack.passes(self.num_modules), runner, aux, limits, greedy, compiler)
 
     @property
     def carried_shape(self) -> tuple[int, ...]:
-        """See `CarriesVectors`."""
         return (self.num_modules - 1, self._stack.hidden_size)
 
     def carried_by(self, request_row: int) -> torch.Tensor:
-        """See `CarriesVectors`: [M-1, H]; no module reads the last one's output."""
+        """[M-1, H]; the last module's output is not carried."""
         assert self._carried is not None, "no round has run yet"
         return self._carried[:-1, request_row]
 
     def carry(self, request_row: int, vectors: torch.Tensor) -> None:
-        """See `CarriesVectors`."""
         self.carried(vectors)[:-1, request_row] = vectors
 
     def carried(self, like: torch.Tensor) -> torch.Tensor:
-        """[M, requests, H] outputs of each request's last draft prefill; allocated with the first aux states."""
+        """[M, requests, H] outputs of each request's last draft prefill, allocated at the first call."""
         if self._carried is None:
             self._carried = like.new_zeros(self.num_modules, self._max_requests, self._stack.hidden_size)
         return self._carried
@@ -92,16 +87,16 @@ class ModuleLoop:
 def module_prefill(
     stack: ModuleStack, runner: GroupRunner, aux: torch.Tensor, passes: Sequence[DevicePass], carried: torch.Tensor
 ) -> torch.Tensor:
-    """Every module's pass over the rows that have become true; rewrites what earlier steps wrote there.
+    """Run every module over its newly committed rows; overwrites the cache entries of earlier draft steps there.
 
     Args:
         aux: [T, H] states of the target's last forward after its final norm.
         passes: of modules 0 … M-1.
-        carried: [M, B', H], what the requests' last draft prefill returned; finite, and unread where a request starts.
+        carried: [M, B', H] result of the requests' previous draft prefill; unused, but finite, for new requests.
 
     Returns:
-        [M, B', H] each module's output at each request's last true row: what the steps start from, and what the
-        next round carries. Without meaning where a request has no such row yet.
+        [M, B', H] each module's output at each request's last committed row: the input of the draft steps, and the
+        vectors to carry. Undefined where a request has no such row yet.
     """
     states, last = aux, []
     for m, each in enumerate(passes):
@@ -109,7 +104,7 @@ def module_prefill(
         if m > 0:
             states = stack.module(m - 1).feedback(torch.cat([carried[m - 1], states]))
         hidden = states.index_select(0, each.sources)  # [T_m, H]
-        if not len(hidden):  # every request is too short yet
+        if not len(hidden):  # every request is still too short
             states = hidden
             last.append(carried[m])
             continue
@@ -131,7 +126,6 @@ def draft_modules(
     Args:
         last: [M, R, H] result of `module_prefill` for the drafting requests.
         steps: attention of drafts 2 … n, see `drafters.loops.module_arrays.module_step`.
-        choose: picks the draft token from logits.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.2 (the recursion); vllm-project/vllm, module index = step mod M.
     """

@@ -56,17 +56,13 @@ def load_mtp(
     device: torch.device | str,
     convention: MtpConvention | None = None,
 ) -> tuple[MtpHead, ...]:
-    """Load all modules of a checkpoint, ready for inference; usually `path` is the target's own.
+    """Load modules 0 … M-1 of a checkpoint, ready for inference; usually `path` is the target's own.
 
     Args:
         path: a folder, or a model's name on the Hugging Face hub; one file or an index.
         target: the model that they draft for; its embedding and lm_head are shared, not copied.
-        dtype: of the weights; block-fp8 weights are multiplied out first.
-        device: of the weights, the target's.
+        dtype, device: of the weights; block-fp8 weights are multiplied out first.
         convention: the input convention, which no checkpoint records; default that of the family's reference code.
-
-    Returns:
-        Modules 0 … M-1.
 
     Raises:
         HeadLoadError: there is no module, tensors are missing, unknown, of another shape or not finite, or the
@@ -153,12 +149,9 @@ def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:
 
 
 def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
-    """A module's tensors under the names that DeepSeek checkpoints give them; tensors of the target are left out.
+    """A module's tensors under the names that DeepSeek checkpoints give those of layer N + k; none of the target.
 
     A projection of [hidden, embedding] has its halves swapped: these checkpoints have [embedding, hidden].
-
-    Args:
-        layer: N + k, the number of the target's layers plus the module's own.
 
     Raises:
         HeadLoadError: the module has something that these checkpoints cannot hold.

@@ -15,10 +15,9 @@ Concat = Literal["auto", "embedding_first", "hidden_first"]
 class MtpConvention:
     """What a user may choose about a module's inputs, because no checkpoint says it.
 
-    Attributes:
-        concat: the order of the projection's halves; "auto" is the order of the checkpoint's family.
-        feedback: what the next draft step gets: the final norm's output or the block's. Engines agree on post_norm but
-            for GLM-4.5, where vLLM feeds the block's output back.
+    concat: the order of the projection's halves; "auto" is the order of the checkpoint's family.
+    feedback: what the next draft step gets: the final norm's output or the block's. Engines agree on post_norm but for
+        GLM-4.5, where vLLM feeds the block's output back.
     """
 
     concat: Concat = "auto"

@@ -58,10 +58,8 @@ class Comparison:
 
     Attributes:
         option: the option of `SpeculativeModel.from_pretrained` that decides it; other: its other value.
-        chosen_nats, other_nats: mean surprise of the drafts at the target's own tokens.
-        error: standard error of their difference.
-        limit: most nats of a convention that can be right.
-        num_tokens: tokens compared.
+        chosen_nats, other_nats: mean surprise of the drafts at the target's own tokens; error: standard error of their
+            difference. limit: most nats of a convention that can be right. num_tokens: tokens compared.
     """
 
     option: str
@@ -83,14 +81,14 @@ class Comparison:
 def compare_conventions(
     head: CheckedHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int
 ) -> tuple[Comparison, ...]:
-    """Judge the order of the projection, and where K is two or more, what is fed back: one comparison each.
+    """Judge the order of the projection, and where K (`num_drafts`) is two or more, what is fed back.
+
+    There is no comparison where both conventions are one (no final norm), where drafts are never fed back, or where the
+    attention is of a kind that it cannot run.
 
     Args:
         head: one module, or several of one input convention. token_ids: [T] int64, a text.
-        states: [T, H], the target's states after its final norm on that text. num_drafts: K.
-
-    There is none where both conventions are one (no final norm), where drafts are never fed back, or where the
-    attention is of a kind that the comparison cannot run.
+        states: [T, H], the target's states after its final norm on that text.
     """
     modules = head.mtp_modules
     if len(token_ids) < _LEAST or any(k.window or k.softcap or k.has_sinks for k in head.attention_specs):

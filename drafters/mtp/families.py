@@ -103,11 +103,8 @@ def as_modules_are_named(weights: Mapping[str, torch.Tensor], model_type: str) -
     """Weights of blocks under the names of transformers' modules, where a target's checkpoints have others.
 
     A block is a decoder layer of the target, and named in the files as the target's layers are: Hunyuan's
-    `mlp.router.gate.weight` is `mlp.gate.weight` in transformers. Renamed is by transformers' own rules for the target.
-
-    Args:
-        weights: by name, a block's beginning with "blocks.<k>."; others stay.
-        model_type: of the target's text configuration.
+    `mlp.router.gate.weight` is `mlp.gate.weight` in transformers. Renamed is by transformers' own rules for targets of
+    this `model_type`, and only names that begin with "blocks.<k>.".
 
     Raises:
         HeadLoadError: two tensors are the same parameter.
@@ -132,11 +129,9 @@ def _renamed(rest: str, rules: list[WeightRenaming]) -> str:
 
 
 def dequantise(weights: Mapping[str, torch.Tensor], block: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Multiply block-quantised weights out: `X` and `X_scale_inv` become X·scale of its block, float32.
+    """Multiply block-quantised weights out: `X` and `X_scale_inv` become X·scale of its block, float32; others stay.
 
-    Args:
-        weights: by name; those without a scale stay as they are.
-        block: rows and columns that share one scale; the last block of a row or column may be smaller.
+    block: rows and columns that share one scale; the last block of a row or column may be smaller.
 
     Raises:
         HeadLoadError: a scale without its weight, or of another shape than the weight's blocks.

@@ -41,7 +41,7 @@ from drafters.mtp.spec import MtpSpec, MtpTarget, block_config
 
 
 class MtpHead(nn.Module):
-    """One module; satisfies `drafters.base.Head`. The target's embedding and lm_head are shared, not copied."""
+    """One module: a `drafters.base.Head` that `HasInputConvention`. The target's embedding and lm_head are shared."""
 
     target_embedding: torch.Tensor
     target_lm_head: torch.Tensor
@@ -49,9 +49,8 @@ class MtpHead(nn.Module):
     def __init__(self, spec: MtpSpec, target: MtpTarget, device: torch.device | None = None) -> None:
         """Build a module whose weights are still to be loaded.
 
-        Args:
-            device: of the weights; by default that of the target's embedding. "meta" makes none, for
-                `load_state_dict(..., assign=True)`.
+        device: of the weights; by default that of the target's embedding. "meta" makes none, for
+        `load_state_dict(..., assign=True)`.
 
         Raises:
             HeadLoadError: a block has no attention that transformers' interface serves, or none of them has.
@@ -195,7 +194,6 @@ class MtpHead(nn.Module):
         return ChainLoop(self, lambda: MtpPasses(self))
 
     def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
-        """See `drafters.base.HasInputConvention`."""
         check_convention(self, token_ids, states, num_drafts)
 
 
@@ -207,7 +205,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class MtpStack(nn.Module):
-    """M modules over one target. Layer m of their cache group is module m's.
+    """M modules over one target, a `ModuleStack`. Layer m of their cache group is module m's.
 
     Taken as a plain `drafters.base.Head` it is its first module, which drafts by itself as well.
     """
@@ -240,7 +238,6 @@ class MtpStack(nn.Module):
         return self.heads[step % len(self.heads)]  # type: ignore[return-value]
 
     def passes(self, num_modules: int) -> tuple[ModulePasses, ...]:
-        """See `drafters.loops.modules.ModuleStack`."""
         taking_turns = self.mtp_modules[:num_modules]
         return tuple(ModulePasses(own, taking_turns[m - 1]) for m, own in enumerate(taking_turns))
 
@@ -276,5 +273,4 @@ class MtpStack(nn.Module):
         return ModuleLoop(self, limits) if limits.drafts > 1 else self.module(0).draft_loop(limits)
 
     def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
-        """See `drafters.base.HasInputConvention`."""
         check_convention(self, token_ids, states, num_drafts)

@@ -26,12 +26,10 @@ class MtpSpec:
         hidden_first: the projection reads [hidden, embedding] (MiMo) instead of [embedding, hidden].
         final_norm: there is a norm between the block and the target's lm_head (Ernie has none).
         feedback: what the next draft step gets: the final norm's output or the block's. Without a norm they are one.
-        projection_bias: the projection has a bias.
-        experts: the block's MLP is a mixture of experts.
+        projection_bias: the projection has a bias. experts: the block's MLP is a mixture of experts.
         mixers: of a module of several blocks with one mixer each (Nemotron-H), what these are: "full_attention", "moe"
             or "mlp". () for one block with attention and an MLP.
-        attention: of such one block, the kind of layer of the target that it is: "full_attention" or
-            "sliding_attention".
+        attention: the kind of the target's layers that such one block is: "full_attention" or "sliding_attention".
     """
 
     hidden_first: bool = False
@@ -53,10 +51,9 @@ class MtpTarget:
     """What a module takes from its target: the architecture of a decoder layer, and shared tensors.
 
     Attributes:
-        config: the target's text configuration.
+        config: the target's text configuration. num_layers: N.
         layer_class, norm_class: of the target's decoder layers; norm_eps: of all its norms.
         rotary: the target's rotary embedding module; None where its layers take no rotary embedding.
-        num_layers: N.
         embedding, lm_head: [V, H] weights on the target's device (one tensor when tied).
     """
 
@@ -142,10 +139,7 @@ Source: sgl-project/sglang 0.5.23, models/exaone_moe_mtp.py, exaone_moe.py (laye
 
 
 def attention_of(config: PreTrainedConfig, module: int) -> tuple[str, str]:
-    """The kind of attention of a module's block, and what says so.
-
-    Args:
-        config: the target's text configuration. module: 0 … M-1.
+    """The kind of attention of the block of module 0 … M-1, and what of the target's text configuration says so.
 
     Raises:
         HeadLoadError: it is of a kind that a module cannot have.

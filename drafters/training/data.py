@@ -76,12 +76,9 @@ Regenerate = Callable[[list[list[int]]], list[list[int]]]
 
 @dataclass(frozen=True)
 class AnswerSet:
-    """N sequences, each a prompt followed by its answer.
+    """N sequences, each a prompt followed by its answer: tokens [sum of lengths] int64, one after the other.
 
-    Attributes:
-        tokens: [sum of lengths] int64, all sequences one after the other.
-        starts: [N+1] int64, where each begins.
-        answer_starts: [N] int64, offset of the answer inside its sequence.
+    starts: [N+1] int64, where each begins. answer_starts: [N] int64, offset of the answer inside its sequence.
     """
 
     tokens: np.ndarray
@@ -168,11 +165,8 @@ _SYNC_SECONDS = 1.0
 class AnswerStore:
     """Answers on disk by the index of their question, including those of earlier processes. A context manager.
 
-    A line is a JSON object with `index`, `token_ids` and `check`, a hash of both and of the store's key: a line that
-    was cut off, altered, or comes from another store is ignored.
-
-    Attributes:
-        path: the file. answers: token ids by index. damaged: whole lines that were ignored when the file was read.
+    A line of the file is a JSON object with `index`, `token_ids` and `check`, a hash of both and of the store's key: a
+    line that was cut off, altered, or comes from another store is ignored. damaged: whole lines that were.
     """
 
     def __init__(self, path: Path, key: str) -> None:

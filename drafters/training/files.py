@@ -39,13 +39,10 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def whole_folder(path: Path, *, manifest: bool = True) -> Iterator[Path]:
-    """Fill a folder that takes the place of `path` when the block ends.
+    """Fill a folder that takes the place of `path` when the block ends: an empty one next to it, which is yielded.
 
-    Args:
-        manifest: add one, so that `damage` can tell later whether the files are still what was written.
-
-    Yields:
-        An empty folder next to `path` to write into. After an error it is removed, and `path` is as it was.
+    After an error that is removed, and `path` is as it was. manifest: add one, so that `damage` can tell later whether
+    the files are still what was written.
 
     Raises:
         RunFolderError: it cannot be written.

@@ -19,12 +19,9 @@ _MEGABATCH = 16
 
 @dataclass(frozen=True)
 class Batch:
-    """B right-padded sequences of S tokens.
+    """B right-padded sequences of S tokens: token_ids [B, S] int64, 0 in the padding.
 
-    Attributes:
-        token_ids: [B, S] int64, 0 in the padding.
-        real: [B, S] bool, False in the padding (the target's attention mask).
-        answer: [B, S] bool, the answers' tokens.
+    real: [B, S] bool, False in the padding (the target's attention mask). answer: [B, S] bool, the answers' tokens.
     """
 
     token_ids: torch.Tensor
@@ -90,12 +87,10 @@ Features = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tens
 
 @dataclass(frozen=True)
 class Outcome:
-    """Loss and counts of one batch, as tensors, so that nothing waits for the device.
+    """Loss (scalar, the decayed sum over steps) and counts of one batch: tensors, so that nothing waits for the device.
 
-    Attributes:
-        loss: scalar, the decayed sum over steps.
-        accepted: [steps] chains whose drafts are all right up to and including this step.
-        possible: [steps] chains that reach this far inside their answer.
+    accepted: [steps] chains whose drafts are all right up to and including this step.
+    possible: [steps] chains that reach this far inside their answer.
     """
 
     loss: torch.Tensor

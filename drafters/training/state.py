@@ -36,12 +36,10 @@ _PARTS = ("step", "config", "data", "head", "optimizer", "scheduler", "history",
 
 @dataclass(frozen=True)
 class Measurement:
-    """Results after `step` optimizer steps.
+    """Results after `step` optimizer steps; loss: of the step's batch.
 
-    Attributes:
-        loss: of the step's batch.
-        acceptance: share of held-out chains that are right up to and including draft 1, 2, …
-        evaluation: result of the caller's `evaluate` for the finished head.
+    acceptance: share of held-out chains that are right up to and including draft 1, 2, … evaluation: result of the
+    caller's `evaluate` for the finished head.
     """
 
     step: int
@@ -106,7 +104,9 @@ def save_checkpoint(
             with (partial / _STATE).open("wb") as out:
                 torch.save(state, out)
     except RunFolderError as error:
-        raise RunFolderError(f"{error}; {_good(run.folder)}, the same command goes on from there") from error
+        found = checkpoints(run.folder)
+        last = f"the last good checkpoint is {found[-1].name}" if found else "there is no checkpoint yet"
+        raise RunFolderError(f"{error}; {last}, the same command goes on from there") from error
     for old in checkpoints(run.folder)[: -run.config.keep_checkpoints]:
         shutil.rmtree(old)
     return final
@@ -154,11 +154,6 @@ def kept_evaluation(checkpoint: Path) -> dict[str, float] | None:
         return None
     numbers = isinstance(found, dict) and all(isinstance(value, (int, float)) for value in found.values())
     return found if numbers else None
-
-
-def _good(folder: Path) -> str:
-    found = checkpoints(folder)
-    return f"the last good checkpoint is {found[-1].name}" if found else "there is no checkpoint yet"
 
 
 def _check_finite(head: torch.nn.Module, step: int) -> None:

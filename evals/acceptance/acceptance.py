@@ -29,7 +29,7 @@ from evals.acceptance.summary import (
 )
 from evals.data.datasets import DataSet, digest
 from evals.errors import DataError
-from evals.runs.answers import Answer, seconds_a_round
+from evals.runs.answers import Answer, failures, seconds_a_round
 from evals.runs.conversations import Asking, Configuration, Work
 from evals.runs.executor import Executor, Report, collect, warm_up
 from evals.runs.store import RunStore, data_facts, model_facts, versions
@@ -116,10 +116,9 @@ SPEED_RATIO = "Ratio of totals: (new tokens / wall seconds) of the second config
 
 @dataclass(frozen=True)
 class Plan:
-    """An acceptance run.
+    """An acceptance run: the questions (`data`), the configurations (`arms`), how questions are asked.
 
     Attributes:
-        data, arms, asking: the questions, the configurations, how questions are asked.
         batch_size: questions generated together. warmup: passes over the first chunk whose answers are dropped.
         predict_batch_sizes: batch sizes to measure round times at, for the prediction, besides the run's own.
         worst: how many questions of lowest τ are shown with their drafts.
@@ -211,9 +210,7 @@ def _document(
         "definitions": definitions(),
         "arms": summaries,
         "questions": question_rows(kept, plan.arms),
-        "failures": [
-            {"question_id": a.question_id, "arm": a.arm, "error": a.error} for a in answers if a.error is not None
-        ],
+        "failures": failures(answers),
         "not_measured": [arm.name for arm in plan.arms if arm.k and not _drafts(kept[arm.name])],
         "worst": _worst(executor, plan, kept),
     }

@@ -27,8 +27,7 @@ class Metric:
     Attributes:
         key: name in the JSON document; label: name in tables; definition: one sentence, printed beside the value.
         timing: whether it depends on wall time; baseline: whether it needs that of the target alone.
-        digits: decimals shown.
-        share: whether it lies between 0 and 1; round_length: whether it lies between 1 and K + 1.
+        share: whether it lies between 0 and 1; round_length: between 1 and K + 1. digits: decimals shown.
     """
 
     key: str

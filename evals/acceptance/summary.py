@@ -47,8 +47,7 @@ class Value:
 
 
 class Resampling:
-    """Fixed resamples of `questions` questions: how often each is drawn, [draws, questions]. k: drafts a round, which
-    limits values."""
+    """Fixed resamples: how often each question is drawn, [draws, questions]. k: drafts a round, which limits values."""
 
     def __init__(self, questions: int, seed: int, draws: int = DRAWS, k: float = np.inf) -> None:
         self._k = k
@@ -174,9 +173,8 @@ def differences(
         if not metric.baseline:
             place = found["timing" if metric.timing else "metrics"]
             place[metric.key] = _value(resampling.difference(metric, *sums))
-    ratio = next(metric for metric in METRICS if metric.key == "speedup")
     joined = {**sums[1], **{f"base_{name}": column for name, column in sums[0].items()}}
-    found["timing"]["speed_ratio"] = _value(resampling.value(ratio, joined))
+    found["timing"]["speed_ratio"] = _value(resampling.value(_by_key("speedup"), joined))
     return found
 
 

@@ -38,10 +38,9 @@ class AccuracyPlan:
 
     Attributes:
         tasks: names of lm-eval tasks; "gsm8k" and "gsm8k_cot" read local data when `data_dir` is set.
-        k: drafts a round of the speculative configuration.
-        limit: first N documents of each task, None for all. num_fewshot: None for the task's own number.
-        chat_template: prompts go through it. max_gen_toks: where the task gives none.
-        unsafe_code: allow tasks that run code the model wrote.
+        k: drafts a round of the speculative configuration. limit: first N documents of each task, None for all.
+        num_fewshot: None for the task's own number. max_gen_toks: where the task gives none.
+        chat_template: prompts go through it. unsafe_code: allow tasks that run code the model wrote.
     """
 
     tasks: tuple[str, ...]
@@ -90,21 +89,18 @@ def prepare(plan: AccuracyPlan) -> Prepared:
             raise DataError(f"unknown task {task!r}; known are lm-eval's and {', '.join(OWN_TASKS)}")
     found = manager.load(_tasks(plan))["tasks"].values()
     for task in found:
-        _check_generates(task.config.task, task.OUTPUT_TYPE)
+        if task.OUTPUT_TYPE != "generate_until":
+            raise DataError(
+                f"the task {task.config.task!r} scores given texts ({task.OUTPUT_TYPE}) and generates nothing: "
+                "speculation has no part in it, so both sides would be equal whatever it did; choose a task that "
+                "generates, such as gsm8k"
+            )
     sizes = [len(list(task.eval_docs)) for task in found]
     if not sum(sizes):
         raise DataError(f"the tasks {', '.join(plan.tasks)} have no questions")
     if plan.unsafe_code:
         check_programs_run()
     return Prepared(plan, manager, sum(min(size, plan.limit or size) for size in sizes))
-
-
-def _check_generates(name: str, output_type: str) -> None:
-    if output_type != "generate_until":
-        raise DataError(
-            f"the task {name!r} scores given texts ({output_type}) and generates nothing: speculation has no part in "
-            "it, so both sides would be equal whatever it did; choose a task that generates, such as gsm8k"
-        )
 
 
 @interrupts_as_they_are()
@@ -219,8 +215,7 @@ def _identical(left: Sequence[Answer], right: Sequence[Answer]) -> Json:
 
 
 def _totals_only(summary: Json) -> Json:
-    """A summary without per-question rates and intervals: requests overlap in the batch, so only total times mean
-    anything."""
+    """A summary without rates and intervals by question: requests overlap, so only total times mean anything."""
     kept = {key: {"estimate": summary["timing"][key]["estimate"]} for key in ("speedup", "tokens_per_s")}
     groups = {name: {**group, "timing": {}} for name, group in summary["by_task"].items()}
     return {**summary, "timing": kept, "by_task": groups, "by_category": {}}
@@ -231,12 +226,10 @@ GRID_SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Measured:
-    """Results of one model on one backend.
+    """Results of one model on one backend; settings: what its answers depend on.
 
-    Attributes:
-        model, backend: names. settings: what its answers depend on; None where it was refused.
-        results: (name of a configuration, lm-eval's result, whether a draft was verified) of each; () where refused.
-        refused: the backend's error where it does not serve this model.
+    results: (name of a configuration, lm-eval's result, whether a draft was verified) of each. Where the backend does
+    not serve this model, () and None, and its error is `refused`.
     """
 
     model: str

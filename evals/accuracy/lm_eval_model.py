@@ -36,10 +36,8 @@ Report = Callable[[list[Answer]], None]
 class EngineLM(TemplateLM):
     """A loaded `specdec.SpeculativeModel` as an lm-eval model, for `simple_evaluate(model=...)`.
 
-    Attributes:
-        tokenizer, batch_sizes: read by lm-eval.
-        prompt_tokens, prefix_hit_tokens, cached_tokens: of the answers generated now, see `RequestStats`.
-        rounds: the verification rounds of everything generated so far.
+    prompt_tokens, prefix_hit_tokens, cached_tokens: of the answers generated now, see `RequestStats`. rounds: the
+    verification rounds of everything generated so far.
     """
 
     def __init__(
@@ -195,8 +193,7 @@ class EngineLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether it is the greedy one; by the target alone, one at a
-        time."""
+        """Log-probability of each continuation, and whether it is the greedy one; by the target alone, in turn."""
         scores = []
         for key, context, continuation in requests:
             ids = (context + continuation)[-(self.max_length + 1) :]
@@ -255,9 +252,8 @@ class SpecdecLM(EngineLM):
         """Load the model.
 
         Args:
-            pretrained: the target; draft: its head.
+            pretrained: the target; draft: its head. max_length: lm-eval's name for max_model_len.
             batch_size: lm-eval's; more than 1 replaces max_num_seqs.
-            max_length: lm-eval's name for max_model_len.
             options: load options, see LoadOptions. lm-eval's command line gives device="cuda:0" when nothing was asked
                 for, so on a machine without CUDA, and for a model divided among GPUs, that means the default device.
 

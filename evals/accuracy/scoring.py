@@ -29,13 +29,10 @@ _Z = 1.959963984540054
 
 @dataclass(frozen=True)
 class PairedAccuracy:
-    """Two accuracies on the same questions.
+    """Two accuracies on the same `total` questions, `right_a` and `right_b` of which each configuration has right.
 
-    Attributes:
-        total, right_a, right_b: questions, and how many each configuration has right.
-        only_a, only_b: questions that only one configuration has right.
-        difference, low, high: accuracy of b less that of a, and its interval; p_value: McNemar's exact test, None where
-            no question is right in one configuration only: then there is nothing to test.
+    only_a, only_b: questions that only one configuration has right. difference, low, high: accuracy of b less that of
+    a, and its interval. p_value: McNemar's exact test; None where both have the same questions right.
     """
 
     total: int

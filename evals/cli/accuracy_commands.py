@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
     from evals.acceptance.summary import Json
     from evals.accuracy.accuracy import AccuracyPlan, Measured, Prepared
+    from evals.report.terminal import RunProgress
+    from evals.runs.store import RunStore
 
 
 _shared_options = added(
@@ -161,29 +165,40 @@ def _data_dir(data: Path | None) -> Path | None:
     return data_folder(data)
 
 
-def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]) -> None:
+@contextmanager
+def _begun(
+    prepared: Prepared, facts: Json, chat_template: bool | None, folder: Path | None
+) -> Iterator[tuple[Prepared, Json, RunStore, RunProgress]]:
+    """A run of a loaded model: its plan with the chat template decided, its settings, its store, its progress bar."""
     from rich.console import Console
 
     from evals.accuracy import accuracy
-    from evals.cli.commands import check_outputs, write_document
     from evals.data.datasets import digest
-    from evals.report.terminal import RunProgress, make_console
-    from evals.runs.conversations import Worker
+    from evals.report.terminal import RunProgress
     from evals.runs.store import RunStore
+
+    has_template = facts["chat_template_sha256"] is not None
+    plan = replace(prepared.plan, chat_template=has_template if chat_template is None else chat_template)
+    fixed = accuracy.settings(plan, facts)
+    with (
+        RunStore(shared.run_folder(folder, digest(fixed)), fixed) as store,
+        RunProgress(Console(stderr=True), prepared.questions, 2) as progress,
+    ):
+        yield replace(prepared, plan=plan), fixed, store, progress
+
+
+def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]) -> None:
+    from evals.accuracy import accuracy
+    from evals.cli.commands import check_outputs, write_document
+    from evals.report.terminal import make_console
+    from evals.runs.conversations import Worker
 
     check_outputs(options)
     prepared = accuracy.prepare(plan)
     worker = Worker({"main": shared.make_spec(options, options["draft"], options["k"])})
     facts = worker.facts()["main"]
-    has_template = facts["chat_template_sha256"] is not None
-    templated = has_template if chat_template is None else chat_template
-    prepared = replace(prepared, plan=replace(plan, chat_template=templated))
-    fixed = accuracy.settings(prepared.plan, facts)
-    with (
-        RunStore(shared.run_folder(options["run_dir"], digest(fixed)), fixed) as store,
-        RunProgress(Console(stderr=True), prepared.questions, 2) as progress,
-    ):
-        document = accuracy.run(worker.models["main"], facts, prepared, store, progress)
+    with _begun(prepared, facts, chat_template, options["run_dir"]) as (own, _, store, progress):
+        document = accuracy.run(worker.models["main"], facts, own, store, progress)
     console = make_console()
     _print(console, document)
     if options["output"] is not None:
@@ -285,14 +300,8 @@ def run_grid(
 
 def _measured(prepared: Prepared, chat_template: bool | None, options: dict[str, Any]) -> Measured:
     """Evaluate one model on one backend; if the backend refuses it, its error is the result."""
-    from rich.console import Console
-
-    from evals.accuracy import accuracy
-    from evals.accuracy.accuracy import Measured
-    from evals.data.datasets import digest
-    from evals.report.terminal import RunProgress
+    from evals.accuracy.accuracy import Measured, evaluate
     from evals.runs.conversations import Worker
-    from evals.runs.store import RunStore
     from specdec.errors import InvalidInputError, UnsupportedAttentionError
     from specdec.requests.stats import pool
 
@@ -302,19 +311,12 @@ def _measured(prepared: Prepared, chat_template: bool | None, options: dict[str,
     except (InvalidInputError, UnsupportedAttentionError) as refusal:
         return Measured(model, backend, refused=str(refusal))
     with worker.models["main"] as loaded:
-        facts = worker.facts()["main"]
-        has_template = facts["chat_template_sha256"] is not None
-        plan = replace(prepared.plan, chat_template=has_template if chat_template is None else chat_template)
-        fixed = accuracy.settings(plan, facts)
         folder = None if options["run_dir"] is None else options["run_dir"] / f"{Path(model).name}-{backend}"
-        with (
-            RunStore(shared.run_folder(folder, digest(fixed)), fixed) as store,
-            RunProgress(Console(stderr=True), prepared.questions, 2) as progress,
-        ):
-            results = accuracy.evaluate(loaded, replace(prepared, plan=plan), store, progress)
-            drafted = {arm.name: [a for (_, name), a in store.answers.items() if name == arm.name] for arm in plan.arms}
-    tested = {arm.name: not arm.k or any(pool(a.rounds).drafted for a in drafted[arm.name]) for arm in plan.arms}
-    found = tuple((arm.name, result, tested[arm.name]) for arm, result in zip(plan.arms, results, strict=True))
+        with _begun(prepared, worker.facts()["main"], chat_template, folder) as (own, fixed, store, progress):
+            results, arms = evaluate(loaded, own, store, progress), own.plan.arms
+            drafted = {arm.name: [a for (_, name), a in store.answers.items() if name == arm.name] for arm in arms}
+    tested = {arm.name: not arm.k or any(pool(a.rounds).drafted for a in drafted[arm.name]) for arm in arms}
+    found = tuple((arm.name, result, tested[arm.name]) for arm, result in zip(arms, results, strict=True))
     return Measured(model, backend, fixed, found)
 
 

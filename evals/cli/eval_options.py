@@ -120,8 +120,7 @@ workers_option = click.option(
 
 
 def make_asking(options: Mapping[str, Any]) -> Asking:
-    """How questions are asked; `templated` is final after `settle`. Raises click.UsageError: an option of sampling at
-    temperature 0."""
+    """How questions are asked, final after `settle`. Raises click.UsageError: a sampling option at temperature 0."""
     from evals.runs.conversations import Asking
     from specdec.requests.sampling import SamplingParams
 
@@ -145,8 +144,7 @@ def settle(asking: Asking, facts: Mapping[str, Mapping[str, Any]]) -> Asking:
 
 
 def model_name(options: Mapping[str, Any], draft: str | None) -> str:
-    """The target: the given one, or the built-in one for its own head. Raises click.UsageError: a head without its
-    target."""
+    """The target: as given, or the built-in one of its own head. Raises click.UsageError: a head without target."""
     given: str | None = options["model"]
     if given is None and draft not in (None, "auto"):
         raise click.UsageError(f"the head {draft!r} needs its target: give --model")

@@ -33,13 +33,10 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation to hold with the model.
+    """One conversation to hold with the model; id: unique inside its data set.
 
-    Attributes:
-        id: unique inside its data set.
-        turns: user messages; the model's own answers go between them.
-        history: messages that come before the first turn.
-        category: what the data set calls it; task: the group it is reported under (Spec-Bench has six tasks).
+    turns: user messages, between which the model's own answers go. history: messages before the first turn. category:
+    what the data set calls it. task: the group it is reported under (Spec-Bench has six tasks).
     """
 
     id: str

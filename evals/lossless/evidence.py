@@ -25,11 +25,9 @@ _NUDGE = 1e-4
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a trial samples.
+    """How a trial samples: `samples` per place and configuration, of which the first `tokens` are looked at.
 
-    Attributes:
-        samples: per place and configuration. tokens: first tokens that are looked at.
-        top_k, temperature, top_p, min_p: of the sampling (top_k 0, top_p 1 and min_p 0 are off).
+    top_k, temperature, top_p, min_p: of the sampling (top_k 0, top_p 1 and min_p 0 are off).
     """
 
     samples: int = 1000
@@ -193,12 +191,10 @@ Nodes = Callable[[Sequence[Tokens]], Mapping[Tokens, Node]]
 
 @dataclass(frozen=True)
 class Sampled:
-    """Sampled answers to one prompt.
+    """Sampled answers to one prompt: tokens [samples, tokens], their first ids; drafts, accepted: of their rounds.
 
-    Attributes:
-        tokens: [samples, tokens] their first ids. bonus: [samples, tokens], which of them are the bonus token of a
-            round that accepted all K drafts; of the target alone those at places where others can have one.
-        drafts, accepted: of their rounds.
+    bonus: [samples, tokens], which of them are the bonus token of a round that accepted all K drafts; of the target
+    alone those at places where others can have one.
     """
 
     tokens: np.ndarray

@@ -31,8 +31,7 @@ _AT_ONCE = 32
 
 
 class Replay:
-    """A copy of a model in higher precision (`dtype`): float32 in float64, half precision in float32. With
-    transformers' eager attention and experts."""
+    """A copy in higher precision (float64 of float32, float32 of half precision), with eager attention and experts."""
 
     def __init__(self, hf_model: Any, device: torch.device | None = None) -> None:
         """hf_model: undivided. device: of the copy, default the model's.
@@ -67,15 +66,13 @@ class Replay:
         whole = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=model.dtype, **checkpoint.options)
         return cls(whole, model.device)
 
-    @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Logits of the token after `token_ids`: [V], in the copy's dtype, on the CPU."""
-        return self._forward(token_ids)[-1].cpu()
+        return self.all_logits(token_ids)[-1]
 
-    @torch.inference_mode()
     def all_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Logits after every one of `token_ids`: [T, V], in the copy's dtype, on the CPU."""
-        return self._forward(token_ids).cpu()
+        return self._after([token_ids], len(token_ids))[0]
 
     def logits_after(
         self, prompt: tuple[int, ...], texts: Sequence[tuple[int, ...]]
@@ -91,13 +88,9 @@ class Replay:
 
     @torch.inference_mode()
     def _after(self, texts: Sequence[Sequence[int]], last: int) -> torch.Tensor:
-        ids = torch.tensor(texts, device=self._model.device)
+        ids = torch.tensor([list(text) for text in texts], device=self._model.device)
         few = {"logits_to_keep": last} if self._keeps_few else {}
         return self._model(ids, use_cache=False, **few).logits[:, -last:].cpu()
-
-    def _forward(self, token_ids: Sequence[int]) -> torch.Tensor:
-        ids = torch.tensor([list(token_ids)], device=self._model.device)
-        return self._model(ids, use_cache=False).logits[0]
 
 
 def _higher(dtype: torch.dtype) -> torch.dtype:
@@ -135,36 +128,35 @@ VERDICT = (
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """The first place where two answers to one question differ, judged.
+class Place:
+    """The first place where two answers to one question differ.
 
     Attributes:
         turn, position: which answer, and which new token of it.
         alone, speculative: the two tokens (None: it had ended).
+    """
+
+    turn: int
+    position: int
+    alone: int | None
+    speculative: int | None
+
+
+@dataclass(frozen=True)
+class Divergence(Place):
+    """Such a place, judged.
+
+    Attributes:
         gap: top-1 less top-2 logit in the replay. behind: the best logit less the lower of the two tokens'.
         tolerance: the most that `behind` may be. allowed: the verdict.
     """
 
     question_id: str
     arm: str
-    turn: int
-    position: int
-    alone: int | None
-    speculative: int | None
     gap: float
     behind: float
     tolerance: float
     allowed: bool
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where two answers differ, before it was judged."""
-
-    turn: int
-    position: int
-    alone: int | None
-    speculative: int | None
 
 
 def first_difference(alone: Answer, speculative: Answer) -> Place | None:
@@ -210,12 +202,9 @@ class Judge:
         if place.alone is not None and place.speculative is not None:
             behind = float(top[0] - logits[[place.alone, place.speculative]].min())
         return Divergence(
+            **vars(place),
             question_id=question.id,
             arm=self.arm.name,
-            turn=place.turn,
-            position=place.position,
-            alone=place.alone,
-            speculative=place.speculative,
             gap=float(top[0] - top[1]),
             behind=behind,
             tolerance=tolerance,

@@ -15,6 +15,7 @@ from evals.lossless import distribution, verdicts
 from evals.lossless.distribution import DistributionTest
 from evals.lossless.evidence import Sampling
 from evals.lossless.greedy import compare_greedy
+from evals.runs.answers import failures
 from evals.runs.conversations import Asking
 from evals.runs.executor import Executor, Report, collect
 from evals.runs.store import RunStore
@@ -66,10 +67,10 @@ def check(executor: Executor, plan: Check, store: RunStore, report: Report, samp
 def _greedy(executor: Executor, plan: Check, store: RunStore, report: Report) -> Json:
     arms = plan.greedy.arms
     answers = collect(executor, plan.data, arms, plan.asking, store, batch_size=plan.batch_size, report=report)
-    failures = [{"question_id": a.question_id, "arm": a.arm, "error": a.error} for a in answers if a.error is not None]
+    failed = failures(answers)
     found = compare_greedy(executor, plan.data, arms, by_arm(answers, arms), plan.asking)
-    verdict = together([Verdict(found["verdict"]), *([Verdict.NOT_TESTED] if failures else [])])
-    return {**found, "failures": failures, "verdict": verdict}
+    verdict = together([Verdict(found["verdict"]), *([Verdict.NOT_TESTED] if failed else [])])
+    return {**found, "failures": failed, "verdict": verdict}
 
 
 def _sampled(executor: Executor, plan: Check, places: int) -> Json:

@@ -29,10 +29,9 @@ _MOST_QUESTIONS, _CHUNK, _CANDIDATES = 64, 8, 64
 
 @dataclass(frozen=True)
 class Trial:
-    """One way of sampling, and the defects that its places are chosen for.
+    """One way of sampling, and the defects (`aims`, names of DEFECTS) that its places are chosen for.
 
-    Attributes:
-        name: shown in tables. sampling: its temperature is set by the search. aims: names of DEFECTS.
+    name: shown in tables. sampling: its temperature is set by the search.
     """
 
     name: str
@@ -58,11 +57,9 @@ def trials(samples: int, k: int) -> tuple[Trial, ...]:
 
 @dataclass(frozen=True)
 class Place:
-    """A prompt to sample from.
+    """A prompt (token ids) to sample from: the first `position` tokens of a question's greedy answer belong to it.
 
-    Attributes:
-        question_id: of which question; position: tokens of the greedy answer that belong to the prompt.
-        prompt: token ids. telling: expected log likelihood ratio of the trial's defects along the greedy answer.
+    telling: expected log likelihood ratio of the trial's defects along the greedy answer.
     """
 
     question_id: str

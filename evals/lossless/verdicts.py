@@ -27,11 +27,7 @@ POWER = 0.95
 
 @dataclass(frozen=True)
 class Power:
-    """How likely one defect would have been found.
-
-    Attributes:
-        defect: its name. everywhere: if every place had it; places: if that place alone had it, in their order.
-    """
+    """How likely one defect would have been found: if every place had it, or one place alone, in their order."""
 
     defect: str
     everywhere: float
@@ -45,8 +41,7 @@ class ConfigurationFit:
     Attributes:
         places: sampled; samples: drawn there. drafts, accepted: verified while sampling, and how many were accepted.
         statistic, degrees, p_value: chi-square over all nodes; None without degrees of freedom.
-        impossible: tokens of probability zero. p_named: of the test for the named defects.
-        powers: of each named defect; [] for the target alone.
+        impossible: tokens of probability zero. p_named, powers: of the tests for named defects; [] of the target alone.
     """
 
     arm: str
@@ -67,7 +62,7 @@ class ConfigurationFit:
 def exact_fit(arm: Configuration, evidence: Sequence[Evidence], drawn: Sequence[Sampled]) -> ConfigurationFit:
     """The test against exact probabilities. evidence, drawn: of each place."""
     sums = np.array([one.scores.sum(0) for one in evidence])
-    logs = np.concatenate([sums.sum(0)[None] - _everywhere(), sums - _alone(len(evidence))])
+    logs = np.concatenate([sums.sum(0)[None] - _shares(), sums - _shares(len(evidence))])
     largest = logs.max()
     log_mean = largest + np.log(np.exp(logs - largest).sum())
     p_named = float(np.exp(-max(log_mean, 0.0)))
@@ -89,8 +84,8 @@ def compared_fit(
     differences, variances = (np.array(part) for part in zip(*(_difference(*pair) for pair in pairs), strict=True))
     z_all = _ratio(differences.sum(0), variances.sum(0))
     z_each = _ratio(differences, variances)
-    p_all = norm.sf(z_all) * np.exp(_everywhere())
-    p_each = norm.sf(z_each) * np.exp(_alone(len(pairs)))
+    p_all = norm.sf(z_all) * np.exp(_shares())
+    p_each = norm.sf(z_each) * np.exp(_shares(len(pairs)))
     p_named = float(min(p_all.min(), p_each.min(), 1.0))
     powers = _powers(arm, *_compared_power(pairs))
     totals = sum(one for one, _ in chi), sum(degrees for _, degrees in chi)
@@ -120,12 +115,11 @@ def _fit(
     return ConfigurationFit(arm.name, arm.k, *numbers, powers, verdict)
 
 
-def _everywhere() -> float:
-    """The log of how many likelihood ratios share the level, for one over all places: they have half of it."""
-    return float(np.log(2 * len(DEFECTS)))
+def _shares(places: int = 1) -> float:
+    """The log of how many likelihood ratios share the level: of all defects at so many places, which have half of it.
 
-
-def _alone(places: int) -> float:
+    A ratio over all places counts as one place.
+    """
     return float(np.log(2 * len(DEFECTS) * places))
 
 
@@ -140,8 +134,8 @@ def _exact_power(evidence: Sequence[Evidence]) -> tuple[np.ndarray, np.ndarray]:
     """[D] everywhere, [places, D] at one alone: a likelihood ratio that is large enough, or an impossible token."""
     wrong, outside = np.array([one.wrong for one in evidence]), np.array([one.outside for one in evidence])
     needed = np.log(2 / ALPHA)
-    everywhere = _exceeds(needed + _everywhere(), wrong[:, 0].sum(0), wrong[:, 1].sum(0))
-    alone = _exceeds(needed + _alone(len(evidence)), wrong[:, 0], wrong[:, 1])
+    everywhere = _exceeds(needed + _shares(), wrong[:, 0].sum(0), wrong[:, 1].sum(0))
+    alone = _exceeds(needed + _shares(len(evidence)), wrong[:, 0], wrong[:, 1])
     return _either(everywhere, outside.sum(0)), _either(alone, outside)
 
 
@@ -167,7 +161,7 @@ def _compared_power(pairs: Sequence[tuple[Evidence, Evidence]]) -> tuple[np.ndar
     samples = np.array([[one.samples for one in pair] for pair in pairs])
     mean, square = own[:, 0], own[:, 1] + alone[:, 1]
     level = ALPHA / 2
-    limits = norm.isf(level * np.exp(-_everywhere())), norm.isf(level * np.exp(-_alone(len(pairs))))
+    limits = norm.isf(level * np.exp(-_shares())), norm.isf(level * np.exp(-_shares(len(pairs))))
     found = []
     for limit, total, of_all in ((limits[0], mean.sum(0), square.sum(0)), (limits[1], mean, square)):
         slope = limit / (2 * np.sqrt(np.maximum(of_all, 1e-12)))

@@ -31,7 +31,6 @@ def acceptance_per_position(arms: Sequence[Json]) -> str:
                 )
         axes.set(xlabel="draft position", ylabel="acceptance", ylim=(0, 1.02))
         axes.xaxis.get_major_locator().set_params(integer=True)
-        _legend(axes)
 
     return _svg(draw)
 
@@ -48,7 +47,6 @@ def accepted_histogram(arms: Sequence[Json]) -> str:
             axes.bar(places, shares, width, color=colour, label=arm["name"])
         axes.set(xlabel="accepted drafts in a round", ylabel="share of rounds")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        _legend(axes)
 
     return _svg(draw)
 
@@ -66,7 +64,6 @@ def by_group(arms: Sequence[Json], group: str, section: str, metric: str, label:
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.set(xlabel=label)
-        _legend(axes)
 
     return _svg(draw, height=1.2 + 0.32 * len(names) * max(len(arms) * 0.7, 1))
 
@@ -88,7 +85,6 @@ def speedup_over_k(arms: Sequence[Json], prediction: Json) -> str:
         axes.errorbar([arm["k"] for arm in arms], values, errors, fmt="ko", capsize=3, label="measured, decode only")
         axes.axhline(1.0, color="#999999", linewidth=0.8)
         axes.set(xlabel="K (drafts a round)", ylabel="speed-up over the target alone")
-        _legend(axes)
 
     return _svg(draw)
 
@@ -100,11 +96,6 @@ def _series(values: Sequence[Json]) -> tuple[list[int], list[float], list[list[f
     below = [max(v["estimate"] - v["low"], 0.0) if v["low"] is not None else 0.0 for _, v in known]
     above = [max(v["high"] - v["estimate"], 0.0) if v["high"] is not None else 0.0 for _, v in known]
     return [place for place, _ in known], estimates, [below, above]
-
-
-def _legend(axes: Any) -> None:
-    """Draw the legend above the axes, where it covers nothing."""
-    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
 
 
 def _cycle(items: Any) -> list[str]:
@@ -121,6 +112,8 @@ def _svg(draw: Callable[[Any], None], height: float = 3.6) -> str:
         axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)
         draw(axes)
+        # above the axes, where it covers nothing
+        axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()

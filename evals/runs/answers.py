@@ -14,8 +14,8 @@ class Turn:
     """One answer of the model inside a conversation.
 
     Attributes:
-        text, token_ids, finish_reason: the answer; token_ids include the end token if there was one.
-        prompt_tokens: length of the prompt; text_tokens: length of `tokenizer(text).input_ids` (Spec-Bench counts so).
+        token_ids: include the end token if there was one. prompt_tokens: length of the prompt.
+        text_tokens: length of `tokenizer(text).input_ids` (Spec-Bench counts so).
         rounds: the verification rounds of the request.
         segments: (kind, text) pieces of the answer with its drafts, where they were asked for.
         wall_s: wall seconds of the generate call, divided by the requests in it; prefill_s, decode_s: the engine's.
@@ -53,6 +53,11 @@ class Answer:
     def token_ids(self) -> tuple[tuple[int, ...], ...]:
         """The token ids of each turn."""
         return tuple(turn.token_ids for turn in self.turns)
+
+
+def failures(answers: Iterable[Answer]) -> list[dict[str, str]]:
+    """The answers that ended in an error, as JSON values."""
+    return [{"question_id": a.question_id, "arm": a.arm, "error": a.error} for a in answers if a.error is not None]
 
 
 def seconds_a_round(answers: Iterable[Answer]) -> float:

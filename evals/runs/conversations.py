@@ -47,10 +47,8 @@ class Configuration:
 class Asking:
     """How every question is asked, the same for all configurations.
 
-    Attributes:
-        params: sampling; its seed is replaced by one drawn from `seed`, the question and the turn.
-        templated: apply the chat template; system: a system prompt, or None.
-        return_drafts: return the drafted tokens as segments of the text.
+    params: sampling; its seed is replaced by one drawn from `seed`, the question and the turn. templated: apply the
+    chat template; system: a system prompt, or None. return_drafts: return the drafted tokens as segments of the text.
     """
 
     params: SamplingParams

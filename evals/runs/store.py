@@ -70,9 +70,7 @@ class RunStore:
     """The answers of one run. Opened on a folder: a new one, or one of the same settings, which is continued.
 
     One process at a time has it open: leave it as a context manager, or with `close`.
-
-    Attributes:
-        folder: where it lies; key: hash of the settings; answers: by (question id, configuration), read at opening.
+    key: hash of the settings; answers: by (question id, configuration), read at opening.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:

@@ -26,10 +26,9 @@ class VerificationResult:
 class SampledInputs:
     """Inputs of sampled acceptance beside the drafts.
 
-    Attributes:
-        target_probs: [B, K+1, V] p at the bonus token and after each draft (one-hot for greedy rows).
-        draft_probs: [B, K, V] q on the target's vocabulary, or None when every draft was greedy (one-hot).
-        accept_uniform: [B, K]; next_uniform: [B, K+1], one for every place that the next token may have.
+    target_probs: [B, K+1, V] p at the bonus token and after each draft (one-hot for greedy rows).
+    draft_probs: [B, K, V] q on the target's vocabulary, or None when every draft was greedy (one-hot).
+    accept_uniform: [B, K]; next_uniform: [B, K+1], one for every place that the next token may have.
     """
 
     target_probs: torch.Tensor
@@ -53,9 +52,7 @@ def accept_sampled(drafts: torch.Tensor, num_drafts: torch.Tensor, inputs: Sampl
     """Speculative sampling: accept draft x with probability min(1, p(x)/q(x)), else resample from norm(max(p - q, 0)).
 
     After the last draft (all accepted) the bonus token comes from p; also where the residual has no mass.
-
-    Args:
-        drafts: [B, K] int64; num_drafts: [B].
+    drafts: [B, K] int64; num_drafts: [B].
 
     Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023 (arXiv 2302.01318), algorithm 2.
     """

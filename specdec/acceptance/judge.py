@@ -61,11 +61,7 @@ def fill_drafts(round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
 
 
 def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab: DraftVocab | None) -> PackedResult:
-    """Decide which drafts are accepted, and pack the result for the host.
-
-    Args:
-        logits: [R', V] of the decided rows.
-    """
+    """Decide which drafts are accepted, by logits [R', V] of the decided rows, and pack the result for the host."""
     if round_.sampling is None:
         return judge_greedy(greedy_ids(logits), round_, draft)
     num_rows, width = round_.logit_index.shape

@@ -67,8 +67,10 @@ def generate(
         prompts = as_chats(model.tokenizer, prompts)
     if as_json:
         _print_json(model, prompts, params)
-    else:
-        _print_stream(model, prompts, params, stats)
+        return
+    done = _print_batch(model, prompts, params) if len(prompts) > 1 else _print_one(model, prompts[0], params)
+    if stats:
+        _print_stats(model, done)
 
 
 def _read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
@@ -130,12 +132,6 @@ def _print_json(model: SpeculativeModel, prompts: list[Any], params: SamplingPar
             "stats": asdict(completion.stats),
         }
         click.echo(json.dumps(record, ensure_ascii=False))
-
-
-def _print_stream(model: SpeculativeModel, prompts: list[Any], params: SamplingParams, stats: bool) -> None:
-    done = _print_batch(model, prompts, params) if len(prompts) > 1 else _print_one(model, prompts[0], params)
-    if stats:
-        _print_stats(model, done)
 
 
 def _print_one(model: SpeculativeModel, prompt: Any, params: SamplingParams) -> list[Completion]:

@@ -56,20 +56,16 @@ def inspect(
     given = {name for name in ("model", "draft") if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     if "draft" in given or (target is not None and "model" in given):
         raise InvalidInputError("HEAD and --draft, or --target and --model, say the same: give one of them")
-    _check_drafts(head, load)
+    if head == "none":
+        raise InvalidInputError("HEAD 'none' is no head; leave it out, with --draft none, to inspect a target alone")
+    if load.num_speculative_tokens == 0:
+        raise InvalidInputError("-k 0: whether HEAD and its target agree is measured by its drafts; give 1 or more")
     found, remark = _target_of(head, target or (options["model"] if "model" in given else None))
     if found is None:
         report = _described(head, load)
         _print_head(report, remark + _depends(report), as_json)
         return
     _print_pair(head, found, load, file, as_json)
-
-
-def _check_drafts(head: str, load: LoadOptions) -> None:
-    if head == "none":
-        raise InvalidInputError("HEAD 'none' is no head; leave it out, with --draft none, to inspect a target alone")
-    if load.num_speculative_tokens == 0:
-        raise InvalidInputError("-k 0: whether HEAD and its target agree is measured by its drafts; give 1 or more")
 
 
 def _target_of(head: str, given: str | None) -> tuple[str | None, str]:

@@ -57,11 +57,7 @@ class LazyCommand:
 
 
 class LazyGroup(click.Group):
-    """A click group of lazy commands, in the order given. Errors of the `SpecdecError` tree end with one message.
-
-    Attributes:
-        lazy: the commands by name.
-    """
+    """A click group of lazy commands (`lazy`, by name), in the order given. `SpecdecError`s end with one message."""
 
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -136,13 +132,10 @@ class Plugin:
 
 
 def find_plugins(taken: Iterable[str], root: Path = ROOT) -> Mapping[str, Plugin]:
-    """The commands that packages add, by name; those of this distribution first.
-
-    Args:
-        taken: names of built-in commands. root: the folder of this distribution's packages.
+    """The commands that packages add, by name; those of this distribution, whose packages lie at `root`, first.
 
     Raises:
-        PluginError: two commands have one name.
+        PluginError: two commands have one name, which may be that of a built-in one (`taken`).
     """
     found: dict[str, Plugin] = {}
     names = set(taken)

@@ -58,11 +58,9 @@ def load_options(
     changes: Mapping[str, Mapping[str, Any]] | None = None,
     kind: type[LoadOptions] = LoadOptions,
 ) -> Callable[[_Command], _Command]:
-    """A decorator that adds the load options which a command offers.
+    """A decorator that adds the load options which a command ("run", "eval" or "train") offers.
 
-    Args:
-        command: "run", "eval" or "train"; without: options that the command has under a name of its own.
-        changes: by option, what click.option gets otherwise here (a default, a help).
+    without: options that it has under a name of its own. changes: by option, what click.option gets otherwise here.
     """
     left_out = set(without)
     return pick_options(*(name for name in offered(command, kind) if name not in left_out), changes=changes, kind=kind)

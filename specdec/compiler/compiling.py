@@ -45,12 +45,9 @@ class _Region:
 
 
 def compile_regions(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A backend of torch.compile: inference graphs, region by region, each form compiled once.
+    """A backend of torch.compile: inference graphs, region by region, each form compiled once. Returns the function.
 
     A graph of few attentions is compiled as it is, and so is one whose regions pass on anything but tensors and sizes.
-
-    Returns:
-        What computes the graph, called as `module` is.
     """
     regions = cut(module.graph)
     if regions is None:
@@ -175,10 +172,7 @@ def stored(x: torch.Tensor) -> torch.Tensor:
 def store_cos_sin(model: nn.Module, alterations: Alterations) -> int:
     """Keep rotary cos and sin as tensors in compiled code; left alone, every layer's kernel computes them again.
 
-    Rotary modules are those with `inv_freq`, transformers' name of the frequencies in every model.
-
-    Returns:
-        The number of rotary modules.
+    Rotary modules, whose number is returned, are those with `inv_freq`, transformers' name of the frequencies.
     """
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:

@@ -1,5 +1,4 @@
-"""What we change in the compiler's graph of a model with FP8 layers: results that are only quantised are never written
-in half precision."""
+"""Graph passes for models with FP8 layers: results that are only quantised are never written in half precision."""
 
 from __future__ import annotations
 

@@ -195,11 +195,7 @@ class Tally:
 
 
 class Selection:
-    """Chooses for one device.
-
-    Attributes:
-        tally: what was done.
-    """
+    """Chooses for one device. tally: what was done."""
 
     def __init__(
         self,
@@ -232,7 +228,9 @@ class Selection:
                 self.tally.timed += 1
             else:
                 continue
-            self._take(each.weights[0].device, shape, offer, choice)
+            if choice.algorithm is not None:
+                self._use(each.weights[0].device, shape, offer.launcher(choice.algorithm))
+                self.tally.chosen += 1
         self.tally.seconds = self._clock() - started
         if new:
             self._store.add(new)
@@ -244,11 +242,6 @@ class Selection:
             return fastest(offer.algorithms(), offer.launcher, usual_product, timer)
         except torch.OutOfMemoryError:
             return None
-
-    def _take(self, device: torch.device, shape: ProductShape, offer: Matmul, choice: Choice) -> None:
-        if choice.algorithm is not None:
-            self._use(device, shape, offer.launcher(choice.algorithm))
-            self.tally.chosen += 1
 
 
 def select_products(wanted: Sequence[Wanted]) -> str:
@@ -276,10 +269,8 @@ def choose_products(readers: Iterable[tuple[object, Iterable[int]]], batch_invar
     """Choose the algorithm of every matmul that compiled code asks cuBLASLt for, and say in words what was done.
 
     Call it after siblings were fused and before anything is captured, while nothing else runs on the device.
-
-    Args:
-        readers: modules (anything else has no weights) and the numbers of tokens that they are captured for.
-        batch_invariant: matmuls are summed alike for any number of tokens: nothing to choose.
+    readers: modules (others have no weights) and the numbers of tokens that they are captured for. batch_invariant:
+    matmuls are summed alike for any number of tokens, so there is nothing to choose.
     """
     if batch_invariant:
         return "none to choose (batch-invariant)"

@@ -118,13 +118,10 @@ def fp8_fusible(layers: Sequence[Any]) -> bool:
 
 
 def fuse_siblings(root: nn.Module, run: Callable[[], object], alterations: Alterations) -> int:
-    """Find linear layers of one parent that read the same tensor while `run` runs, and fuse their weights.
+    """Find linear layers of one parent that read one tensor while `run` runs, fuse their weights, count new groups.
 
     Weights that belong to two modules (tied) are left alone. Layers that are fused already, for another engine, stay so
     until the last of these engines lets go; layers that were moved since are fused anew.
-
-    Returns:
-        The number of newly fused groups.
     """
     fused_before = [module for module in root.modules() if isinstance(module, _Sibling)]
     for module in fused_before:

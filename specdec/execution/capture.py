@@ -170,8 +170,7 @@ class DraftCapture:
         return None if self.sampled is None or sources is None else self.sampled.proposal(sources)
 
     def _recorded(self, launch: Callable[[bool], torch.Tensor | None], recorder: Recorder) -> PassGraph:
-        """Both forms of a pass; launch(drawn) runs it, with the drafts of sampled rows drawn or without, and returns
-        what the next pass reads."""
+        """A pass with the drafts of sampled rows drawn by launch(drawn), or without; it returns what the next reads."""
         graph, x = recorder(partial(launch, False), self._pool)
         if self.sampled is None:
             return PassGraph(graph, None, (x, None))
@@ -284,12 +283,9 @@ def capture_bucket(
 
 
 def record(launch: Callable[[], T], pool: Any, group: Group = ALONE) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Run a `launch` that was rehearsed once (load, allocate), then capture it into a graph that shares `pool`.
+    """Run a `launch` that was rehearsed once (load, allocate), and capture it into a graph that shares `pool`.
 
-    group: the processes whose exchanges the graph may hold.
-
-    Returns:
-        The graph, and what the captured launch returned.
+    Returns the graph, and what the launch returned. group: the processes whose exchanges the graph may hold.
     """
     launch()
     torch.cuda.synchronize()

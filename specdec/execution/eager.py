@@ -19,7 +19,7 @@ from specdec.wrapped.target import Target
 
 
 class EagerExecutor:
-    """Launches one operator after the other, with any draft loop."""
+    """`Executor` that launches one operator after the other, with any draft loop."""
 
     draft_buffers = None
     """See `Executor.draft_buffers`."""
@@ -36,7 +36,6 @@ class EagerExecutor:
 
     @property
     def transfers(self) -> int:
-        """See `Executor.transfers`."""
         return self._transfer.arena.generation
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
@@ -47,7 +46,6 @@ class EagerExecutor:
         return Round(target, self._transfer.send(target.inputs, drafting, sampling), None)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> Draft | None:
-        """See `Executor.draft`."""
         sent, drafter = round_.sent, self.drafter
         if sent is None or sent.draft is None or drafter is None:
             return None
@@ -61,7 +59,6 @@ class EagerExecutor:
         return drafter.loop.run(sent.draft, drafter.runner, aux_hidden_states, choose)
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:
-        """See `Executor.verify`."""
         assert round_.sent is not None
         device = round_.sent.verification
         planned = self.target.runner.plan(device.metadata)

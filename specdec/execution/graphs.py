@@ -78,7 +78,7 @@ log = logging.getLogger("specdec")
 
 
 class GraphExecutor:
-    """Runs all rounds from CUDA graphs: verifications in one fixed shape for each bucket of rows, others by segments.
+    """`Executor` of rounds from CUDA graphs: verifications in one shape for each bucket of rows, others by segments.
 
     The constructor compiles; then call `capture`. With a head, for greedy and for sampled rows, the draft prefill is
     launched after the verification, before its result is read, and the draft steps run from the graphs of a bucket.
@@ -164,7 +164,9 @@ class GraphExecutor:
                     matmul_test(target.hf_model)
             tokens = {n * self._query_len for n in self._fixed}
             beside_prompts = (target.hf_model.get_decoder(), self._beside_prompts)
-            readers = [(target.hf_model, tokens), beside_prompts, (self._head, tokens | self._step_tokens())]
+            widths = {1} if self._loop is None else {1, *map(self._loop.step_width, range(self._query_len - 2))}
+            of_steps = {rows * width for rows in self._sizes for width in widths}  # of 1: also of chosen drafts
+            readers = [(target.hf_model, tokens), beside_prompts, (self._head, tokens | of_steps)]
             products = choose_products(readers, invariant)
             log.info("compiling kernels of all rounds")
             with kernels_compiled_together(target.hf_model.device):
@@ -179,7 +181,10 @@ class GraphExecutor:
         torch.cuda.synchronize()
         seconds = self._seconds + time.perf_counter() - started
         taken = torch.cuda.memory_reserved() - self._memory
-        self.report = GraphReport(*self._num_graphs(), tuple(self._fixed), seconds, taken, self._fused, products)
+        buckets = self._buckets.values()
+        numbers = sum(b.num_graphs for b in buckets), sum(b.num_sampled for b in buckets)
+        segments = self._ragged.num_graphs + (0 if self._prefill is None else self._prefill.num_graphs)
+        self.report = GraphReport(*numbers, segments, tuple(self._fixed), seconds, taken, self._fused, products)
 
     def _captured(self, rows: int, recorder: Recorder | None = None) -> Bucket:
         """Everything of one bucket; recorder: see `capture_bucket`."""
@@ -198,17 +203,6 @@ class GraphExecutor:
         """Restore the model and the head, because another executor runs the rounds."""
         self._alterations.undo()
 
-    def _num_graphs(self) -> tuple[int, int, int]:
-        """The first three numbers of a GraphReport."""
-        buckets = self._buckets.values()
-        segments = self._ragged.num_graphs + (0 if self._prefill is None else self._prefill.num_graphs)
-        return sum(b.num_graphs for b in buckets), sum(b.num_sampled for b in buckets), segments
-
-    def _step_tokens(self) -> set[int]:
-        """Tokens of the draft steps of each bucket; also rows whose logits a draft is chosen from."""
-        widths = {1} if self._loop is None else {1, *map(self._loop.step_width, range(self._query_len - 2))}
-        return {rows * width for rows in self._sizes for width in widths}
-
     @contextmanager
     def _compiling(self) -> Iterator[None]:
         """The state in which model and head are compiled and captured.
@@ -225,7 +219,6 @@ class GraphExecutor:
 
     @property
     def transfers(self) -> int:
-        """See `Executor.transfers`."""
         return self._transfer.transfers + self._sent
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
@@ -237,7 +230,7 @@ class GraphExecutor:
         return Round(target, None, rows, sampling)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> None:
-        """See `Executor.draft`."""
+        """See `Executor.draft`: the graphs have drafted."""
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:
         """See `Executor.verify`. The draft prefill, if any, is launched after it."""

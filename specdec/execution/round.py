@@ -11,10 +11,9 @@ from specdec.rounds.verification import TargetArrays
 
 @dataclass(frozen=True)
 class Round:
-    """A sent round.
+    """A sent round; target: its host arrays.
 
     Attributes:
-        target: its host arrays.
         sent: the round in its own shape on the device; None where all of it runs from graphs.
         bucket: rows of the CUDA graphs that verify it; None where it runs by segments or operator by operator.
         sampling: of a round from graphs with sampled rows: sent once its verification is launched, which does not need

@@ -1,5 +1,4 @@
-"""LongFactors: the extra of longrope models, for requests that read their first tokens with the long factors. See
-`specdec.wrapped.long_rope`."""
+"""The extra of longrope models whose requests are read with the long factors, see `specdec.wrapped.long_rope`."""
 
 from __future__ import annotations
 
@@ -26,7 +25,6 @@ class LongFactors(RoundExtra):
     rule: LongRopeRule
 
     def facts(self) -> dict[str, Any]:
-        """See `RoundExtra.facts`."""
         return {"long_rope": self.rule}
 
     @property

@@ -26,7 +26,6 @@ class RecurrentStates(RoundExtra):
     rule: FoldRule
 
     def facts(self) -> dict[str, Any]:
-        """See `RoundExtra.facts`."""
         return {"fold_rule": vars(self.rule)}
 
     def columns(self, max_rows: int) -> FoldedTokens:
@@ -37,11 +36,7 @@ class RecurrentStates(RoundExtra):
 
 
 class FoldedTokens(ExtraColumns):
-    """How many tokens of each row are in its recurrent states, see `attention.recurrence.index`.
-
-    Attributes:
-        folded: [R] int64.
-    """
+    """How many tokens of each row are in its recurrent states, see `attention.recurrence.index`. folded: [R] int64."""
 
     def __init__(self, rule: FoldRule, max_rows: int) -> None:
         self._rule = rule

@@ -200,7 +200,7 @@ def open_on_other_ranks(model: Any, transport: str, options: dict[str, Any], eng
     secret, round_ = secrets.token_bytes(32), secrets.randbits(62)
     model.engine.guests.held.secret = secret
     model.engine.tell(OpenTransfer(transport, options, engine, secret, round_))
-    key = ("opened", channel.number, round_)
+    key = ("Opened", channel.number, round_)
     answers = channel.workers.wait_answers(key, time.monotonic() + _OPENING)
     channel.workers.forget_answers(key)
     tables: list[RankTable] = []
@@ -221,7 +221,7 @@ class RanksRead:
         """Start the read on the other ranks. start: starts the one of this rank, when `wait` is called."""
         self._channel: Channel = model.ranks.channel
         self._size: int = model.ranks.size
-        self._key = ("fetched", self._channel.number, number)
+        self._key = ("Fetched", self._channel.number, number)
         self._done = False
         self._start = start
         self._own: Read | None = None

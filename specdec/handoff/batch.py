@@ -1,5 +1,4 @@
-"""How requests enter an engine's batch with keys and values from another engine, and how they leave it with their
-own."""
+"""How requests enter an engine's batch with keys and values of another engine, and leave it with their own."""
 
 from __future__ import annotations
 
@@ -147,12 +146,7 @@ class Departures:
         self._seconds = {request: self._seconds[request] for request in waiting if request in self._seconds}
 
     def leave(self, batch: Engine, owners: Sequence[Request | None], tensors: RowTensors, drafts_of: DraftsOf) -> None:
-        """Take requests with a first token out of the batch, with their drafts for the next engine's first
-        verification.
-
-        Args:
-            owners, drafts_of: see `Guests.leave`.
-        """
+        """Take requests with a first token out of the batch, with their next drafts; see `Guests.leave`."""
         leaving = [r for r in owners if r is not None and r.leaves and r.row >= 0]
         if not leaving:
             return

@@ -73,9 +73,8 @@ class _Late:
 class Due:
     """What can be freed now. Clocks and peers decide that, so rank 0 finds it for all ranks.
 
-    Attributes:
-        leases: of requests that were read, or that nobody will read. reads: numbers of reservations whose late reads
-            write to nothing any more.
+    leases: of requests that were read, or that nobody will read. reads: numbers of reservations that late reads no
+    longer write to.
     """
 
     leases: tuple[str, ...]
@@ -89,10 +88,10 @@ class HeldPages:
     """Pages of one engine that belong to a request but to no row: it has left, or has not begun here yet.
 
     Attributes:
-        grace: see `GRACE_SECONDS`.
-        finished: gives leases that the transport reports as read. revoke: tells it that one is over.
-        grant: tells it that the pages of a lease may be read. confirm: called with all that a round has granted,
-            before any reader is told; with several ranks they wait for each other there.
+        grace: see `GRACE_SECONDS`. finished: gives leases that the transport reports as read.
+        revoke, grant: tell it that a lease is over, or that its pages may be read.
+        confirm: called with all that a round has granted, before any reader is told; with several ranks they wait for
+            each other there.
     """
 
     def __init__(self) -> None:

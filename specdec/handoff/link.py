@@ -67,10 +67,7 @@ class RankEnd:
     """
 
     def __init__(self, model: Any, held: HeldPages, transport: Transport, engine: str) -> None:
-        """Make the pages of a `SpeculativeModel` readable.
-
-        Args:
-            held: of the engine. engine: its name, which no other engine has; the same on all of its ranks.
+        """Make the pages of a `SpeculativeModel` readable, by the `engine` name that only its ranks share.
 
         Raises:
             InvalidInputError: the layers' heads are not divided alike. TransferError: it cannot be opened.
@@ -86,10 +83,8 @@ class RankEnd:
         self.transport, self._bounds = transport, tuple(bounds)
         self.groups = [runner.group.name for runner in model.runners]
         self.table = RankTable(number, device, tuple(bound.region for bound in bounds), dict(address))
-        held.finished, held.revoke, held.grant = transport.finished, transport.revoke, self._grant
-
-    def _grant(self, lease: str, pages: Pages) -> None:
-        self.transport.grant(lease, dict(zip(self.groups, pages, strict=True)))
+        held.finished, held.revoke = transport.finished, transport.revoke
+        held.grant = lambda lease, pages: transport.grant(lease, dict(zip(self.groups, pages, strict=True)))
 
     def read_plan(self, handoff: Handoff, pages: Pages) -> ReadPlan:
         """What this rank reads into reserved pages.
@@ -154,12 +149,9 @@ class Link:
     def __init__(
         self, model: Any, guests: MovingRequests, own: Transport, transport: str | Transport, options: Mapping[str, Any]
     ) -> None:
-        """Open it on all ranks, between two rounds.
+        """Open it on all ranks, between two rounds. own: this rank's, see `made`.
 
-        Args:
-            model: a `SpeculativeModel`. guests: of its engine. own: this rank's, see `made`.
-            transport: a name, by which other ranks make theirs with these `options`; an object belongs to a model of
-                one rank.
+        transport: a name, by which other ranks make theirs with these `options`; an object is for models of one rank.
 
         Raises:
             InvalidInputError, TransferError: see `Transfers.open`.

@@ -39,9 +39,8 @@ class MovedRequest:
     Attributes:
         prompt_token_ids, new_token_ids: committed tokens. The last new one is the bonus token: every token before it
             has its keys and values in the cache.
-        params: as submitted. key: its randomness, the same wherever it runs.
-        limit: most tokens, prompt and new ones together. num_drafts: K of the request.
-        sample_index, eos_token_ids, variant: see `Request`.
+        params: as submitted. key: its randomness, the same wherever it runs. num_drafts: K of the request.
+        limit: most tokens, prompt and new ones together. sample_index, eos_token_ids, variant: see `Request`.
         queue_s, prefill_s: seconds that it waited, and from then to the first token. Others: see `RequestStats`.
     """
 
@@ -94,14 +93,11 @@ class MovedRequest:
 
 @dataclass(frozen=True)
 class Departure:
-    """A request that left its engine.
+    """A request that left its engine; lease: under which its `pages` in each pool are held.
 
-    Attributes:
-        moved: the request. lease: under which its pages are held.
-        pages: in each pool.
-        tensors: on the host, what a round in its next engine starts from besides pages, by name: "drafts" [n] int64,
-            "draft_probs" [n, Vd] float32 where they were drawn, "carried" of a draft loop that carries something from
-            round to round, "state.0", … of recurrent layers.
+    tensors: on the host, what a round in its next engine starts from besides pages, by name: "drafts" [n] int64,
+    "draft_probs" [n, Vd] float32 where they were drawn, "carried" of a draft loop that carries something from round to
+    round, "state.0", … of recurrent layers.
     """
 
     moved: MovedRequest
@@ -136,11 +132,7 @@ class Departed(Update):
 
 @dataclass(frozen=True)
 class Leaving(Submission):
-    """A request that leaves its engine with its first token.
-
-    Attributes:
-        seconds: for which its pages are held then.
-    """
+    """A request that leaves its engine with its first token. seconds: for which its pages are held then."""
 
     seconds: float
 
@@ -178,8 +170,8 @@ class Handoff:
         source: where the pages are, and what they were made with. lease: the right to read them; expires: until when,
             in `time.time` seconds of the source's clock.
         moved: the request. blocks: its pages by cache group.
-        tensors: drafts for its next verification and what they were drawn from, states of recurrent layers: see
-            `Departure`. On the host.
+        tensors: on the host, drafts for its next verification and what they were drawn from, states of recurrent
+            layers: see `Departure`.
         completion: set when the request ended with its first token, and nothing is left to do.
     """
 

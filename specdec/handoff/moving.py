@@ -28,8 +28,7 @@ from specdec.rounds.rows import Schedule
 class MovingRequests(Guests):
     """The requests of one engine that come from other engines or leave for them. Not thread-safe.
 
-    Attributes:
-        held: their pages while they have no row.
+    held: their pages while they have no row.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -165,8 +164,7 @@ class MovingRequests(Guests):
     def resume(self, moved: MovedRequest, arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None) -> int:
         """Queue a request from another engine; it continues as if it had always been here.
 
-        Args:
-            arrival: the number of its filled pages, and its tensors (see `Departure`); None to read its tokens again.
+        arrival: the number of its filled pages, and its tensors (see `Departure`); None to read its tokens again.
         """
         self.check_moved(moved)
         request = moved_here(self._engine.admission, self._engine.take_id(), moved)

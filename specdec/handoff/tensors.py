@@ -35,8 +35,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Arrived:
-    """A request that joins a round: its row, how many of its tokens were read, what it has brought, and how many of its
-    drafts are verified."""
+    """A request that joins a round: row, tokens read, what it brought, and how many of its drafts are verified."""
 
     row: int
     computed: int
@@ -57,8 +56,7 @@ class RowTensors(ABC):
     def pack(self, row: int, computed: int, drafts: bool) -> dict[str, torch.Tensor]:
         """What the request in a RowTable row carries from round to round, copied on the device.
 
-        Args:
-            computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
+        computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
         """
         found: dict[str, torch.Tensor] = {}
         if drafts and isinstance(self._loop, CarriesVectors):
@@ -91,15 +89,13 @@ class RowTensors(ABC):
 
     @abstractmethod
     def places(self, taken: np.ndarray, count: int) -> np.ndarray | None:
-        """Where the drafts of `count` arriving rows are put beside those of this engine's own rows; None: after
-        those."""
+        """Where drafts of `count` arriving rows go beside those of this engine's own rows; None: after those."""
 
     @abstractmethod
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
         """Take over, into their rows, what requests have brought; returns the drafts of the whole round.
 
-        Args:
-            round_: sent, its last drafting rows being those of `arrived` that have drafts. draft: of the others.
+        round_: sent, its last drafting rows being those of `arrived` that have drafts. draft: of the others.
         """
 
 
@@ -188,14 +184,10 @@ def row_tensors(engine: Engine) -> RowTensors:
 
 
 def joined(draft: Draft | None, arrived: Sequence[Arrived], width: int, vocab: DraftVocab, drawn: bool) -> Draft:
-    """The drafts of a round, in order: of the draft loop's rows, then of those that have brought theirs.
+    """The drafts of a round [R, n], in order: of the draft loop's rows, then of those that have brought theirs.
 
-    Args:
-        draft: what the loop made; None or without rows where no row drafted here.
-        width: n, the most drafts of a row. drawn: whether the round has distributions of its drafts.
-
-    Returns:
-        token_ids [R, n], and probs [R, n, Vd] where `drawn`; a draft that was not drawn there has all of the mass.
+    draft: what the loop made; None or without rows where no row drafted here. width: n, the most drafts of a row.
+    drawn: whether the round has distributions; then probs [R, n, Vd], one-hot of drafts that were not drawn.
     """
     device, own = vocab.target_ids.device, 0 if draft is None else len(draft.token_ids)
     ids = torch.zeros(own + len(arrived), width, dtype=torch.int64, device=device)

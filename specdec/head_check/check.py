@@ -48,13 +48,9 @@ class Rereadable(Head, Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read a head.
+    """One way to read a head: its spec, and the `head_overrides` that choose it.
 
-    Attributes:
-        name: what differs from the files as they were read, in words.
-        spec: the head, read so.
-        overrides: the `head_overrides` that choose it.
-        cause: why the files were probably read otherwise.
+    name: what differs from the files as they were read, in words. cause: why they were probably read otherwise.
     """
 
     name: str
@@ -80,10 +76,12 @@ def other_readings(reading: Reading, num_layers: int, rope_theta: float | None) 
     Args:
         num_layers: N of the target. rope_theta: of the target's rotary embedding; None where it has no single one.
     """
+    other = not reading.spec.norm_before_residual
+    key, cause = "norm_before_residual", "norm_before_residual is absent or wrong, and readers differ in its default"
     return (
         *_other_layers(reading, num_layers),
         *_other_feedback(reading),
-        *_other_residual(reading),
+        reading.changed(f"{key} = {str(other).lower()}", cause, {key: other}, norm_before_residual=other),
         *_other_rope(reading, rope_theta),
     )
 
@@ -124,12 +122,6 @@ def _other_feedback(reading: Reading) -> list[Reading]:
     )
     name = f"{feedback} state fed back"
     return [reading.changed(name, cause, {"feedback": feedback}, feedback=feedback)]
-
-
-def _other_residual(reading: Reading) -> list[Reading]:
-    other = not reading.spec.norm_before_residual
-    key, cause = "norm_before_residual", "norm_before_residual is absent or wrong, and readers differ in its default"
-    return [reading.changed(f"{key} = {str(other).lower()}", cause, {key: other}, norm_before_residual=other)]
 
 
 def _other_rope(reading: Reading, rope_theta: float | None) -> list[Reading]:
@@ -174,11 +166,11 @@ class Tried:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the agreement check found.
+    """What the agreement check found; num_answers, num_tokens: what the target wrote for it, greedily.
 
     Attributes:
-        num_answers, num_tokens: what the target wrote for it, greedily. rounds: acceptance in the rounds that wrote it.
-        chains: the same drafts from every position of the answers; None where that cannot be run.
+        rounds: acceptance in the rounds that wrote it. chains: the same drafts from every position of the answers; None
+            where that cannot be run.
         tried: the other readings, best first. best: the one that is better beyond doubt, if any; it may be several
             changes.
         verdict: "fine"; "low": few drafts are accepted however the head is read; "misread": `best` is right.
@@ -225,8 +217,7 @@ def _tried_json(tried: Tried) -> dict[str, Any]:
 def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> Agreement:
     """Let the target answer some prompts greedily with the head, and compare other readings of the head on the answers.
 
-    Args:
-        prompts: default `PROMPTS`, as chats where the tokenizer has a template.
+    prompts: default `PROMPTS`, as chats where the tokenizer has a template.
 
     Raises:
         InvalidInputError: the model has no head, drafts nothing, a prompt is too long, or the answers are too short to

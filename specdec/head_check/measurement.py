@@ -41,11 +41,7 @@ MAX_NEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class Passage:
-    """A prompt with the target's own greedy answer.
-
-    Attributes:
-        token_ids: [T] int64. start: where the answer begins.
-    """
+    """A prompt with the target's own greedy answer. token_ids: [T] int64. start: where the answer begins."""
 
     token_ids: torch.Tensor
     start: int
@@ -149,11 +145,9 @@ head that says this many different draft ids (one that says a single id hits tha
 class MapCheck:
     """The map of the file against one learnt from the answers, on first drafts that it was not learnt from.
 
-    Attributes:
-        mapped, learnt: share of first drafts that are the target's own token.
-        error: standard error of their difference.
-        num_ids: different draft ids that the head says.
-        examples: (draft id, token by d2t, token that it comes with, how often, of how many), the commonest first.
+    mapped, learnt: share of first drafts that are the target's own token; error: standard error of their difference.
+    num_ids: different draft ids that the head says. examples: (draft id, token by d2t, token that it comes with, how
+    often, of how many), the commonest first.
     """
 
     mapped: float

@@ -80,12 +80,9 @@ def check_kinds(name: str, configs: Iterable[Any]) -> None:
 
 
 def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: Merge) -> Checkpoint:
-    """Where a target is read from, with the adapter that is to be applied to it.
+    """Where a target is read from, with the adapter (folder or hub name, or None) that is to be applied to it.
 
-    Args:
-        checkpoint: what the user gave as the target: a model, or an adapter, whose configuration names its base.
-        adapter: folder or hub name of one, or None.
-        merge: see the load option merge_adapter.
+    The target may be an adapter itself, whose configuration names its base. merge: see the load option merge_adapter.
 
     Raises:
         ModelLoadError: an adapter that is missing, damaged or names no base.
@@ -176,14 +173,7 @@ def _config(checkpoint: Checkpoint, what: str) -> Mapping[str, Any] | None:
 
 
 def import_peft(name: str) -> Any:
-    """The package peft.
-
-    Args:
-        name: of the adapter that needs it.
-
-    Raises:
-        ModelLoadError: it is not installed.
-    """
+    """The package peft, for the adapter `name`. Raises ModelLoadError: it is not installed."""
     try:
         import peft
     except ImportError as error:

@@ -95,11 +95,8 @@ def choose_prefix_caching(
 def choose_cascade(backend: AttentionBackend, prefix_caching: str, asked: bool) -> str:
     """ "on", and the backend does so from now on; or "off: " and the reason. Which layers it does so for is its route.
 
-    Args:
-        prefix_caching: what `choose_prefix_caching` gave.
-
     Raises:
-        InvalidInputError: asked for where it cannot be done.
+        InvalidInputError: asked for where it cannot be done, as with `prefix_caching` off.
     """
     if not asked:
         return "off: cascade_attention=False"

@@ -1,5 +1,4 @@
-"""The attention backend of a device, and how its cache is stored. The user or the device decides, never an
-exception."""
+"""The attention backend of a device, and its cache's format. User or device decide, never an exception."""
 
 from __future__ import annotations
 
@@ -58,11 +57,7 @@ _NO_REASON = (InvariantError, KernelBuildError)
 
 
 class Graphs:
-    """The attempt to run a target's rounds from CUDA graphs.
-
-    Attributes:
-        state: "on", or "off: " and the reason.
-    """
+    """The attempt to run a target's rounds from CUDA graphs. state: "on", or "off: " and the reason."""
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig, choice: GraphChoice) -> None:
         self._parts = (target, drafter, config)
@@ -145,9 +140,8 @@ _LAYOUTS: dict[str, KVLayout | None] = {"auto": None, "NHD": "NHD", "HND": "HND"
 def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None, source: str = "") -> KVFormat:
     """How the target's keys and values are stored; the head's single layer always keeps the dtype of the model.
 
-    Args:
-        dtype: "auto" is the dtype of the model, "fp8" is e4m3 with static scales.
-        scales: (scale of keys, scale of values) of each layer; default 1.0 everywhere. source: see `KVFormat`.
+    dtype: "auto" is the dtype of the model, "fp8" is e4m3 with static scales. scales: (scale of keys, scale of values)
+    of each layer; default 1.0 everywhere. source: see `KVFormat`.
 
     Raises:
         InvalidInputError: an unknown name, scales without fp8, or scales that are none.
@@ -195,9 +189,8 @@ def choose_graphs(
 ) -> GraphChoice:
     """Decide on CUDA graphs: where they are asked for, and with "auto" where they can be captured.
 
-    Args:
-        loop: the head's draft loop; None without a head.
-        uncapturable: what of the target no graph can hold, in words, see `specdec.loading.states`; "" for nothing.
+    loop: the head's draft loop; None without a head. uncapturable: what of the target no graph can hold, in words, see
+    `specdec.loading.states`; "" for nothing.
 
     Raises:
         InvalidInputError: see `check_graphs`; or True with what no graph can hold.
@@ -230,8 +223,7 @@ def made_in_inference_mode(*modules: object) -> str:
 
 
 def uncaptured_state(model: nn.Module) -> str:
-    """Why a model cannot run from CUDA graphs whose hooks, parametrizations or forwards a replay would not call; "" for
-    none."""
+    """Why CUDA graphs cannot run a model whose hooks, parametrizations or forwards they would not call; "" for none."""
     found = unseen_state(model)
     return f"the model has {found}, which a replayed graph does not call" if found else ""
 
@@ -279,11 +271,7 @@ def expected_keys(config: Any) -> list[AttentionSpec]:
 def begin_kernels(
     name: str, device: torch.device, keys: Iterable[AttentionSpec], dtype: torch.dtype, kv_cache_dtype: str
 ) -> None:
-    """Start building the kernels that a target with such layers needs, on backends that build any.
-
-    Args:
-        name: of the backend, as in `make_backend`; kv_cache_dtype: as in `kv_format`.
-    """
+    """Start building the kernels of such layers, on backends that build any; names are those of the load options."""
     kind = KINDS["flashinfer"]
     is_wanted = device.type == "cuda" and chosen(name, device) == "flashinfer"
     if is_wanted and kind.is_installed and torch.version.hip is None:

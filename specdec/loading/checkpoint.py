@@ -135,8 +135,7 @@ class Checkpoint:
 
     Attributes:
         name: as the user gave it. path: a folder or a hub name, for transformers' from_pretrained.
-        revision: branch, tag or commit on the hub; None is its main branch.
-        trust_remote_code: whether Python files of the checkpoint may run.
+        revision: on the hub; None is its main branch. trust_remote_code: whether its Python files may run.
         local_files_only: whether only the hub's local cache is read, as the hub does not answer.
         adapter: what is applied to the model when it is loaded, or None.
         quantisation: how its weights are stored, once it is loaded; None where they are not quantised.
@@ -172,12 +171,10 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that is applied to a target when that is loaded.
+    """An adapter that is applied to a target when that is loaded; name: as the user gave it; checkpoint: where it lies.
 
-    Attributes:
-        name: as the user gave it; checkpoint: where it lies.
-        kind: its peft_type. base: the model that it was trained for, by its configuration; "" where that names none.
-        merge: see the load option merge_adapter.
+    kind: its peft_type. base: the model that it was trained for, by its configuration; "" where that names none.
+    merge: see the load option merge_adapter.
     """
 
     name: str
@@ -281,6 +278,15 @@ def read_object(file: Path, what: str) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise ModelLoadError(f"{what}: {file} holds a {type(config).__name__}, not a JSON object; download it again")
     return config
+
+
+def object_in(file: str | Path) -> Mapping[str, Any]:
+    """The JSON object in a file that may be missing or damaged, which is said elsewhere; {} then."""
+    try:
+        found = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _check_no_head(folder: Path, config: Mapping[str, Any], names: set[str], what: str) -> None:

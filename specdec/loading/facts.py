@@ -51,9 +51,7 @@ def facts_of(model: Any) -> dict[str, Any]:
         "kv_cache_scales": scales_in_words(checkpoint, runners[0].group.format.source),
         "recurrent": None if model.target.states is None else _recurrent(model.target.states),
         "long_rope": _long_rope(model),
-        "sparse_attention": None
-        if dense is None
-        else f"dense up to index_topk={dense:,} tokens, where its indexer would choose all keys",
+        "sparse_attention": None if dense is None else _SPARSE.format(dense),
         "prefix_caching": model.prefix_caching,
         "cascade_attention": model.cascade_attention,
         "self_test_error": model.self_test_error,

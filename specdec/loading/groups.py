@@ -50,11 +50,7 @@ class TokenBytes:
 def token_bytes(
     probed: TargetProbe, head: Head | None, format: KVFormat, longest: int, grouped: bool = True
 ) -> TokenBytes:
-    """Bytes of one token by cache group.
-
-    Args:
-        longest: most tokens of a request; a reach that covers them all needs no group. grouped: False: one group.
-    """
+    """Bytes of one token by cache group, where `grouped`; a reach that covers the `longest` request needs no group."""
     specs, dtype = tuple(call.attention_spec for call in probed.calls), format.dtype_for(probed.model.dtype)
     reaches = reaches_of(specs, longest) if grouped else ()
     groups = layers_by_group(specs, reaches)
@@ -100,10 +96,8 @@ def divide_cache(
 ) -> Division:
     """Tokens of the KV cache: `asked` in the first group; else max_num_seqs rows of max_model_len, or what fits.
 
-    That is what the GPU has left, and on CPU 1 GiB. A model without attention has no KV cache, and all the tokens.
-
-    Args:
-        state_bytes: of the recurrent states of all rows, which come first.
+    That is what the GPU has left, and on CPU 1 GiB, after the recurrent states of all rows (`state_bytes`). A model
+    without attention has no KV cache, and all the tokens.
 
     Raises:
         CacheTooSmallError: the device has no room for a cache, or not for the given one.

@@ -38,10 +38,9 @@ _OUTPUTS = ("lm_head.weight", "output.weight")
 
 @dataclass(frozen=True)
 class TargetOutline:
-    """A target that is not loaded.
+    """A target that is not loaded, by hub name or folder.
 
-    Attributes:
-        name: hub name, or folder. architectures: of its config.json. facts: its sizes, embedding and lm_head.
+    architectures: of its config.json. facts: its sizes, embedding and lm_head.
     """
 
     name: str

@@ -12,7 +12,6 @@ Source: the same names in vllm/model_executor/model_loader/weight_utils.py, `may
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from transformers.utils import cached_file
 from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder
 from drafters.errors import HeadLoadError
 from specdec.errors import InvalidInputError, ModelLoadError
-from specdec.loading.checkpoint import Checkpoint
+from specdec.loading.checkpoint import Checkpoint, object_in
 from specdec.loading.quantisation import MODELOPT_FILE
 from specdec.values import short
 from specdec.wrapped.probing import TargetProbe
@@ -44,11 +43,9 @@ _SAME = 1e-5
 
 @dataclass(frozen=True)
 class StoredScales:
-    """A checkpoint's declaration of its KV cache, and its scales.
+    """A checkpoint's declaration of its KV cache, made in `source`, and its scales by layer number in the checkpoint.
 
-    Attributes:
-        scheme: "fp8", another format in words, or "" where it names none. source: where that is declared.
-        keys, values: scales by layer number in the checkpoint.
+    scheme: "fp8", another format in words, or "" where it names none.
     """
 
     scheme: str
@@ -62,8 +59,7 @@ def chosen_scales(
 ) -> tuple[Sequence[Pair] | None, str]:
     """The scales of the target's cache, by attention layer in order, and their origin; None: 1.0 everywhere.
 
-    Args:
-        checkpoint: of the target; its scales are read for dtype "fp8" only. given: the user's, None for none.
+    Those of the checkpoint are read for dtype "fp8" only.
 
     Raises:
         ModelLoadError: the checkpoint contradicts itself: it says fp8 and has no scales, has some for some layers only,
@@ -147,8 +143,7 @@ def stored_scales(checkpoint: Checkpoint) -> StoredScales | None:
 
 
 def scales_in_words(checkpoint: Checkpoint | None, used: str) -> str | None:
-    """For `describe`: the origin of the scales in use (`used`), or those that a checkpoint in a folder has; None for
-    neither."""
+    """For `describe`: the origin of the scales in use, or those that a checkpoint's folder has; None for neither."""
     if used or checkpoint is None or not checkpoint.is_folder:
         return used or None
     stored = stored_scales(checkpoint)
@@ -193,7 +188,7 @@ def _scheme(folder: CheckpointFolder) -> tuple[str, str]:
         text.get("quantization_config") if isinstance(text, dict) else None
     )
     own = config if isinstance(config, dict) else {}
-    beside = _read(folder.path / MODELOPT_FILE).get("quantization")
+    beside = object_in(folder.path / MODELOPT_FILE).get("quantization")
     for said, file in ((own, "quantization_config"), (beside if isinstance(beside, dict) else {}, MODELOPT_FILE)):
         if algorithm := said.get("kv_cache_quant_algo"):
             return str(algorithm).lower(), f"{file}, kv_cache_quant_algo"
@@ -214,14 +209,6 @@ def _in_words(scheme: Mapping[str, Any]) -> str:
     if scheme.get("num_bits") == 8 and scheme.get("type") == "float" and by == "tensor" and not dynamic:
         return "fp8"
     return f"{scheme.get('type')}{scheme.get('num_bits')} by {by}{', dynamic' if dynamic else ''}"
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # most have none; `check_target_folder` refuses a damaged one
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _layer_numbers(probed: TargetProbe) -> list[int]:

@@ -32,13 +32,10 @@ _QUANTISED = (".weight_scale", ".weight_scale_2", ".weight_scale_inv", ".weight_
 
 
 def check_complete(name: str, model: nn.Module, info: Mapping[str, Any]) -> None:
-    """Check that a target is all of its checkpoint, and no more.
+    """Check that a target, which the user called `name`, is all of its checkpoint, and no more.
 
-    Args:
-        name: what the user called it; model: as loaded.
-        info: transformers' loading information (`output_loading_info=True`): `missing_keys`, `unexpected_keys` and
-            `error_msgs`, and `mismatched_keys` as (name, shape in the checkpoint, shape in the model). Tied weights,
-            and what the model's class or a quantizer makes itself, are not among the missing.
+    info: transformers' loading information (`output_loading_info=True`). Tied weights, and what the model's class or a
+    quantizer makes itself, are not among its `missing_keys`.
 
     Raises:
         ModelLoadError: tensors are missing, have another shape, or belong to decoder layers, or parts of them, that

@@ -80,10 +80,8 @@ def check_sizes_fit(
 ) -> None:
     """Check that memory can hold these sizes, before the first of them is allocated.
 
-    Args:
-        token_bytes: of the KV caches of target and head, without windowed groups; windowed_bytes: of the pools of
-            those.
-        staging_bytes: of one buffer for the largest round. state_bytes: of the recurrent states of all rows.
+    token_bytes: of the KV caches of target and head, without windowed groups. staging_bytes: of one buffer for the
+    largest round. state_bytes: of the recurrent states of all rows.
 
     Raises:
         CacheTooSmallError: the KV caches are larger than what a GPU has free, or the machine has.
@@ -161,10 +159,8 @@ def check_cache_fits(
 ) -> None:
     """Check that a KV cache fits into what a GPU has free, or into the machine's memory.
 
-    Args:
-        what: the option that these tokens come from, for the message.
-        windowed_bytes: of layers with a sliding window or in chunks, which keep no key of most of these tokens.
-        state_bytes: of the recurrent states of all rows.
+    Layers with windows or in chunks (`windowed_bytes`) keep no key of most of these tokens. what: the option that the
+    tokens come from, for the message.
 
     Raises:
         CacheTooSmallError: it does not.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from drafters.checkpoints.tensor_files import is_hub_name, looks_local, what_els
 from drafters.eagle3.formats import target_named_by
 from specdec.errors import HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.loading.builtin import AUTO_HEAD, resolve
+from specdec.loading.checkpoint import object_in
 from specdec.loading.progress import log
 from specdec.values import short
 
@@ -25,8 +25,7 @@ Loaded = TypeVar("Loaded")
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and the head that drafts for it. named_by: the head whose config.json named the target, None: a user
-    did."""
+    """A target and the head that drafts for it. named_by: the head whose config.json named the target, or None."""
 
     target: Any
     draft: Any
@@ -101,10 +100,9 @@ def _config_of(name: str) -> Mapping[str, Any]:
     """config.json of a folder or hub model; {} where none can be read, which loading it will report."""
     try:
         file = _config_file(name)
-        config = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
-    return config if isinstance(config, dict) else {}
+    return {} if file is None else object_in(file)
 
 
 def _config_file(name: str) -> str | None:

@@ -51,11 +51,7 @@ from specdec.wrapped.probing import TargetProbe, probe_target
 def load_parts(
     target: str | Path | PreTrainedModel, draft: str | Path | Head | None, options: LoadOptions, group: Group = ALONE
 ) -> Parts:
-    """Load target and head, and settle every size, before memory is taken for any of them.
-
-    Args:
-        target, draft: see `SpeculativeModel.from_pretrained`. group: the processes that
-            load it together, all of which call it.
+    """Load target and head, and settle every size, before memory is taken for any of them. All of a group call it.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
@@ -98,17 +94,7 @@ def _open(
         if place.type == "cuda" and options.cuda_graphs and options.backend != "torch":
             loading_thread()
 
-    return open_target(
-        target,
-        options.dtype,
-        options.device,
-        options.revision,
-        options.trust_remote_code,
-        begin,
-        options.adapter,
-        options.merge_adapter,
-        group,
-    )
+    return open_target(target, options, begin, group)
 
 
 def _probe(model: PreTrainedModel, backend: AttentionBackend, options: LoadOptions) -> TargetProbe:
@@ -147,7 +133,8 @@ def _sized(
     scales = chosen_scales(checkpoint, probed, options.kv_cache_dtype, options.kv_cache_scales)
     format = kv_format(options.kv_cache_dtype, *scales)
     check_format_fits(probed, format)
-    rows = _rows(head, longest, options)
+    k, seqs, most = options.num_speculative_tokens, options.max_num_seqs, options.max_num_batched_tokens
+    rows = Rows(num_drafts(k, head), longest, seqs, most, page_size)
     sizes = token_bytes(probed, head, format, longest, options.hybrid_kv_cache)
     states, extras = _states(probed, rows)
     cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
@@ -175,16 +162,6 @@ def _sized(
         cascade,
         cache.tokens,
         cache.tokens * sizes.first + windowed + states,
-    )
-
-
-def _rows(head: Head | None, longest: int, options: LoadOptions) -> Rows:
-    return Rows(
-        num_speculative_tokens=num_drafts(options.num_speculative_tokens, head),
-        max_model_len=longest,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        page_size=options.page_size,
     )
 
 

@@ -200,8 +200,7 @@ def hold_dtype(model: PreTrainedModel, method: str | None, dtype: torch.dtype | 
 
 
 def quantisation_of(model: PreTrainedModel, stored: Mapping[str, Any] | None) -> Quantisation | None:
-    """How a loaded model is quantised; `stored`: its checkpoint's `quantization_config` before loading, None if
-    unknown."""
+    """How a loaded model is quantised; `stored`: `quantization_config` before loading, None if unknown."""
     stored = stored or stored_quantisation(model.config)
     if stored is None or method_of(stored) == MODELOPT:  # of which the KV cache alone is read, see `kv_scales`
         kinds = ", ".join(dict.fromkeys(_kind(layer) for layer in model.modules() if is_quantised(layer)))

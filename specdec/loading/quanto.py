@@ -42,9 +42,8 @@ def load_quanto(
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Load such a folder on the CPU, all tensors or none; returns the model and the equivalent `quantization_config`.
 
-    Args:
-        loader: the auto class of the configuration. dtype: of what is not quantised, of the scales, and so of the
-            outputs of quantised layers; "auto": the checkpoint's.
+    loader: the auto class of the configuration. dtype: of what is not quantised, of the scales, and so of the outputs
+    of quantised layers; "auto": the checkpoint's.
 
     Raises:
         ModelLoadError: a package is missing; the map is damaged, names no layer of the model or weights of fewer than 8
@@ -65,7 +64,8 @@ def load_quanto(
     folder = open_folder(checkpoint.path)
     tensors = folder.load(folder.tensors)
     kind = _stored_dtype(config, tensors) if isinstance(dtype, str) else dtype
-    tensors = _aligned(_scaled_in(kind, tensors, what))
+    scaled = _scaled_in(kind, tensors, what)
+    tensors = {name: t if t.data_ptr() % _ALIGNED == 0 else t.clone() for name, t in scaled.items()}
     with init_empty_weights(include_buffers=False):
         model: Any = loader.from_config(config, dtype=kind)
     if unknown := sorted(set(layers) - {name for name, _ in model.named_modules()}):
@@ -112,11 +112,6 @@ def _scaled_in(kind: torch.dtype, tensors: Mapping[str, torch.Tensor], what: str
                     "give dtype='bfloat16' or dtype='float32'"
                 )
     return cast
-
-
-def _aligned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors at addresses that kernels may assume, copied where they are not."""
-    return {name: t if t.data_ptr() % _ALIGNED == 0 else t.clone() for name, t in tensors.items()}
 
 
 def _differences(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

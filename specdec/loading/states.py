@@ -1,5 +1,4 @@
-"""The recurrent states of a target: slot count, memory, and whether CUDA graphs can hold them. Imported for targets
-with recurrent layers alone."""
+"""Slots, memory and CUDA graphs of recurrent states. Imported for targets with recurrent layers alone."""
 
 from __future__ import annotations
 
@@ -24,20 +23,16 @@ def uncapturable(probed: TargetProbe) -> str:
 
 def state_bytes(probed: TargetProbe, rows: Rows) -> int:
     """Bytes of the states of all rows."""
-    group = _group(probed, state_slots(rows.max_num_seqs), rows.num_speculative_tokens)
+    group = StateGroup(probed.recurrence_specs, state_slots(rows.max_num_seqs), rows.num_speculative_tokens)
     return group.num_slots * group.bytes_per_row(probed.model.dtype)
 
 
 def state_runner(probed: TargetProbe, config: EngineConfig) -> StateRunner:
     """The states of a target's recurrent layers, allocated."""
-    group = _group(probed, config.num_state_slots, config.num_speculative_tokens)
+    group = StateGroup(probed.recurrence_specs, config.num_state_slots, config.num_speculative_tokens)
     return StateRunner(group, probed.model.dtype, probed.model.device)
 
 
 def state_extras(probed: TargetProbe, num_drafts: int) -> tuple[RoundExtra, ...]:
     """The extra of rounds for a target's recurrent layers with K drafts; () without such layers."""
     return (RecurrentStates(fold_rule(probed.recurrence_specs, num_drafts)),) if probed.recurrent_calls else ()
-
-
-def _group(probed: TargetProbe, slots: int, num_drafts: int) -> StateGroup:
-    return StateGroup(probed.recurrence_specs, slots, num_drafts)

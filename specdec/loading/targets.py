@@ -21,7 +21,6 @@ from specdec.loading.auto_classes import AutoClass, auto_class, model_class
 from specdec.loading.builtin import resolve
 from specdec.loading.checkpoint import (
     Checkpoint,
-    Merge,
     check_depth,
     check_quantisation,
     check_target_folder,
@@ -44,6 +43,7 @@ from specdec.loading.quantisation import (
 )
 from specdec.loading.quanto import is_quanto_folder, load_quanto
 from specdec.loading.sizes import resolve_device, resolve_dtype
+from specdec.options import LoadOptions
 from specdec.values import short
 from specdec.wrapped.alterations import without_unpickled
 from specdec.wrapped.fp8 import Scheme
@@ -220,21 +220,11 @@ def _scheme(values: Mapping[str, Any]) -> Scheme:
 
 
 def open_target(
-    target: str | Path | PreTrainedModel,
-    dtype: str | torch.dtype,
-    device: str | torch.device | None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    on_config: OnConfig | None = None,
-    adapter: str | Path | None = None,
-    merge_adapter: Merge = "auto",
-    group: Group = ALONE,
+    target: str | Path | PreTrainedModel, options: LoadOptions, on_config: OnConfig, group: Group = ALONE
 ) -> tuple[PreTrainedModel, Checkpoint | None]:
     """Load a target by name, or take a loaded model as it is; with the checkpoint its tokenizer and head are found by.
 
-    Args:
-        adapter, merge_adapter: see `specdec.loading.adapters.with_adapter`. Of a PeftModel the model inside is taken.
-        group: the processes that load it together, all of which call it.
+    Of a PeftModel the model inside is taken. group: the processes that load it together, all of which call it.
 
     Raises:
         ModelLoadError: it is missing or transformers cannot load it.
@@ -244,6 +234,8 @@ def open_target(
     """
     target = unwrapped(target)
     check_target_type(target)
+    dtype, device, revision = options.dtype, options.device, options.revision
+    adapter, merge_adapter, trust_remote_code = options.adapter, options.merge_adapter, options.trust_remote_code
     if not isinstance(target, PreTrainedModel):
         place = resolve_device(device)
         kind = resolve_dtype(dtype, place)
@@ -266,8 +258,7 @@ def open_target(
     check_loaded_target(target)
     without_unpickled(target)
     settle(target)
-    if on_config is not None:
-        on_config(target.config, target.dtype, target.device)
+    on_config(target.config, target.dtype, target.device)
     name, found = target.name_or_path, quantisation_of(target, None)
     warn_of_dense(name or type(target).__name__, target, found)
     if not name:

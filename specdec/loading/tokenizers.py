@@ -35,7 +35,10 @@ def open_tokenizer(tokenizer: Any, checkpoint: Checkpoint | None) -> Any:
     if tokenizer is None:
         if checkpoint is None:
             raise InvalidInputError("the model has no name to load a tokenizer by; give tokenizer=…")
-        return load_tokenizer(_with_own_files(checkpoint))
+        # In the adapter's folder if one was saved there: its chat template may differ.
+        place = checkpoint if checkpoint.adapter is None else checkpoint.adapter.checkpoint
+        own = (Path(place.path) / "tokenizer_config.json").is_file()
+        return load_tokenizer(place if own else checkpoint)
     lacking = [name for name in ("__call__", "decode") if not callable(getattr(tokenizer, name, None))]
     if lacking or isinstance(tokenizer, type):
         missing = "it is a class" if isinstance(tokenizer, type) else f"it lacks {' and '.join(lacking)}"
@@ -51,14 +54,6 @@ def as_chats(tokenizer: Any, prompts: Iterable[Any]) -> list[Any]:
     if not getattr(tokenizer, "chat_template", None):
         return list(prompts)
     return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
-
-
-def _with_own_files(checkpoint: Checkpoint) -> Checkpoint:
-    """Where the tokenizer lies: in the adapter's folder if one was saved there (its chat template may differ)."""
-    adapter = checkpoint.adapter
-    if adapter is not None and (Path(adapter.checkpoint.path) / "tokenizer_config.json").is_file():
-        return adapter.checkpoint
-    return checkpoint
 
 
 def load_tokenizer(name: str | Path | Checkpoint) -> Any:

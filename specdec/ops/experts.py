@@ -39,12 +39,8 @@ def capturable_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, 
 def paired_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """One matmul per (token, expert) pair; the arguments are those of transformers' experts interface.
 
-    Args:
-        experts: a module with stacked weights, as transformers' `use_experts_implementation` describes it.
-        hidden: [T, H]; index: [T, k] int64; weights: [T, k].
-
-    Returns:
-        [T, H], dtype of `hidden`.
+    experts: a module with stacked weights, as transformers' `use_experts_implementation` describes it. hidden: [T, H];
+    index: [T, k] int64; weights: [T, k]. The result: [T, H], dtype of `hidden`.
     """
     kind = "gate_up_proj" if experts.has_gate else "up_proj"
     inner = _multiply(experts, kind, hidden[:, None], index)

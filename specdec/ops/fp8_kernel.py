@@ -35,10 +35,10 @@ class Tiling:
         tokens, rows: of a program; rows is at most 128, so that they have one scale a block of columns.
         weight_first: the weight is the left operand of the tensor cores: these take 64 rows at a time, which few
             tokens do not fill.
-        warps, stages: of a program; stages are steps of its loop that are on their way at once.
+        warps, stages: of a program; stages are steps of its loop that are on their way at once. splits: programs that
+            share the columns of a row, see `share`.
         at_once: blocks of columns of a step. Their scales are loaded a step ahead: one is read from memory as slowly as
             a tile of the weight, and Triton pipelines only what the tensor cores read.
-        splits: programs that share the columns of a row, see `share`.
     """
 
     tokens: int

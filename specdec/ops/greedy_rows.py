@@ -55,10 +55,9 @@ def place_drafts(
 ) -> None:
     """token_ids[places[i]] = drafts[sources[flat[i] // width], flat[i] % width], in place.
 
-    Args:
-        token_ids: [T]; places, flat: [N] int64, contiguous. Each flat[i] is below R·width.
-        width: n, drafts of a row at most, at least 1 where N is not 0.
-        drafts: [S, n or more] int64, columns side by side; sources: [R] int64, contiguous, its rows.
+    token_ids: [T]; places, flat: [N] int64, contiguous; each flat[i] is below R·width. width: n, drafts of a row at
+    most, at least 1 where N is not 0. drafts: [S, n or more] int64, columns side by side; sources: [R] int64,
+    contiguous, its rows.
     """
     if not len(places):
         return

@@ -85,8 +85,7 @@ class LeadingEngine(Engine):
             self._link.send(message)
 
     def run(self, function: str, *arguments: Any) -> Any:
-        """Call a function ("module:name") with each rank's engine and these arguments on every rank, between two
-        rounds; returns the result here."""
+        """Call a function ("module:name") on each rank with its engine, between two rounds; returns the result here."""
         with self.all_ranks():
             self._tell("run", function, *arguments)
             return named_function(function)(self, *arguments)

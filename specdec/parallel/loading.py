@@ -1,5 +1,4 @@
-"""Loading on rank 0: checks what can be divided, starts the other ranks, loads all shares, and names the rank of an
-error."""
+"""Loading on rank 0: checks the division, starts the other ranks, loads all shares, names the rank of an error."""
 
 from __future__ import annotations
 

@@ -84,11 +84,10 @@ class CloseTransfer:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Fill this rank's reserved pages, beside the rounds; the answer is `Fetched`.
+    """Fill this rank's reserved pages of this number, beside the rounds; the answer is `Fetched`.
 
-    Attributes:
-        number: of the reservation. deadline: `time.monotonic` seconds, which ranks of one machine share.
-        data: a `Handoff` of source, lease and blocks, as bytes.
+    deadline: `time.monotonic` seconds, which ranks of one machine share. data: a `Handoff` of source, lease and blocks,
+    as bytes.
     """
 
     number: int
@@ -113,51 +112,49 @@ class Done:
     number: int
 
 
-@dataclass(frozen=True)
-class Opened:
-    """To rank 0: the answer to `OpenTransfer`. table: of this rank, JSON; "" where it failed, with `error`."""
-
-    model: int
-    round: int
-    table: str
-    error: str = ""
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """Identifies the request that it answers."""
-        return ("opened", self.model, self.round)
+Key = tuple[str, int, int]
+"""Identifies the request that an answer is for: "Opened" or "Fetched", model, and its number."""
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """To rank 0: the answer to `Fetch`, and a second one where pages were written to after it.
-
-    Attributes:
-        error: why it failed, "" where every byte is there. late: whether that is a `TransferTimeoutError`.
-        settled: whether nothing can be written to the pages any more.
-    """
+class Answer:
+    """To rank 0: the answer to a request, number `number` to a model. error: why it failed, "" where it did not."""
 
     model: int
     number: int
+
+    @property
+    def key(self) -> Key:
+        """Identifies the request."""
+        return (type(self).__name__, self.model, self.number)
+
+
+@dataclass(frozen=True)
+class Opened(Answer):
+    """The answer to `OpenTransfer`, its round the number. table: of this rank, JSON; "" where it failed."""
+
+    table: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Fetched(Answer):
+    """The answer to `Fetch`, and a second one where pages were written to after it.
+
+    error: why it failed, "" where every byte is there. late: whether that is a `TransferTimeoutError`. settled: whether
+    nothing can be written to the pages any more.
+    """
+
     error: str = ""
     late: bool = False
     settled: bool = True
 
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """Identifies the request that it answers."""
-        return ("fetched", self.model, self.number)
-
-
-Answer = Opened | Fetched
-
 
 @dataclass(frozen=True)
 class Failed:
-    """To rank 0: a load failed, or the process ends with this error.
+    """To rank 0: a load failed, or the process ends with this error, of class `kind`.
 
-    Attributes:
-        kind: the error's class. follows: whether it came from another rank that was lost before.
+    follows: whether it came from another rank that was lost before.
     """
 
     kind: str

@@ -117,8 +117,7 @@ def _listen(process: Process, watched: Watched) -> None:
 
 
 def end_waiting(process: Process, watched: Watched, loading: object) -> None:
-    """End a process whose load failed, if rank 0 is still in that load (see `Watched`) after a while, waiting for
-    it."""
+    """End a process whose load failed if rank 0 is, after a while, still in that load (see `Watched`) and waits."""
     with watched.changed:
         if not watched.changed.wait_for(lambda: loading is None or watched.loading is not loading, _PATIENCE):
             process.process.kill()

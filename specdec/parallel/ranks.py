@@ -45,12 +45,11 @@ class Channel(Protocol):
 
 
 class Ranks(Group):
-    """This process among the N that run one target.
+    """This process among the N (`size`) that run one target; rank 0 is the user's process.
 
     Attributes:
-        rank: 0 is the user's process. size: N, at least 2. device: this rank's.
-        collectives: sums, gathers and broadcasts. channel: rank 0's to the others' processes, or another rank's from
-            it.
+        device: this rank's. collectives: sums, gathers and broadcasts.
+        channel: rank 0's to the others' processes, or another rank's from it.
         lost: whether a rank was lost before `close`. part: this rank's share of the target, once it is loaded.
     """
 

@@ -197,12 +197,10 @@ def _summed(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
 
 
 class DividedRows(nn.Linear):
-    """A linear layer of which each rank multiplies its own rows, and gathers all.
+    """A linear layer of which each of `size` ranks multiplies `count` own rows, from `first` on, and gathers all.
 
-    The user's own `nn.Linear` of another class: its weight stays whole, heads and a tied embedding share it.
-
-    Attributes:
-        size: N. first, count: the rank's rows, every rank's count the same; the last rows may lie beyond the weight.
+    The user's own `nn.Linear` of another class: its weight stays whole, heads and a tied embedding share it. The last
+    rows may lie beyond the weight.
     """
 
     size: int

@@ -54,12 +54,10 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Signals:
-    """What a rank's sums wait for: words of signal pads, views.
+    """The words of signal pads (views) that a rank's sums wait for.
 
-    Attributes:
-        awaited: of its own pad, 1 where another rank has signalled. Its word for itself is not among them: a sum that
-            signals itself waits until that is 0.
-        taken: of the others' pads, 0 where they have taken this rank's signal.
+    awaited: of its own pad, 1 where another rank has signalled. Its word for itself is not among them: a sum that
+    signals itself waits until that is 0. taken: of the others' pads, 0 where they have taken this rank's signal.
     """
 
     awaited: tuple[torch.Tensor, ...]
@@ -128,8 +126,7 @@ class SymmetricCollectives(Collectives):
         beside.join()
 
     def let_go(self) -> None:
-        """Give the signals that sums wait for in place of the lost ranks, until all that was launched is done. Its
-        results are unused."""
+        """Signal in place of the lost ranks until all that was launched is done. Results of its sums are unused."""
         deadline, idle = time.monotonic() + LONGEST_RELEASE, self._idle()
         with suppress(RuntimeError):  # of a device in an error, on which nothing waits
             while not idle.wait(_GIVE_EVERY) and time.monotonic() < deadline:

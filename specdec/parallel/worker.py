@@ -62,8 +62,7 @@ class Inbox:
             self._connection.send(message)
 
     def end_badly(self, error: BaseException) -> None:
-        """Report an error and end this process, from any thread: others may wait for ranks that are at another
-        place."""
+        """Report an error and end this process, from any thread: others may wait for ranks at another place."""
         try:
             self.say(failed(error))
         finally:  # rank 0 may be gone
@@ -133,8 +132,7 @@ class Orders:
 
 
 class SilentTokenizer:
-    """A tokenizer without texts, which rank 0 has: every token is an empty text, and any text has the ids that rank 0
-    sent."""
+    """A tokenizer without texts, which rank 0 has: each token is "", and any text has the ids that rank 0 sent."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids = list(ids)

@@ -148,8 +148,7 @@ class Workers:
         return self._broken is not None or any(process.lost is not None for process in self._watched.processes)
 
     def give_up(self, reason: str) -> RanksLostError:
-        """End the processes; from now on `check` raises RanksLostError with the first such reason. Returns that
-        error."""
+        """End the processes; from now on `check` raises the returned RanksLostError, which has the first reason."""
         if self._broken is None:
             self._broken = reason
         self.end()

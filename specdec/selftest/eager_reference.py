@@ -105,9 +105,8 @@ def read_logits(
 ) -> torch.Tensor:
     """As `read_paged`, but the logits [R, V] of token rows `logits_indices` [R] of the batch only, float32.
 
-    Args:
-        states: of a recurrent target; default all tokens are committed, row i in slot i+1, with nothing to replay.
-        keep_aux: see `Target.forward`.
+    states: of a recurrent target; default all tokens are committed, row i in slot i+1, with nothing to replay.
+    keep_aux: see `Target.forward`.
     """
     query_start_loc = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
     batch = rows_batch(query_start_loc, start, table, target.runner.page_size)
@@ -210,9 +209,7 @@ _MOST_DRAFTS, _MOST_OF_THREE = 3, 2
 class Rollback:
     """How rows are verified after their prompts.
 
-    Attributes:
-        drafts, accepted: of every verification but the last, which accepts all.
-        num_new: of each verification, see `StateIndex`.
+    drafts, accepted: of every verification but the last, which accepts all. num_new: of each, see `StateIndex`.
     """
 
     drafts: int
@@ -242,10 +239,7 @@ def read_rollback(
     table: np.ndarray,
     read: Callable[..., list[torch.Tensor]] = read_paged,
 ) -> list[tuple[np.ndarray, np.ndarray, list[torch.Tensor]]]:
-    """Verify rows whose `prompts` [B] tokens were read.
-
-    Args:
-        read: `read_paged`, or what keeps something of it besides.
+    """Verify rows whose `prompts` [B] tokens were read. read: `read_paged`, or what keeps something of it besides.
 
     Returns:
         Of each verification first and last position [B] of what is right, and its logits [last - first, V] by row.

@@ -37,8 +37,7 @@ _JUMP = 0.25
 class Routed:
     """What one mixture of experts was called with, for T tokens of a row.
 
-    Attributes:
-        states: [T, H], its input. index: [T, k] int64, the chosen experts. weights: their factors, [T, k].
+    states: [T, H], its input. index: [T, k] int64, the chosen experts. weights: their factors, [T, k].
     """
 
     states: torch.Tensor
@@ -67,8 +66,7 @@ class Routed:
 class RoutedReader:
     """What mixtures of experts were called with for each token, when a paged forward read it last.
 
-    Attributes:
-        rows: row -> the calls of mixtures in the order of a forward, of all of its tokens that stand read.
+    rows: row -> the calls of mixtures in the order of a forward, of all of its tokens that stand read.
     """
 
     def __init__(self) -> None:
@@ -106,10 +104,7 @@ class RoutedReader:
 
 
 def check_choices(model: PreTrainedModel, reader: RoutedReader, right: list[list[Routed]]) -> None:
-    """Refuse a model of which a mixture's choices differ by more than near ties.
-
-    Args:
-        right: of each row the calls of its eager forward, as its routers made them.
+    """Refuse a model of which a mixture's choices differ by more than near ties from its eager forward's (`right`).
 
     Raises:
         UnsupportedModelError: more than a quarter of them do.
@@ -139,8 +134,7 @@ def _mixtures(model: nn.Module) -> Iterator[nn.Module]:
 def _calls(model: nn.Module, given: list[Routed] | None = None) -> Iterator[list[Routed]]:
     """The calls of mixtures inside, as the routers made them.
 
-    Args:
-        given: of each call the choices that take the place of the router's, for the tokens of which any has moved.
+    given: of each call the choices that take the place of the router's, for the tokens of which any has moved.
     """
     seen: list[Routed] = []
 

@@ -75,10 +75,8 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int, report
     """The self-test of the real weights, see `self_test`; before it those of FP8 operators and of recurrent layers'
     kernels. The largest error.
 
-    A model without a twin is itself read in rows of up to 512 tokens, and a SpecdecWarning names what was not tested.
-
-    Args:
-        report: of `twin.twin_test`, which comes first: it names the threshold past which a model is wrong.
+    A model without a twin (`report` is `twin.twin_test`'s, and names the threshold past which a model is wrong) is
+    itself read in rows of up to 512 tokens, and a SpecdecWarning names what was not tested.
 
     Raises:
         UnsupportedModelError, CacheTooSmallError: as `self_test`; the former also of a quantised target whose results
@@ -115,11 +113,8 @@ def self_test(target: Target, longest: int = 0) -> float:
     The verification is read once more as a batch of one row with logits for its last token alone. A recurrent target is
     verified twice, so that drafts are rejected and replayed (`rollback.py`), and then a row is read from its start.
     Layers do not round their activations to 8 bits here, where that can be switched off (`unrounded_activations`), so
-    that what is compared is the attention; `fp8_self_test` has ours.
-
-    Args:
-        longest: tokens of the longest row; more where nothing else tests long rows. At least 23, and 26 of a recurrent
-            target.
+    that what is compared is the attention; `fp8_self_test` has ours. longest: tokens of the longest row, at least 23
+    (26 of a recurrent target), more where nothing else tests long rows.
 
     Returns:
         The largest error of the pieces, a piece being one row's prompt or its verification, as `_error` says:
@@ -250,10 +245,7 @@ def _limit(target: Target, error: float) -> float:
 
 @torch.inference_mode()
 def invariance_test(target: Target, model: Callable[..., Any]) -> None:
-    """Read three rows at once and again in pieces, and compare all logits bit by bit.
-
-    Args:
-        model: the form of the target that is tested, see `Target.forward`.
+    """Read three rows at once and again in pieces, by the form `model` of the target, and compare logits bit by bit.
 
     Raises:
         UnsupportedModelError: a token's logits depend on what else is in the batch, or are not those of the model.
@@ -305,10 +297,7 @@ def matmul_test(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, num_drafts: int) -> None:
-    """Read a short text with the target and check on it how the head is read; heads without such a check pass.
-
-    Args:
-        num_drafts: K; with 0 nothing is tested.
+    """Read a short text with the target and check on it how the head is read, unless it has no such check or K is 0.
 
     Raises:
         HeadLoadError: see `drafters.base.HasInputConvention`.

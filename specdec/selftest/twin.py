@@ -79,8 +79,7 @@ def in_words(found: Sequence[Threshold]) -> str:
 def twin_test(probed: TargetProbe, max_model_len: int) -> TwinReport:
     """Build a model's twin and compare all of its logits through the paged cache with its own eager forward.
 
-    Args:
-        max_model_len: longest row of a request. Thresholds from there on stay beyond the twin's rows.
+    Thresholds from `max_model_len` on, a request's longest row, stay beyond the twin's rows.
 
     Raises:
         UnsupportedModelError: the twin comes out wrong, or only fails through the paged attention; the message names

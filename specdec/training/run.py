@@ -47,16 +47,12 @@ _EVALUATED_TOKENS = 512
 
 @dataclass(frozen=True)
 class TrainingPlan(Generic[TrainedHead]):
-    """A checked run, which can begin once there are answers.
+    """A checked run, which can begin once there are answers; model: the target, without a head.
 
     Attributes:
-        model: the target, without a head.
-        config: of the run; held_out: answers that only measure.
-        settings: what decides the result, besides the answers.
-        start: the answers to learn from -> the head to train.
-        features: the target's states and logits of a batch.
-        finished: the trained head as an engine loads it.
-        save: writes a head in the layout of its family.
+        held_out: answers that only measure. settings: what decides the result, besides the answers.
+        start: the answers to learn from -> the head to train. features: the target's states and logits of a batch.
+        finished: the trained head as an engine loads it. save: writes a head in the layout of its family.
     """
 
     model: SpeculativeModel
@@ -83,11 +79,9 @@ class TrainingPlan(Generic[TrainedHead]):
             )
 
     def claim(self, output: Path, data: Mapping[str, Setting], *, overwrite: bool = False) -> None:
-        """Make `output` the folder of this run, or find that it is already.
+        """Make `output` the folder of this run on answers from `data`, or find that it is already.
 
-        Args:
-            data: what the answers come from.
-            overwrite: remove checkpoints and head of whatever run is there, this one included; answers stay.
+        overwrite: remove checkpoints and head of whatever run is there, this one included; answers stay.
 
         Raises:
             InvalidInputError, RunFolderError: see `specdec.training.run_folder.claim`.
@@ -166,12 +160,10 @@ def _evaluation(
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What is free to choose about a new EAGLE-3 head; the rest follows from its target.
+    """What is free to choose about a new EAGLE-3 head; the rest follows from its target, as does what is None here.
 
-    Attributes:
-        draft_vocab_size: Vd, None for the target's whole vocabulary.
-        intermediate_size: of the MLP, None for the target's own.
-        aux_layers: boundaries, None for the usual (2, N//2, N-3).
+    draft_vocab_size: Vd, else the whole vocabulary. intermediate_size: of the MLP. aux_layers: boundaries, else
+    (2, N//2, N-3).
     """
 
     draft_vocab_size: int | None = None

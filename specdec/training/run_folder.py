@@ -32,9 +32,7 @@ _RECORD = "run.json"
 class Setting:
     """One thing that decides a run's result.
 
-    Attributes:
-        value: what is compared; JSON.
-        name: shown to a person beside the value, and not compared (a path, for example).
+    value: what is compared; JSON. name: shown to a person beside it, and not compared (a path, for example).
     """
 
     value: Any
@@ -59,12 +57,9 @@ def check_writable(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, name: str = "run") -> Iterator[None]:
-    """Make `folder` if it is missing, and keep other processes out of one part of it while the block runs.
+    """Make `folder` if it is missing, and keep other processes out of the part `name` of it while the block runs.
 
     The lock belongs to the process: the operating system takes it back from a killed one. Nested use is allowed.
-
-    Args:
-        name: of the part; other parts of the folder stay free.
 
     Raises:
         RunFolderError: another process holds the lock, or the folder cannot be written.
@@ -86,11 +81,9 @@ def locked(folder: Path, name: str = "run") -> Iterator[None]:
 
 
 def claim(folder: Path, settings: Mapping[str, Setting], leftovers: list[Path]) -> None:
-    """Record what a run is made from, or find that the folder holds a run made from just the same.
+    """Record all that decides a run's result, or find that the folder holds a run made from just the same.
 
-    Args:
-        settings: everything that decides the result.
-        leftovers: results in the folder; without a record nobody knows what they were made from.
+    leftovers: results in the folder; without a record nobody knows what they were made from.
 
     Raises:
         InvalidInputError: the folder holds a run made from something else, or results without a record.
@@ -167,14 +160,10 @@ class AnswerLimits:
 
 @dataclass(frozen=True)
 class Questions:
-    """Prompts ready for the target, nothing answered yet.
+    """Prompts (token ids of each) ready for the target, nothing answered yet; digest: of the prompts, 16 hex digits.
 
-    Attributes:
-        prompts: token ids of each.
-        room: tokens that each one's answer can have in a training sequence.
-        digest: of the prompts, 16 hex digits.
-        key: identifies prompts, target and the longest answer: what the answers depend on.
-        limits: of answers and training sequences.
+    room: tokens that each one's answer can have in a training sequence. key: identifies prompts, target and the longest
+    answer: what the answers depend on. limits: of answers and training sequences.
     """
 
     prompts: list[list[int]]
@@ -190,10 +179,7 @@ class Questions:
 
 
 def prepare_questions(model: SpeculativeModel, questions: Sequence[Any], limits: AnswerLimits) -> Questions:
-    """Encode questions and find out which of them leave room for an answer.
-
-    Args:
-        questions: prompts as `SpeculativeModel.generate` takes them.
+    """Encode questions, prompts as `SpeculativeModel.generate` takes them, and find which leave room for an answer.
 
     Raises:
         InvalidInputError: a prompt that cannot be encoded, a token outside the vocabulary, or no usable question.

@@ -18,8 +18,7 @@ from specdec.errors import InvariantError
 
 
 class Hook:
-    """A hook of this library, which calls `call`. Pickled with the model, it does nothing. Subclasses pass on parts of
-    a hook's arguments."""
+    """A hook of this library: calls `call`, does nothing once pickled. Subclasses pass on parts of its arguments."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call

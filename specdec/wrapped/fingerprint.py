@@ -68,12 +68,10 @@ def shared_fingerprint(model: PreTrainedModel, group: Group = ALONE) -> tuple[st
     """Fingerprints of a target, however it is divided, and of each process's share of it. All of its group's processes
     call it.
 
-    The first is the same for any number of processes: of each tensor of the whole model it has the number of elements
-    and the sum of all bits, which parts add up to, but no places, so a tensor with rows in another order is the same.
-    The others have places too, and are comparable between equal numbers of processes.
-
-    Returns:
-        16 hex digits over weights, configuration and end tokens; and 16 of each process's share of the weights.
+    The first, over weights, configuration and end tokens, is the same for any number of processes: of each tensor of
+    the whole model it has the number of elements and the sum of all bits, which parts add up to, but no places, so a
+    tensor with rows in another order is the same. The others, of each share of the weights, have places too, and are
+    comparable between equal numbers of processes. Each has 16 hex digits.
     """
     marks = _marks(model)
     own = hashlib.sha256(repr(marks).encode()).hexdigest()[:16]

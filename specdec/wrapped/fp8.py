@@ -41,11 +41,9 @@ def are_rounded() -> bool:
 def unrounded_activations(model: nn.Module | None = None) -> Iterator[None]:
     """Inside, layers that run eagerly on this thread do not round their activations to 8 bits.
 
-    Each layer multiplies its weight out, in the dtype of its input, while it runs.
-
-    Args:
-        model: of whose layers those of compressed-tensors and torchao are meant; None: our own FP8 layers alone. What
-            other libraries round (quanto's activations, LLM.int8) is rounded all the same.
+    Each layer multiplies its weight out, in the dtype of its input, while it runs. model: of whose layers those of
+    compressed-tensors and torchao are meant; None: our own FP8 layers alone. What other libraries round (quanto's
+    activations, LLM.int8) is rounded all the same.
     """
     before = _ROUNDS.set(False)
     layers = () if model is None else tuple(model.modules())
@@ -130,10 +128,8 @@ _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 class Scheme:
     """How the weights and activations of a layer are rounded.
 
-    Attributes:
-        blocks: rows and columns that share a scale; None: the whole weight has one.
-        static: whether activations have one scale from the checkpoint; else one a token and group.
-        exponents: scales are powers of two (scale_fmt "ue8m0").
+    blocks: rows and columns that share a scale; None: the whole weight has one. static: whether activations have one
+    scale from the checkpoint; else one a token and group. exponents: scales are powers of two (scale_fmt "ue8m0").
     """
 
     blocks: tuple[int, ...] | None
@@ -171,8 +167,7 @@ class Scheme:
 class Fp8Layers:
     """The FP8 layers of a model, run by our operators until `release`, or until this is garbage.
 
-    Attributes:
-        scheme: of all of them. linear, experts: the modules, by name.
+    scheme: of all of them. linear, experts: the modules, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -250,11 +245,13 @@ def _check_layer(name: str, module: Any) -> None:
         raise UnsupportedModelError(f"{name} is a {kind.__name__}, an FP8 layer that specdec has no operator for")
     if isinstance(module, FP8Experts):
         _check_experts(name, module)
-    elif module.weight_scale_inv.shape != (expected := _scale_shape(module)):
-        raise UnsupportedModelError(
-            f"{name}.weight_scale_inv is {list(module.weight_scale_inv.shape)}; a weight of "
-            f"{list(module.weight.shape)} has scales {list(expected)}: is the checkpoint damaged?"
-        )
+    else:
+        expected = [] if module.block_size is None else [math.ceil(size / BLOCK) for size in module.weight.shape]
+        if list(module.weight_scale_inv.shape) != expected:
+            raise UnsupportedModelError(
+                f"{name}.weight_scale_inv is {list(module.weight_scale_inv.shape)}; a weight of "
+                f"{list(module.weight.shape)} has scales {expected}: is the checkpoint damaged?"
+            )
     for weight, parameter in module.named_parameters(recurse=False):
         if weight.endswith(("weight", "_proj")) and parameter.dtype != FP8:
             raise UnsupportedModelError(f"{name}.{weight} is {parameter.dtype}, not {FP8}")
@@ -264,12 +261,6 @@ def _check_layer(name: str, module: Any) -> None:
                 raise UnsupportedModelError(
                     f"{name}.{weight} holds {wrong[0].item()}: a scale is a positive number; is the checkpoint damaged?"
                 )
-
-
-def _scale_shape(module: Any) -> tuple[int, ...]:
-    if module.block_size is None:
-        return ()
-    return math.ceil(module.weight.shape[0] / BLOCK), math.ceil(module.weight.shape[1] / BLOCK)
 
 
 def _check_experts(name: str, module: Any) -> None:

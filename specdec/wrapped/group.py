@@ -14,11 +14,7 @@ GRAPH_PASSES: list[Callable[[Any], None]] = []
 
 
 class Reading:
-    """How a checkpoint is read: here all of it.
-
-    Attributes:
-        options: further arguments of transformers' `from_pretrained`.
-    """
+    """How a checkpoint is read: here all of it. options: further arguments of transformers' `from_pretrained`."""
 
     options: Mapping[str, Any] = {}
 

@@ -75,7 +75,6 @@ class RotaryPositions(Generic[A]):
     what: ClassVar[str] = "long rotary factors"
 
     def validate(self, query_lens: np.ndarray) -> None:
-        """See `attention.batch.host.BatchExtra.validate`."""
         require(len(self.positions) == query_lens.sum(), "rotary positions must be [T]")  # type: ignore[arg-type]
 
 

@@ -143,18 +143,15 @@ class _Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class LiveModel:
-    """The wrapped model and what it was at loading.
+    """The user's model, wrapped, and what it was at loading.
 
     Attributes:
-        model: the user's.
         parts: of every module what must stay; kinds: dtypes and devices of its parameters; vocabulary: rows of its
             input and output embeddings; addresses: of its parameters, () where no graph holds them.
-        snapshot: to see quickly that nothing has changed.
+        snapshot: to see quickly that nothing has changed. attention: the name of its attention function.
         adapted: layers of peft in it, () for most models; adapters: how they computed.
         settings: what its modules compute with beside weights and is not read again: with graphs all of it.
-        attention: the name of its attention function.
-        uncalled: modules that rounds do not call: all of them, with graphs.
-        hook_tables, hooks: of these.
+        uncalled: modules that rounds do not call: all of them, with graphs. hook_tables, hooks: of these.
         held: the parameters that `addresses` are of. One that is replaced in the model lives on for the graphs.
         buffers: that rounds do not read again.
     """
@@ -184,12 +181,9 @@ class LiveModel:
         uncalled: tuple[nn.Module, ...] = (),
         tabulated: tuple[nn.Module, ...] = (),
     ) -> LiveModel:
-        """The model as it is now.
+        """The model as it is now. captured: whether graphs hold its weights. uncalled, tabulated: see `Target`.
 
-        Args:
-            captured: whether graphs hold its weights.
-            settings: of the model; default as they are, those that forwards change themselves among them.
-            uncalled, tabulated: see `Target`.
+        settings: of the model; default as they are, those that forwards change themselves among them.
         """
         addresses = _addresses(model) if captured else ()
         snapshot = _Snapshot.of(tuple(model.modules()), captured)

@@ -41,14 +41,12 @@ _MASK_READERS = {"alibi": "attention biased by distance"}
 
 @dataclass(frozen=True)
 class TargetProbe:
-    """What a probe pass found out about a model.
+    """What a probe pass found out about a model, on its device, in its dtype.
 
     Attributes:
-        model: the model, on its device, in its dtype.
         calls: attention modules and their AttentionSpecs in layer order.
         layers: the decoder layers; without recurrent calls each has as many calls.
-        vocab_size: V, width of the logits (padded vocabularies included).
-        selects_rows: see `attention.hf.probe.Probe`.
+        vocab_size: V, width of the logits (padded vocabularies included). selects_rows: see `attention.hf.probe.Probe`.
         recurrent_calls: the calls of recurrences in the order of a forward; () for a model of attention alone.
         fp8: the model's FP8 layers, which run our operators; None for a model without.
     """

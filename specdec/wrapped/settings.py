@@ -96,13 +96,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of some modules at one moment.
+    """The settings of some modules (all those of `roots`) at one moment.
 
     Attributes:
-        roots: of the modules. moving: keys of settings that forwards change themselves, which do not count.
+        moving: keys of settings that forwards change themselves, which do not count.
         places, values: settings that a look at their identity nearly always decides. deep, contents: containers and
             tensors. Both are held, so nothing new can have their identity.
-        modules: all of them; sizes: how many attributes each had. kinds: their classes.
+        sizes: how many attributes each module had. kinds: their classes.
     """
 
     roots: tuple[nn.Module, ...]

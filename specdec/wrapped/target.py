@@ -157,10 +157,8 @@ class Target:
     """The model over one GroupRunner, or one GroupedRunner where layers are in several cache groups.
 
     Attributes:
-        runner: the attention of its layers.
-        states: the states of its recurrent layers; None where it has none.
-        num_layers: decoder layers.
-        fp8: its FP8 layers; None where it has none.
+        runner: the attention of its layers. num_layers: decoder layers.
+        states, fp8: the states of its recurrent layers, and its FP8 layers; None where it has none.
         uncalled: modules whose weights rounds read without calling them (MLA's up projections). tabulated: those whose
             results were computed at loading (rotary modules of longrope models).
         placeholders: token ids that stand for what is no text, see `specdec.wrapped.probing`.

@@ -1,5 +1,4 @@
-"""Detects changes of a model, and state that cannot be seen: of hooks, parametrizations and forwards that are the
-user's own functions."""
+"""Detects changes of a model, and state that cannot be seen: in the user's hooks, parametrizations, forwards."""
 
 from __future__ import annotations
 
@@ -139,12 +138,9 @@ class WeightVersions:
     """
 
     def __init__(self, *parts: object, captured: bool = False, settings: Settings | None = None) -> None:
-        """
-        Args:
-            parts: modules, the target first; anything else has no weights.
-            captured: graphs read the tensors that are there now, whatever is assigned in their place, so only their
-                values are looked at.
-            settings: of these modules; default as they are, those that forwards change themselves among them.
+        """parts: modules, the target first; anything else has no weights. settings: of these; default as they are.
+
+        captured: graphs read the tensors that are there now, whatever is assigned in their place: only values count.
         """
         self._roots = tuple(part for part in parts if isinstance(part, nn.Module))
         self._captured = captured
@@ -159,10 +155,8 @@ class WeightVersions:
         """Whether anything has changed since the last call."""
         if not self._captured:
             return self._looks_different()
-        before, self._count = (
-            self._count,
-            sum(tensor._version for tensor in self._counted),
-        )  # first tokens wait
+        before = self._count
+        self._count = sum(tensor._version for tensor in self._counted)  # first tokens wait
         return before != self._count
 
     def _looks_different(self) -> bool:

@@ -1,7 +1,7 @@
-"""FlashInfer over the paged cache (0.7.2 tested; supported: >=0.7.2,<0.8). MLA: `mla`.
+"""The FlashInfer backend (0.7.2 tested; supported: >=0.7.2,<0.8): builders, plans, and which kernel serves what.
 
-Everything a plan needs on the device is already there: the metadata came with the round's own transfer. So planning is
-FlashInfer's C++ planner over the host arrays plus its own copy of the plan. Two rules keep that sound:
+Everything that a plan needs on the device came with the round's own transfer. So planning is FlashInfer's C++ planner
+over the host arrays plus its own copy of the plan. Two rules keep that sound:
 
 - FlashInfer copies the plan from the wrapper's pinned buffer without an event. A wrapper is planned again only after an
   event of ours shows that its last copy is done; until then another wrapper is used.
@@ -20,7 +20,6 @@ import torch
 from attention.backends.building import Build
 from attention.backends.flashinfer.mla import (
     FixedMlaBuilder,
-    FixedMlaPlans,
     MlaBuilder,
     MlaKernel,
     MlaPlan,
@@ -79,7 +78,7 @@ class FlashInferPlan:
 
 
 class _Ring:
-    """Wrappers of one kernel: each is planned anew only after its last plan's copy is done."""
+    """FlashInfer wrappers of one kernel; each is planned again only after the copy of its last plan is done."""
 
     def __init__(
         self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, route: Route
@@ -112,11 +111,11 @@ class FlashInferBuilder:
         group: CacheGroup,
         key: AttentionSpec,
         dtype: torch.dtype,
-        packed: Callable[[HostBatch, int, int], PackedKernel],
+        packed: Callable[[int, int, HostBatch], PackedKernel],
     ) -> None:
         """Begins to build FlashInfer's kernels for `key`, all at once; the first batch that needs one waits for it.
 
-        packed: (batch, n, query_len) -> a packed kernel for its first n rows, of query_len tokens each.
+        packed: (n, query_len, batch) -> a packed kernel for its first n rows, of query_len tokens each.
         """
         self._packs = partial(is_packed, group, key, dtype)
         self._packed = packed
@@ -127,7 +126,6 @@ class FlashInferBuilder:
 
     @property
     def builds(self) -> tuple[Build, ...]:
-        """See `attention.backends.base.Building`."""
         return tuple(ring.build for ring in self._rings.values())
 
     def build(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
@@ -142,7 +140,7 @@ class FlashInferBuilder:
     def _kernel(self, part: Part, host: HostBatch) -> Kernel | PackedKernel:
         query_len = part.query_len
         if query_len is not None and self._packs(query_len):
-            return self._packed(host, len(part.seq_lens), query_len)
+            return self._packed(len(part.seq_lens), query_len, host)
         return self._rings[self._route(part)].next()
 
     def _route(self, part: Part) -> Route:
@@ -210,9 +208,11 @@ class FixedBuilder:
 
 
 class FlashInferBackend:
-    """FlashInfer's paged attention on tensor cores: GQA, sliding window, softcap, sinks, NHD and HND pages, 8-bit
-    caches; and MLA in absorbed form (fa3 on Hopper). Heads of other widths than FlashInfer's take our own kernel, which
-    does not split the KV of a row: padding heads to FlashInfer's next width would read up to 1.6 times the bytes."""
+    """`AttentionBackend` of FlashInfer's kernels: GQA, sliding window, softcap, sinks, 8-bit caches, absorbed MLA.
+
+    It is a `GraphBackend` and a `CascadeBackend`. Heads of other widths than FlashInfer's take our own kernel, which
+    does not split the KV of a row: padding heads to FlashInfer's next width would read up to 1.6 times the bytes.
+    """
 
     name = "flashinfer"
     batch_invariant = False
@@ -223,7 +223,6 @@ class FlashInferBackend:
         self._zeroed: torch.Tensor | None = None
 
     def cascade(self) -> None:
-        """See `attention.backends.base.CascadeBackend`."""
         self._packed = PackedKernels(self._workspace.device, cascades=True)
 
     @property
@@ -242,11 +241,10 @@ class FlashInferBackend:
             return MlaBuilder(MlaKernel(self._workspace, group, key, dtype))
         if not has_flashinfer_heads(key):
             return InvariantBuilder()
-        packed = partial(self._packed.of_batch, key, dtype)
+        packed = partial(self._packed.kernel, key, dtype)
         return FlashInferBuilder(self._workspace_for(key), group, key, dtype, packed)
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
-        """See `attention.backends.base.AttentionBackend.route`."""
         served = has_flashinfer_heads(key) and not serves(group, key, dtype, self._workspace.device)
         return self._kernels(group, key, dtype) + self._packed.sharing_in_words(group, key, dtype, served)
 
@@ -287,12 +285,11 @@ class FlashInferBackend:
         shape = FixedShape(rows, query_len, tokens)
         geometry = (group.page_size, group.layout, group.format, key, dtype, shape)
         if tokens is None and is_packed(group, key, dtype, query_len):
-            return FixedBuilder(self._packed.fixed(key, dtype, rows, query_len), geometry)
+            return FixedBuilder(self._packed.kernel(key, dtype, rows, query_len), geometry)
         if isinstance(beside, (FixedBuilder, FixedMlaBuilder)) and beside.geometry == geometry:
             return beside.sharing()
         if key.value_in_key:
-            plans = FixedMlaPlans(MlaKernel(self._workspace, group, key, dtype), rows, query_len)
-            return FixedMlaBuilder(plans, geometry)
+            return FixedMlaBuilder(MlaKernel(self._workspace, group, key, dtype), rows, query_len, geometry)
         splits = splits_kv(key, shape.least_busy_rows, self._workspace.device)
         workspace = self._workspace_for(key, shape) if splits else self._workspace
         return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", shape), geometry)

@@ -1,9 +1,9 @@
-"""MLA through FlashInfer's kernels (those of BatchMLAPagedAttentionWrapper; 0.7.2 tested).
+"""Attention over MLA's latents by FlashInfer's kernels (those of BatchMLAPagedAttentionWrapper; 0.7.2 tested).
 
 The kernel is fa3 on Hopper and fa2 on other GPUs from Ampere on. Its plan is made by `mla_plan` on the host: a few KB
 from a pinned buffer of ours. The wrapper's own `plan` stages 590 KB for any batch, clones its device buffers, and reads
 lengths back when they are on the device. As in `backend`, a pinned buffer is rewritten only after an event shows that
-its last copy is done. Plans share the float workspace, which is used inside one launch only, and nothing else.
+its last copy is done, and plans share nothing but the float workspace.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_mla_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtyp
 
 
 class WorkList:
-    """One plan's work items: a pinned buffer and its copy on the device."""
+    """The work items of one plan: a pinned host buffer and its copy on the device."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         with torch.inference_mode(False):  # made inside, it could not be written outside
@@ -90,7 +90,7 @@ class WorkList:
 
 @dataclass(frozen=True)
 class MlaPlan:
-    """A planned batch: its buffer and the generation of the plan in it, the launch's arguments, and the pages."""
+    """A planned batch: its work list and the generation of the plan in it, the launch's arguments, and the pages."""
 
     kernel: MlaKernel
     work: WorkList
@@ -151,7 +151,7 @@ class MlaKernel:
 
 
 class MlaBuilder:
-    """Plans any batch, into one of several buffers in turn."""
+    """Plans batches of any shape, each into one of several work lists in turn."""
 
     def __init__(self, kernel: MlaKernel) -> None:
         self._kernel = kernel
@@ -159,7 +159,6 @@ class MlaBuilder:
 
     @property
     def builds(self) -> tuple[Build, ...]:
-        """See `attention.backends.base.Building`."""
         return (self._kernel.building,)
 
     def build(self, metadata: CommonAttentionMetadata) -> MlaPlan:
@@ -184,33 +183,11 @@ class MlaBuilder:
 
 
 class FixedMlaBuilder:
-    """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same buffer.
+    """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same buffer."""
 
-    Two builders may share one: a plan has offsets into the list of pages, not the pages themselves.
-    """
-
-    def __init__(self, plans: FixedMlaPlans, geometry: tuple[object, ...]) -> None:
-        """geometry: all that a plan depends on except the lengths."""
-        self._plans = plans
+    def __init__(self, kernel: MlaKernel, rows: int, query_len: int, geometry: tuple[object, ...]) -> None:
+        """geometry: everything that a plan depends on, except the lengths."""
         self.geometry = geometry
-
-    def sharing(self) -> FixedMlaBuilder:
-        """Another builder over the same buffer."""
-        return FixedMlaBuilder(self._plans, self.geometry)
-
-    def build(self, metadata: CommonAttentionMetadata) -> MlaPlan:
-        """Plan one batch from its host arrays."""
-        return self._plans.plan(metadata.host, metadata.page_indices)
-
-    def replan(self, host: HostBatch) -> None:
-        """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
-        self._plans.replan(host)
-
-
-class FixedMlaPlans:
-    """The plans of one shape, one at a time, always in the same places."""
-
-    def __init__(self, kernel: MlaKernel, rows: int, query_len: int) -> None:
         self._kernel = kernel
         self._tiles = kernel.tiles(np.arange(rows + 1) * query_len)
         self._layout = kernel.layout(self._tiles, self._tiles.most_items)
@@ -219,13 +196,17 @@ class FixedMlaPlans:
         self._split: SplitKV | None = None
         self._planned = b""  # seq_lens [rows] as bytes: see `attention.backends.flashinfer.wrapper.Kernel`
 
-    def plan(self, host: HostBatch, page_indices: torch.Tensor) -> MlaPlan:
-        """Plan one batch over these pages."""
-        self.replan(host)
-        return MlaPlan(self._kernel, self._work, self._work.generation, self._layout.info, page_indices)
+    def sharing(self) -> FixedMlaBuilder:
+        """Itself: a plan has offsets into the list of pages, not the pages, so other groups' builders may share it."""
+        return self
+
+    def build(self, metadata: CommonAttentionMetadata) -> MlaPlan:
+        """Plan one batch from its host arrays."""
+        self.replan(metadata.host)
+        return MlaPlan(self._kernel, self._work, self._work.generation, self._layout.info, metadata.page_indices)
 
     def replan(self, host: HostBatch) -> None:
-        """Plan rows of other lengths; for the same lengths the plan is reused."""
+        """Plan rows of other lengths; the same lengths reuse the plan. Device arrays keep their addresses."""
         if host.seq_lens.tobytes() == self._planned:
             return
         keys = self._tiles.keys(host.seq_lens)

@@ -1,10 +1,10 @@
-"""The plan of FlashInfer's MLA kernels, made on the host in numpy.
+"""The decode plan of FlashInfer's MLA kernels, made on the host in numpy.
 
 A tile is 64 (token, head) pairs of one row, or 128 shared by a cluster of two blocks where rows have more than 64 pairs
 on average. A work item is a tile and a KV chunk; each cluster processes its own items. With split-KV a tile has several
 items: their partial results are stored in the workspace, rounded to the output's dtype, and some blocks reduce them.
 
-FlashInfer's planner makes KV chunks as short as 32 keys, depending on the total work of the batch. So a row's result
+FlashInfer's planner makes KV chunks as short as 32 keys, depending on the total work of the batch, so a row's result
 depends on the other rows, through the rounding of its partial results. Here KV chunks are `LEAST_KEYS` long while the
 batch has no more than that many keys per cluster, and as FlashInfer's beyond; a tile of up to `WHOLE_KEYS` keys is not
 split. So only in batches of more than `LEAST_KEYS` keys per cluster does a row depend on the others.

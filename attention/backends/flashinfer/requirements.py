@@ -1,4 +1,4 @@
-"""What the FlashInfer backend needs: what it refuses before anything is allocated, and bytes of workspace.
+"""Limits of the FlashInfer backend: what it refuses before anything is allocated, and bytes of workspace.
 
 Where the planner splits a row's KV, each chunk writes a partial output and its log-sum-exp to the float workspace, in
 float32, and planning fails when it is too small. It grows with query heads × rows × tokens per row × head

@@ -1,4 +1,4 @@
-"""Which rows of a batch share which pages, and when attending those once pays.
+"""Cascade attention's decisions: which rows of a batch share which pages, and when attending those once pays.
 
 The constants of `CascadeCost` are fitted to 54 measured cases (`test_cascade_cost.py` holds them: 8, 32 and 128
 rows, prefixes of 512 to 8,192 keys, 64 and 256 own keys, 1, 4 and 6 tokens; Llama-3.1-8B's heads in bfloat16), by least
@@ -6,8 +6,7 @@ squares of the logarithms. They give cascade attention's time within 20 % (6 % o
 25 % (11 %; it takes longer with six tokens, which the rule leaves out). On another GPU all times are others, but only
 their ratio decides.
 
-The device array of a fixed shape is sent when it changes: when rows come, go, or begin elsewhere. From one round of the
-same requests to the next it does not, so that a round sends nothing more than before.
+The device array of a fixed shape is sent only when it changes: when rows come, go, or begin elsewhere.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ below 1.05 come out below 0.91, and all with one above 1.2 above 1.36."""
 
 @dataclass(frozen=True)
 class PrefixWork:
-    """What the kernel over the shared pages does at once; see `attention.kernels.cascade_kernel.PrefixTiling`.
+    """The work that the kernel over the shared pages does at once; see `attention.kernels.cascade_kernel.PrefixTiling`.
 
     Attributes:
         tile_queries: of a program. parts, least_keys: how the shared keys are split.
@@ -130,8 +129,7 @@ LOOK_AGAIN = 32
 
 
 class Sharing:
-    """Finds shared pages for the packed kernels of a device, and keeps memory for the sums over them: one launch at a
-    time uses it."""
+    """Finds shared pages for the packed kernels, and has the memory of the sums over them for one launch at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._room = torch.empty(0, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""Rows with short queries of one length: attended by our packed kernel instead of FlashInfer's, and planned apart.
+"""Short queries of one length, as in a verification: attended by our packed kernel, apart from prompt chunks.
 
 FlashInfer's fa2 gives the query heads of a KV head, times the tokens of a row, a tile of 16, 64 or 128: Llama-3.1-8B's
 verification with K = 5 has 24 such queries, so almost two thirds of a tile of 64 are padding, which costs time on a GPU
@@ -37,15 +37,18 @@ def is_packed(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, query_l
 
 
 def packed_scratch(device: torch.device) -> Scratch:
-    """What all packed kernels of a device share."""
+    """The buffers and sizes of a device that all of its packed kernels share."""
     from attention.kernels.packed_kernel import Scratch
 
     return Scratch.on(device, MOST_QUERIES, max(HEAD_DIMS))
 
 
 class PackedKernel:
-    """What `Kernel` is for such rows, but with nothing to plan: it finds pages and lengths where those of the last
-    planned batch lay. Pages that rows share are attended once, where that pays; see `sharing`."""
+    """The packed kernel over one batch at a time, in place of a FlashInfer wrapper (`Kernel`), with nothing to plan.
+
+    It finds pages and lengths where those of the last planned batch lay. Pages that rows share are attended once, where
+    that pays; see `sharing`.
+    """
 
     def __init__(self, key: AttentionSpec, scratch: Scratch, sharing: SharedRows | BatchShared | None = None) -> None:
         """sharing: of the batches that it serves; None where no pages are looked for."""
@@ -93,31 +96,24 @@ class PackedKernels:
         self._scratch: Scratch | None = None
         self.sharing = Sharing(device) if cascades else None
 
-    def fixed(self, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int) -> PackedKernel:
-        """For batches of this shape."""
-        scratch, shape = self._made(), (rows, query_len)
-        if self.sharing is None or cascade_limit(key, eight_bits=False):
-            return PackedKernel(key, scratch)
-        return PackedKernel(key, scratch, self.sharing.fixed(key, dtype, shape, scratch))
-
-    def of_batch(
-        self, key: AttentionSpec, dtype: torch.dtype, batch: HostBatch, rows: int, query_len: int
+    def kernel(
+        self, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int, batch: HostBatch | None = None
     ) -> PackedKernel:
-        """For the first rows of a batch, `query_len` tokens each."""
-        scratch, shape = self._made(), (rows, query_len)
+        """For all batches of this shape; or for the first rows of one `batch`, `query_len` tokens each."""
+        if self._scratch is None:
+            self._scratch = packed_scratch(self._device)
         if self.sharing is None or cascade_limit(key, eight_bits=False):
-            return PackedKernel(key, scratch)
-        return PackedKernel(key, scratch, self.sharing.of_batch(key, dtype, shape, scratch, batch))
+            return PackedKernel(key, self._scratch)
+        shape = (key, dtype, (rows, query_len), self._scratch)
+        found = self.sharing.fixed(*shape) if batch is None else self.sharing.of_batch(*shape, batch)
+        return PackedKernel(key, self._scratch, found)
 
     def in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """What they serve, after the name of another kernel; "" for nothing."""
         return PACKED_IN_WORDS if is_packed(group, key, dtype, 1) and key.chunk_size is None else ""
 
     def sharing_in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, served: bool) -> str:
-        """Where shared pages are attended once, or why never; "" where nobody looks for them.
-
-        served: some rows are packed, if their heads are.
-        """
+        """Where shared pages are attended once, or why never; "" if nobody looks. served: whether heads allow it."""
         if self.sharing is None:
             return ""
         limit = cascade_limit(key, group.format.dtype_for(dtype) != dtype)
@@ -127,15 +123,9 @@ class PackedKernels:
             return f"; no cascade: {limit}"
         return f"; cascade over shared pages from {LEAST_ROWS} rows on, where it pays"
 
-    def _made(self) -> Scratch:
-        if self._scratch is None:
-            self._scratch = packed_scratch(self._device)
-        return self._scratch
-
 
 _SHORT_QUERY = 16
-"""Rows with at most this many query tokens are planned apart from prompt chunks: the kernel has one tile size per plan,
-chosen from the mean query length."""
+"""Rows with more query tokens count as prompt chunks: a plan has one tile size, chosen from the mean query length."""
 
 
 def whole_batch(metadata: CommonAttentionMetadata) -> Part:
@@ -148,7 +138,7 @@ def whole_batch(metadata: CommonAttentionMetadata) -> Part:
 
 
 def split_batch(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
-    """Decode first: the leading rows with short queries, then everything from the first long one on."""
+    """The batch in up to two parts: the leading rows with short queries, then everything from the first long one on."""
     host = metadata.host
     is_long = host.query_lens > _SHORT_QUERY
     cut = int(is_long.argmax()) if is_long.any() else host.num_reqs

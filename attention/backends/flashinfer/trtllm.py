@@ -59,14 +59,13 @@ def serves(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, device: to
 
 @dataclass(frozen=True)
 class Launch:
-    """Rows attended together.
+    """Rows attended together; all tensors are on the device.
 
     Attributes:
-        start, stop: their token rows in the batch.
-        tables: [b, W] int32; seq_lens: [b] int32, both on the device.
+        start, stop: their token rows in the batch. tables: [b, W] int32; seq_lens: [b] int32.
         most_queries, most_keys: upper bounds of the rows' query tokens and keys.
-        query_start: [b+1] int32 on the device, from 0; None where every row has `most_queries` tokens.
-        key_start: [b+1] int32 on the device for prompt chunks; None for the decode kernels.
+        query_start: [b+1] int32, from 0; None where every row has `most_queries` tokens.
+        key_start: [b+1] int32 for prompt chunks; None for the decode kernels.
     """
 
     start: int
@@ -81,14 +80,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class TrtllmPlan:
-    """One batch: rows with short queries, prompt chunks; and the kernels' counters."""
+    """A planned batch: the launches of its rows with short queries and of its prompt chunks."""
 
     kernel: TrtllmKernel
     launches: tuple[Launch, ...]
 
 
 class TrtllmKernel:
-    """Both functions for one AttentionSpec, with the buffers they work in."""
+    """FlashInfer's decode and prompt functions for one AttentionSpec, with the buffers they work in."""
 
     def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec) -> None:
         """workspace: zeros at first, used by these kernels only."""
@@ -147,8 +146,8 @@ class TrtllmKernel:
 
 
 class TrtllmBuilder:
-    """Any batch: the leading rows with short queries by the decode kernels, everything from the first long one on by
-    those for prompts. Nothing is computed on the host but maxima."""
+    """Plans any batch: the leading rows with short queries for the decode kernels, all from the first long one on for
+    those of prompts. Nothing is computed on the host but maxima."""
 
     def __init__(self, kernel: TrtllmKernel) -> None:
         self._kernel = kernel

@@ -1,4 +1,4 @@
-"""One FlashInfer paged-attention wrapper: which kernel it is, how that is built, and planning it from host arrays.
+"""One FlashInfer paged-attention wrapper: which kernel it runs, how that is built, and planning it from host arrays.
 
 FlashInfer builds a module of eight large files, of which we launch one: causal, paged. Here a module has that file,
 unchanged, and the host code without the other kernels (asked for one, it raises), under a name of its own.
@@ -6,8 +6,8 @@ unchanged, and the host code without the other kernels (asked for one, it raises
 Source: flashinfer-ai/flashinfer, flashinfer/jit/attention/modules.py (gen_batch_prefill_module), csrc/batch_prefill.cu,
 csrc/batch_prefill_sm90.cu.
 
-Two routes. "fa2" splits the KV of a row over the GPU (split-KV), for few query tokens against many keys; it
-reads 8-bit caches and has sinks. "fa3" is Hopper's own pipeline, for long prompt chunks.
+Two routes: "fa2" splits the KV of a row over the GPU (split-KV), for few query tokens against many keys, and has 8-bit
+caches and sinks; "fa3" is Hopper's own pipeline, for long prompt chunks.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ _CAUSAL_ONLY = """
 
 
 def causal_module(route: str, *arguments: Any) -> Any:
-    """As FlashInfer's get_batch_prefill_module, with causal paged kernels only. Builds it where it is not built yet.
-
-    Args:
-        route, arguments: as there.
-    """
+    """FlashInfer's get_batch_prefill_module, same arguments, with causal paged kernels only; built if need be."""
     from flashinfer import prefill
 
     made = prefill.get_batch_prefill_module.__wrapped__
@@ -83,13 +79,9 @@ def _causal(generate: Any) -> Any:
 
 
 def write_causal(sources: Iterable[Path], folder: Path) -> list[Path]:
-    """Write the sources of a causal module beside those of the whole one; files that are right already stay.
+    """Write the sources of a causal module beside those of the whole one, which lie in one folder with their headers.
 
-    Args:
-        sources: of the whole module, all in one folder with the headers that they include.
-
-    Returns:
-        The sources to compile.
+    Files that are right already stay. Returns the sources to compile.
 
     Raises:
         ValueError: they are not what this is written for.
@@ -110,28 +102,23 @@ def write_causal(sources: Iterable[Path], folder: Path) -> list[Path]:
     headers[configs[0]] += _CAUSAL_ONLY
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (texts | headers).items():
-        _write(folder / name, text)
+        path = folder / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:  # a file that changes is compiled again
+            path.write_text(text, encoding="utf-8")
     return [folder / name for name in texts]
-
-
-def _write(path: Path, text: str) -> None:
-    """A file that changes is compiled again."""
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        path.write_text(text, encoding="utf-8")
 
 
 Route = Literal["fa2", "fa3"]
 _INT_WORKSPACE_BYTES = 2 << 20
 _SPLIT_SHARE = 0.9
-"""Rows, as a share of `most_tiles`, from which on split-KV gains next to nothing."""
+"""Share of the most tiles with split-KV, see `splits_kv`, from which on it gains next to nothing."""
 
 
 @dataclass(frozen=True)
 class FixedShape:
     """The shape of every batch that a captured launch serves: `rows` rows of `query_len` tokens each.
 
-    Attributes:
-        tokens: of the batch, where rows have 0 … query_len each, others every time; None: rows·query_len.
+    tokens: of the batch, where rows have 0 … query_len each, others every time; None: rows·query_len.
     """
 
     rows: int
@@ -147,11 +134,6 @@ class FixedShape:
     def least_busy_rows(self) -> int:
         """The fewest rows that the tokens lie in."""
         return self.num_tokens // self.query_len
-
-    @property
-    def uniform_query_len(self) -> int | None:
-        """Tokens of every row; None where rows have different numbers of them."""
-        return self.query_len if self.tokens is None else None
 
 
 @dataclass(frozen=True)
@@ -182,22 +164,14 @@ class Part:
         )  # fmt: skip
 
 
-def most_tiles(key: AttentionSpec, device: torch.device) -> int:
-    """Tiles of queries up to which FlashInfer's fa2 planner uses split-KV: two blocks per multiprocessor in all.
+def splits_kv(key: AttentionSpec, rows: int, device: torch.device) -> bool:
+    """Whether so few rows leave the GPU partly idle, so that FlashInfer's fa2 planner would use split-KV.
 
+    It does so up to two tiles of queries per multiprocessor in all.
     Source: flashinfer-ai/flashinfer, include/flashinfer/attention/scheduler.cuh (PrefillPlanImpl).
     """
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count // key.num_kv_heads
-
-
-def least_unsplit(key: AttentionSpec, device: torch.device) -> int:
-    """The fewest rows that fill the GPU, so that the planner would hardly split the KV of any."""
-    return math.ceil(_SPLIT_SHARE * most_tiles(key, device))
-
-
-def splits_kv(key: AttentionSpec, rows: int, device: torch.device) -> bool:
-    """Whether there are so few rows that the planner would split the KV of a row over the GPU."""
-    return rows < least_unsplit(key, device)
+    most_tiles = 2 * torch.cuda.get_device_properties(device).multi_processor_count // key.num_kv_heads
+    return rows < math.ceil(_SPLIT_SHARE * most_tiles)
 
 
 def _rows_of_a_page(fixed: FixedShape | None, device: torch.device) -> dict[str, torch.Tensor]:
@@ -238,7 +212,7 @@ class Kernel:
         self.generation = 0
         self._planned: bytes | None = None
         self._scale = key.scale if key.has_sinks else None
-        uniform = None if fixed is None else fixed.uniform_query_len
+        uniform = None if fixed is None or fixed.tokens is not None else fixed.query_len
         self._is_uneven = fixed is not None and uniform is None
         self._splits = fixed is None or route != "fa2" or splits_kv(key, fixed.least_busy_rows, workspace.device)
         buffers = _rows_of_a_page(fixed, workspace.device)

@@ -177,8 +177,8 @@ class Cascade:
     Attributes:
         tokens: [t] int64, the token rows of the batch whose queries see all of the prefix.
         pages: [num_pages] int32 of the prefix. num_keys: on them.
-        suffix: all rows over the pages that are their own: those that share the prefix count their keys after it.
-            Slots and rotary positions are the batch's.
+        suffix: all rows over the pages that are their own, with the batch's slots and rotary positions: those that
+            share the prefix count their keys after it.
     """
 
     tokens: np.ndarray

@@ -41,8 +41,7 @@ def decode_first_swaps(query_lens: np.ndarray, longest_decode: int) -> np.ndarra
         query_lens: [B] query tokens of each row.
         longest_decode: most query tokens of a row that counts as short: 1 for decoding, K+1 with verifications.
 
-    Returns:
-        [n, 2] int64 pairs (long row, short row after it); no row occurs twice.
+    Returns [n, 2] int64 pairs (long row, short row after it); no row occurs twice.
 
     Raises:
         InvalidInputError: longest_decode is no whole number from 1 on.
@@ -55,11 +54,8 @@ def decode_first_swaps(query_lens: np.ndarray, longest_decode: int) -> np.ndarra
 def swapped(batch: HostBatch, swaps: np.ndarray) -> HostBatch:
     """The batch with the rows of each pair exchanged, their tokens with them; once more with the same swaps undoes it.
 
-    Args:
-        swaps: [n, 2] pairs of rows, none of which occurs twice, e.g. of `decode_first_swaps`.
-
-    Returns:
-        A batch of the same rows; `batch` itself when there are no swaps. Queries are to be taken in `token_order`.
+    swaps: [n, 2] pairs of rows, none of which occurs twice, e.g. of `decode_first_swaps`. Without any the batch itself
+    comes back. Queries are to be taken in `token_order`.
 
     Raises:
         InvalidInputError: a row occurs twice, or there is no such row; the rows have extras.

@@ -45,14 +45,8 @@ def virtual_rows_of(query_len: int, chunk_size: int) -> int:
 def fixed_local_attention(batch: HostBatch, chunk_size: int, each: int) -> HostBatch:
     """The batch whose plain causal attention is `batch`'s attention in chunks, with `each` virtual rows for every row.
 
-    Tokens stay in their order with their slots and positions.
-
-    Args:
-        batch: B rows with queries, none in more than `each` chunks.
-        chunk_size: c, a multiple of the page size.
-
-    Returns:
-        B·each rows, whose page lists are cut out of the batch's table directly.
+    Tokens stay in their order with their slots and positions. Page lists of the B·each rows are cut out of the batch's
+    table directly. chunk_size: c, a multiple of the page size.
 
     Raises:
         InvalidInputError: a row lies in more than `each` chunks, or the page size does not divide chunk_size.

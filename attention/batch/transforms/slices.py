@@ -36,13 +36,9 @@ from attention.errors import InvalidInputError
 
 
 def request_slices(batch: HostBatch, cuts: Sequence[int]) -> tuple[HostBatch, ...]:
-    """Cut a batch between rows; the slices share no row.
+    """Cut a batch between rows; the slices share no row, and their arrays are views where nothing changes.
 
-    Args:
-        cuts: the first row of every slice but the first one, increasing, 1 … B-1. None gives the batch in one slice.
-
-    Returns:
-        len(cuts) + 1 batches, whose arrays are views of the batch's where nothing changes.
+    cuts: the first row of every slice but the first one, increasing, 1 … B-1. None gives the batch in one slice.
 
     Raises:
         InvalidInputError: a cut outside 1 … B-1, not after the one before it, or no whole number.
@@ -55,12 +51,9 @@ def request_slices(batch: HostBatch, cuts: Sequence[int]) -> tuple[HostBatch, ..
 def token_slices(batch: HostBatch, cuts: Sequence[int]) -> tuple[HostBatch, ...]:
     """Cut a batch between tokens; a row that a cut falls into is in both slices, each with its own tokens.
 
-    Args:
-        cuts: the first token of every slice but the first one, increasing, 1 … T-1. None gives the batch in one slice.
-
-    Returns:
-        len(cuts) + 1 batches, to be run in order within every layer; their arrays are views of the batch's where
-        nothing changes. A row without queries is in one of them.
+    The slices are to be run in order within every layer; their arrays are views where nothing changes. A row without
+    queries is in one of them. cuts: the first token of every slice but the first one, increasing, 1 … T-1. None gives
+    the batch in one slice.
 
     Raises:
         InvalidInputError: a cut outside 1 … T-1, not after the one before it, or no whole number.

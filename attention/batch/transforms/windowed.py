@@ -93,12 +93,11 @@ def pages_from(pages: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.
 
 
 def windowed_batch(batch: HostBatch, block_table: np.ndarray, rows: np.ndarray, reach: Reach) -> HostBatch:
-    """The rows of `batch` on a group's pages.
+    """The rows of `batch` on a group's pages, whose layers see this `reach`.
 
     Args:
         block_table: [R, P] pages in that group by logical page; the null page where they are freed.
         rows: [B] the batch's rows there.
-        reach: of the group's layers, see `AttentionSpec.reach`.
 
     Raises:
         InvalidInputError: not one row of the table for each of the batch's, or no reach.

@@ -54,7 +54,7 @@ def test_worked_example_draft_prefill() -> None:
 
 def test_worked_example_steps() -> None:
     steps = draft_steps(np.array([18, 33, 45]), DRAFTS, TABLE, 16)
-    assert steps.num_steps == 2
+    assert len(steps.positions) == 2
     assert steps.positions.tolist() == [[18, 33, 45], [19, 34, 46]]
     assert steps.seq_lens.tolist() == [[19, 34, 46], [20, 35, 47]]
     assert steps.slots.tolist() == [[146, 129, 93], [147, 130, 94]]
@@ -88,7 +88,7 @@ def test_length_limit_vector(bonus: int, drafts: int) -> None:
     n = num_drafts_allowed(np.array([3]), 64, np.array([bonus]), np.array([99]))
     assert n.tolist() == [drafts]
     steps = draft_steps(np.array([bonus]), n, np.zeros((1, 64), np.int32), 1)
-    assert steps.num_steps == max(0, drafts - 1)
+    assert len(steps.positions) == max(0, drafts - 1)
 
 
 def test_rows_that_go_on_come_in_the_order_asked_for() -> None:
@@ -161,11 +161,11 @@ def test_steps_write_the_rows_own_slots_in_order_and_nothing_else(case: Case) ->
     assert ((n <= case.most) & (n <= np.maximum(case.left - 1, 0)) & (n >= 0)).all()
     assert (np.where(n > 0, committed + n, 0) <= case.max_model_len - 1).all(), "the last draft has a position"
     steps = draft_steps(committed, n, case.table, case.page_size)
-    assert steps.num_steps == max(0, int(n.max()) - 1)
+    assert len(steps.positions) == max(0, int(n.max()) - 1)
     owned = [{int(p) for p in row} for row in case.table]
     batches = step_arrays(DraftingRows(committed, n, case.table, case.page_size)).batches
-    assert len(batches) == steps.num_steps
-    for j in range(steps.num_steps):
+    assert len(batches) == len(steps.positions)
+    for j in range(len(steps.positions)):
         for i in range(len(committed)):
             slot, position = int(steps.slots[j, i]), int(steps.positions[j, i])
             if n[i] >= j + 2:
@@ -196,8 +196,8 @@ def test_one_rows_limit_does_not_touch_its_neighbours(case: Case) -> None:
         assert n[i] == alone[0]
         steps, own = draft_steps(bonus, n, case.table, case.page_size), None
         own = draft_steps(bonus[one], alone, case.table[one], case.page_size)
-        assert steps.slots[: own.num_steps, i].tolist() == own.slots[:, 0].tolist()
-        assert not steps.slots[own.num_steps :, i].any()
+        assert steps.slots[: len(own.positions), i].tolist() == own.slots[:, 0].tolist()
+        assert not steps.slots[len(own.positions) :, i].any()
 
 
 @given(cases(), st.integers(0, 2**32 - 1))

@@ -265,12 +265,11 @@ def test_recurrences_run_between_the_graphs_as_attentions_do() -> None:
     events: list[str] = []
     out, x = torch.full((4, 3), 7.0), torch.ones(4, 3)
 
-    def short_conv(call: int, *inputs: Any) -> torch.Tensor:
+    def recur(name: str, call: int, *inputs: Any) -> torch.Tensor:
         events.append(f"recurrence {call}")
-        assert inputs == (x, None, True)
+        assert name == "short_conv" and inputs == (x, None, True)
         return torch.full((4, 3), 2.0)
 
-    recur: Any = SimpleNamespace(short_conv=short_conv)
     graphs: Any = [Graph(events), Graph(events)]
     graph = SegmentedGraph(graphs, [OtherCall("short_conv", 5, (x, None, True), out)])
     graph.replay(lambda: Between(lambda *_: pytest.fail("no attention"), recur))

@@ -17,6 +17,7 @@ import specdec.loading.parts
 import specdec.loading.warming
 from specdec.errors import InvalidInputError
 from specdec.loading.targets import open_target
+from specdec.options import LoadOptions
 
 
 @pytest.mark.parametrize("loaded", [True, False])
@@ -28,16 +29,16 @@ def test_the_configuration_is_told_before_the_model_runs(loaded: bool, tmp_path:
         told.append((config.num_hidden_layers, dtype, device))
 
     if loaded:
-        open_target(model, "auto", None, on_config=begin)
+        open_target(model, LoadOptions(), begin)
     else:
-        open_target(tmp_path, torch.float32, "cpu", on_config=begin)
+        open_target(tmp_path, LoadOptions(dtype=torch.float32, device="cpu"), begin)
     assert told == [(4, torch.float32, torch.device("cpu"))]
 
 
 def test_nothing_is_begun_for_a_target_that_is_refused() -> None:
     told: list[Any] = []
     with pytest.raises(InvalidInputError, match="is loaded already"):
-        open_target(tiny_llama(), "float16", None, on_config=lambda *args: told.append(args))
+        open_target(tiny_llama(), LoadOptions(dtype="float16"), lambda *args: told.append(args))
     assert not told
 
 
