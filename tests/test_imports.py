@@ -146,6 +146,7 @@ ROOMS = [
     "specdec/parallel",
     "specdec/handoff",
     "specdec/model.py",
+    "specdec/attached",
     "specdec/parallel/worker.py",
     "specdec/head_check",
     "specdec/training",
@@ -248,6 +249,7 @@ def test_attention_alone_pulls_in_nothing_else() -> None:
 
 
 PUBLIC_NAMES = [
+    "Attachment",
     "CacheTooSmallError",
     "ClosedModelError",
     "Completion",
@@ -268,6 +270,7 @@ PUBLIC_NAMES = [
     "RoundFailedError",
     "RunFolderError",
     "SamplingParams",
+    "Score",
     "SpecdecError",
     "SpecdecWarning",
     "SpeculativeModel",
@@ -278,6 +281,8 @@ PUBLIC_NAMES = [
     "TransferTimeoutError",
     "UnsupportedAttentionError",
     "UnsupportedModelError",
+    "attach",
+    "custom_generate",
 ]
 
 
@@ -292,7 +297,8 @@ def test_the_public_names_exist_and_no_others() -> None:
 
     assert sorted(specdec.__all__) == specdec.__all__ == PUBLIC_NAMES
     assert {getattr(specdec, name).__name__ for name in specdec.__all__} == set(specdec.__all__)
-    others = {"Completion", "Handoff", "SamplingParams", "SpeculativeModel", "StreamUpdate"}
+    others = {"Completion", "Handoff", "SamplingParams", "Score", "SpeculativeModel", "StreamUpdate"}
+    others |= {"Attachment", "attach", "custom_generate"}
     assert set(specdec.__all__) == others | set(specdec.errors.__all__)
     with pytest.raises(AttributeError, match="module 'specdec' has no attribute 'Engine'"):
         specdec.Engine  # noqa: B018
