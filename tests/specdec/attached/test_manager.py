@@ -55,9 +55,13 @@ def test_generate_batch_is_transformers_own_over_our_rounds(attached: Any) -> No
 
 def test_samples_are_children(attached: Any) -> None:
     config = GenerationConfig(max_new_tokens=4, do_sample=True, temperature=1.5, num_return_sequences=3)
-    found = attached.generate_batch(PROMPTS[:2], generation_config=config)
+    manager = attached.init_continuous_batching(config)
+    manager.add_requests(PROMPTS[:2])
+    manager.start()
+    manager.stop()
+    found = {output.request_id: output.generated_tokens for output in manager}
     assert set(found) == {name for i in (0, 1) for name in (f"req_{i}", f"req_{i}__child#0", f"req_{i}__child#1")}
-    assert all(len(output.generated_tokens) == 4 for output in found.values())
+    assert all(len(tokens) == 4 for tokens in found.values()) and len({*map(tuple, found.values())}) > 1
 
 
 def test_requests_join_while_others_run(manager: Manager) -> None:
