@@ -44,12 +44,18 @@ class Attachment:
 
         Calls on other threads that are not done raise ClosedModelError.
         """
-        if vars(self.hf_model).get(_PLACE) is self:
+        if Attachment.of(self.hf_model) is self:
             del vars(self.hf_model)[_PLACE]
             if self._own_generate is not None:
                 vars(self.hf_model)["generate"] = self._own_generate
             _put_back(type(self.hf_model), self)
         self.model.close()
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> Attachment | None:
+        """The attachment of a model; None where it has none."""
+        found: Attachment | None = vars(model).get(_PLACE)
+        return found
 
     def __enter__(self) -> Self:
         return self
@@ -58,7 +64,7 @@ class Attachment:
         self.detach()
 
     def __repr__(self) -> str:
-        state = "attached" if vars(self.hf_model).get(_PLACE) is self else "detached"
+        state = "attached" if Attachment.of(self.hf_model) is self else "detached"
         return f"<specdec.attach of {type(self.hf_model).__name__}: {state}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -66,7 +72,7 @@ class Attachment:
         return (nothing, ())
 
 
-def attach(model: PreTrainedModel, draft: Any = None, *, fallback: bool = False, **options: Any) -> Attachment:
+def attach(model: Any, draft: Any = None, *, fallback: bool = False, **options: Any) -> Attachment:
     """Run a transformers model's own `generate`, `generate_batch` and `init_continuous_batching` on this library.
 
     With the same arguments and results, until `detach()` or the end of a with-block:
@@ -78,7 +84,8 @@ def attach(model: PreTrainedModel, draft: Any = None, *, fallback: bool = False,
     sequences that have ended are 0; a streamer gets several tokens after each round; `past_key_values` is None.
 
     Args:
-        model: a loaded model; its copies, and what is saved of it, are plain models.
+        model: a loaded model, or a PeftModel, whose own `generate` calls its inner one; copies, and what is saved of
+            it, are plain models. It stays attached when nobody keeps the handle, until it is garbage itself.
         draft, options: as for `SpeculativeModel.from_pretrained`.
         fallback: calls that are not served (beams, input embeddings, assistants, …) run as transformers does; else they
             raise InvalidInputError, which names the argument.
@@ -87,10 +94,13 @@ def attach(model: PreTrainedModel, draft: Any = None, *, fallback: bool = False,
         InvalidInputError: no transformers model, or one that is attached. Others: as
             `SpeculativeModel.from_pretrained`.
     """
-    if not isinstance(model, PreTrainedModel):
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of a PeftModel
+    if not isinstance(inner, PreTrainedModel):
         raise InvalidInputError(f"attach takes a loaded transformers model, not {short(model)}; load it first")
-    if vars(model).get(_PLACE) is not None:
-        raise InvalidInputError("this model is attached already; detach() that first, or use it")
+    if Attachment.of(inner) is not None:
+        raise InvalidInputError(
+            "this model is attached already; use that, or detach() it first (specdec.Attachment.of(model) finds it)"
+        )
     return Attachment(Calls(model, draft, fallback, options))
 
 

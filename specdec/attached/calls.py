@@ -25,11 +25,12 @@ class Calls:
         fallback: whether what is not served runs as transformers does.
     """
 
-    def __init__(self, hf_model: PreTrainedModel, draft: Any, fallback: bool, options: dict[str, Any]) -> None:
-        """Wrap the model. Raises as `SpeculativeModel.from_pretrained`."""
+    def __init__(self, hf_model: Any, draft: Any, fallback: bool, options: dict[str, Any]) -> None:
+        """Wrap a transformers model, or a PeftModel's inner one. Raises as `SpeculativeModel.from_pretrained`."""
         options = {"generation_config": "ignore", "tokenizer": NoTokenizer(), **options}
         self.model = SpeculativeModel.from_pretrained(hf_model, draft, **options)
-        self.hf_model, self.fallback = hf_model, fallback
+        self.hf_model: PreTrainedModel = self.model.hf_model
+        self.fallback = fallback
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model has none."""

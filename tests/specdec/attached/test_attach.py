@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from transformers import (
     TextStreamer,
 )
 
-from specdec.attached.attach import attach
+from specdec.attached.attach import Attachment, attach
 from specdec.errors import ClosedModelError, InvalidInputError
 
 A, B, C = ([token or 1 for token in prompt] for prompt in random_prompts((9, 5, 14)))  # 0 is the pad token
@@ -299,6 +301,36 @@ def test_detaching_ends_calls_on_other_threads() -> None:
     handle.detach()
     thread.join()
     assert [type(error) for error in errors] in ([ClosedModelError], [])
+
+
+def test_a_model_stays_attached_without_its_handle_and_goes_with_it() -> None:
+    target = copy.deepcopy(tiny_llama())
+    right = target.generate(IDS, max_new_tokens=4).tolist()
+    attach(target, **SIZES)
+    gc.collect()
+    found = Attachment.of(target)
+    assert found is not None and target.generate(IDS, max_new_tokens=4).tolist() == right
+    assert found.model.engine_stats.rounds > 0
+    gone = [weakref.ref(each) for each in (target, found, found.model)]
+    del target, found
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+    other = copy.deepcopy(tiny_llama())  # its class still looks for attachments
+    assert other.generate(IDS, max_new_tokens=4).tolist() == right
+
+
+def test_a_peft_models_own_generate_runs_on_it() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        target_modules=["lm_head"], r=4, lora_alpha=64, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    torch.manual_seed(3)
+    target = peft.get_peft_model(copy.deepcopy(tiny_llama()), config).eval()
+    right = target.generate(input_ids=IDS, max_new_tokens=8).tolist()
+    assert right != tiny_llama().generate(input_ids=IDS, max_new_tokens=8).tolist()
+    with attach(target, **SIZES) as handle:
+        assert target.generate(input_ids=IDS, max_new_tokens=8).tolist() == right
+        assert handle.model.engine_stats.rounds > 0
 
 
 def test_what_is_no_model_is_refused() -> None:
