@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 from evals.acceptance.summary import Json
 from evals.accuracy.generation import Generation, Thinking
-from evals.accuracy.launched import Launched
 from evals.data.datasets import digest
 from evals.runs.answers import Answer
 from evals.runs.conversations import Configuration, question_seed, to_turn
@@ -66,13 +65,12 @@ class EngineLM(TemplateLM):
         store: RunStore | None = None,
         report: Report = lambda answers: None,
         progress: bool = False,
-        launched: Launched | None = None,
     ) -> None:
         """Arguments that lm-eval's `hf` has mean what they mean there.
 
         Args:
             arm: its K is used. store: answers kept there are not generated again. report: called with each answer.
-            progress: show bars. launched: this process among several that share the documents.
+            progress: show bars.
 
         Raises:
             InvalidInputError: enable_thinking without think_end_token, or chat_template_args that are no mapping.
@@ -92,7 +90,6 @@ class EngineLM(TemplateLM):
         self._store = store
         self._report = report
         self._progress = progress
-        self._launched = launched or Launched()
         self._generations: dict[str, Generation] = {}
 
     @property
@@ -117,23 +114,6 @@ class EngineLM(TemplateLM):
     @property
     def device(self) -> Any:
         return self._model.device
-
-    @property
-    def rank(self) -> int:
-        return self._launched.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._launched.size
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._launched.all_gather(tensor)
-
-    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        return self._launched.gather_object(obj, dst)
-
-    def barrier(self) -> None:
-        self._launched.barrier()
 
     @property
     def tokenizer_name(self) -> str:

@@ -6,17 +6,19 @@ Importing this file makes `lm_eval.simple_evaluate(model="specdec", model_args=.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - lm-eval reads its own list of models only while nothing is registered
 import torch
+import torch.distributed as dist
 from lm_eval.api.registry import model_registry
 
 from evals.accuracy.engine_lm import EngineLM
 from evals.accuracy.generation import Thinking
-from evals.accuracy.launched import Launched, launched_processes, own_cuda_device
 from evals.runs.conversations import Configuration, ModelSpec
 from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
@@ -24,6 +26,52 @@ from specdec.options import LoadOptions
 
 NAME = "specdec"
 _LOG = logging.getLogger(__name__)
+_TIMEOUT = timedelta(weeks=52)  # of a process that waits for a slower one; lm-eval's own
+
+
+@dataclass(frozen=True)
+class Launched:
+    """This process among those of `accelerate launch` or torchrun, each with a model of its own.
+
+    Attributes:
+        rank: its place. size: how many there are.
+        group: of all of them, on CPUs; None where there is one.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+    @classmethod
+    def from_environment(cls) -> Launched:
+        """Join the processes that $RANK and $WORLD_SIZE tell of."""
+        size = _processes()
+        if size == 1:
+            return cls()
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=_TIMEOUT)
+        return cls(dist.get_rank(), size, dist.new_group(backend="gloo", timeout=_TIMEOUT))
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all processes [size, ...], on the CPU."""
+        if self.size == 1:
+            return tensor
+        found = [torch.empty_like(tensor, device="cpu") for _ in range(self.size)]
+        dist.all_gather(found, tensor.cpu(), group=self.group)
+        return torch.stack(found)
+
+    def gather_object(self, own: Any, dst: int = 0) -> list[Any] | None:
+        """Every process's object at process `dst`, None elsewhere."""
+        if self.size == 1:
+            return [own]
+        found: list[Any] | None = [None] * self.size if self.rank == dst else None
+        dist.gather_object(own, found, dst=dst, group=self.group)
+        return found
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
 
 
 class SpecdecLM(EngineLM):
@@ -73,8 +121,18 @@ class SpecdecLM(EngineLM):
             chat_template_args=chat_template_args,
             seed=given.seed,
             progress=True,
-            launched=Launched.from_environment(),
         )
+        self._launched = Launched.from_environment()
+        self._rank, self._world_size = self._launched.rank, self._launched.size
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._launched.all_gather(tensor)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        return self._launched.gather_object(obj, dst)
+
+    def barrier(self) -> None:
+        self._launched.barrier()
 
 
 def _model(pretrained: Any, draft: str | None, given: LoadOptions, names: Sequence[str]) -> SpeculativeModel:
@@ -114,7 +172,7 @@ def _load_options(
     if (rows := _rows(batch_size, max_batch_size)) is not None:
         options["max_num_seqs"] = rows
     divided = str(options.get("tensor_parallel_size", 1)) != "1"  # whose rank 0 is on cuda:0 anyway
-    several = launched_processes() > 1
+    several = _processes() > 1
     if divided and several:
         raise InvalidInputError(
             "tensor_parallel_size starts its own processes: start lm-eval without accelerate launch or torchrun"
@@ -122,7 +180,7 @@ def _load_options(
     if options.get("device") == "cuda:0" and (divided or not torch.cuda.is_available()):
         del options["device"]
     if several and torch.cuda.is_available() and options.get("device") in (None, "cuda", "cuda:0"):
-        options["device"] = own_cuda_device()
+        options["device"] = _own_gpu()
     return LoadOptions.from_words(options)
 
 
@@ -138,6 +196,16 @@ def _rows(batch_size: int | str, max_batch_size: int | None) -> int | None:
     if not str(batch_size).isdigit() or int(batch_size) < 1:
         raise InvalidInputError(f"batch_size={batch_size!r}: a number from 1, auto, or auto:N")
     return int(batch_size) if int(batch_size) > 1 else None
+
+
+def _processes() -> int:
+    """How many processes were started together; 1 where a launcher started none."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _own_gpu() -> str:
+    """The GPU of this process among those of its machine."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
 def register() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,9 @@ from lm_eval.tasks import TaskManager
 import evals.accuracy.lm_eval_model  # noqa: F401 - the one import that makes model="specdec" known
 import specdec
 from evals.accuracy import engine_lm
+from evals.accuracy.accuracy import AccuracyPlan, _tasks, prepare
 from evals.accuracy.engine_lm import EngineLM
+from evals.data.datasets import DATA_VARIABLE
 from evals.runs.conversations import Configuration
 from specdec.errors import InvalidInputError
 from specdec.loading.builtin import builtin_names, builtin_path
@@ -218,6 +221,28 @@ def test_a_task_of_choices_equals_stock_hf_and_takes_less_time(
 def told_of(result: Any) -> list[tuple[float, bool]]:
     """Scores of all choices, in order."""
     return [score[0] for row in result["samples"]["specdec_choices"] for score in row["resps"]]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not os.environ.get(DATA_VARIABLE), reason=f"{DATA_VARIABLE} is not set")
+@pytest.mark.parametrize("name", ["gsm-llama", "gsm-deepseek"])
+def test_gsm8k_equals_stock_hf_question_by_question(name: str) -> None:
+    pytest.importorskip("accelerate")
+    prepared = prepare(AccuracyPlan(("gsm8k",), 3, data_dir=Path(os.environ[DATA_VARIABLE]) / "gsm8k"))
+    how: dict[str, Any] = {"limit": 3, "num_fewshot": 1, "device": "cpu", "bootstrap_iters": 0}
+    results = []
+    for kind, options in (
+        ("specdec", {"pretrained": name, "draft": "auto", "max_length": 1024}),
+        ("hf", {"pretrained": str(builtin_path(name)), "dtype": "float32"}),
+    ):
+        tasks = _tasks(prepared.plan)
+        found = lm_eval.simple_evaluate(
+            model=kind, model_args=options, tasks=tasks, task_manager=prepared.manager, **how
+        )
+        rows = found["samples"]["gsm8k"]
+        results.append([(row["prompt_hash"], row["resps"], row["filter"], row["exact_match"]) for row in rows])
+    assert len(results[0]) == 6 and results[0] == results[1]
+    assert all(text for _, ((text,),), _, _ in results[0])
 
 
 @pytest.mark.long

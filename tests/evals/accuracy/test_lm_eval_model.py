@@ -21,6 +21,7 @@ from lm_eval.api.registry import get_model, model_registry
 
 import specdec
 from evals.accuracy import lm_eval_model
+from evals.accuracy.accuracy import TASKS
 from evals.accuracy.lm_eval_model import SpecdecLM, _load_options, register
 from evals.runs.conversations import ModelSpec
 from specdec.cli.main import cli
@@ -157,6 +158,30 @@ def test_every_flag_of_lm_eval_run_is_passed_through(form: int, monkeypatch: pyt
     right = vars(Run(stock.add_subparsers())._parser.parse_args(typed))
     ours = [{name: value for name, value in given.items() if name in right} for given in read]
     assert len(flags()) > 30 and [{**given, "func": None} for given in ours] == [{**right, "func": None}] * 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "added"),
+    [
+        (["--tasks", "gsm8k"], True),
+        (["-tgsm8k"], True),
+        (["--config=a.yaml"], True),
+        (["-C", "b.yaml"], False),
+        (["--tasks=gsm8k", "--include_path=x"], False),
+        (["ls", "tasks"], False),
+    ],
+)
+def test_our_tasks_are_known_unless_a_folder_is_named(
+    typed: list[str], added: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("model: specdec\n")
+    Path("b.yaml").write_text("model: specdec\ninclude_path: mine\n")
+    read: list[list[str]] = []
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: read.append(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["specdec"])
+    cli(["eval", "lm-eval", *typed], standalone_mode=False)
+    assert read == [[*typed, *(["--include_path", str(TASKS)] if added else [])]]
 
 
 def test_the_entry_point_names_the_class() -> None:
