@@ -199,7 +199,7 @@ def tasks(tmp_path: Path) -> TaskManager:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gsm-llama", "gsm-deepseek"])
-def test_a_task_of_choices_equals_stock_hf_and_takes_less_time(
+def test_a_task_of_choices_equals_stock_hf(
     tasks: TaskManager, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As both are used: `simple_evaluate(model=name, model_args=...)`."""
