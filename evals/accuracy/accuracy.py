@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 from evals.acceptance.acceptance import BASELINE, definitions
 from evals.acceptance.summary import Json, by_arm, summarize
 from evals.accuracy import scoring as paired
-from evals.accuracy.lm_eval_model import EngineLM, Report
+from evals.accuracy.engine_lm import EngineLM, Report
 from evals.accuracy.scoring import check_programs_run
 from evals.data import task_data
 from evals.data.datasets import digest

@@ -1,237 +1,77 @@
-"""Our engine as a model of lm-eval. Imported only where lm-eval is installed (extra [eval]).
+"""The lm-eval model "specdec", as its users name it. Imported only where lm-eval is installed (extra [eval]).
 
-All requests of a run go into one generate call, so that the batch is never drained between tasks. An answer does not
-depend on what else is in the batch. Source: EleutherAI/lm-evaluation-harness docs/model_guide.md.
+Importing this file makes `lm_eval.simple_evaluate(model="specdec", model_args=...)` work.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any
 
+import lm_eval.models  # noqa: F401 - lm-eval reads its own list of models only while nothing is registered
 import torch
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import has_bos_prefix, maybe_truncate, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+import torch.distributed as dist
+from lm_eval.api.registry import model_registry
 
-from evals.acceptance.summary import Json
-from evals.data.datasets import digest
-from evals.runs.answers import Answer
-from evals.runs.conversations import Configuration, ModelSpec, question_seed, to_turn
-from evals.runs.store import RunStore
+from evals.accuracy.engine_lm import EngineLM
+from evals.accuracy.generation import Thinking
+from evals.runs.conversations import Configuration, ModelSpec
 from specdec.errors import InvalidInputError
+from specdec.model import SpeculativeModel
 from specdec.options import LoadOptions
-from specdec.requests.prompts import for_template
-from specdec.requests.sampling import SamplingParams
-from specdec.requests.stats import RoundRecord, pool
 
-_KNOWN_KWARGS = frozenset({"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p", "seed"})
 NAME = "specdec"
-Report = Callable[[list[Answer]], None]
+_LOG = logging.getLogger(__name__)
+_TIMEOUT = timedelta(weeks=52)  # of a process that waits for a slower one; lm-eval's own
 
 
-class EngineLM(TemplateLM):
-    """A loaded `specdec.SpeculativeModel` as an lm-eval model, for `simple_evaluate(model=...)`.
+@dataclass(frozen=True)
+class Launched:
+    """This process among those of `accelerate launch` or torchrun, each with a model of its own.
 
-    prompt_tokens, prefix_hit_tokens, cached_tokens: of the answers generated now, see `RequestStats`. rounds: the
-    verification rounds of everything generated so far.
+    Attributes:
+        rank: its place. size: how many there are.
+        group: of all of them, on CPUs; None where there is one.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        arm: Configuration,
-        *,
-        max_gen_toks: int = 256,
-        add_bos_token: bool | None = None,
-        think_end_token: str | None = None,
-        seed: int = 0,
-        store: RunStore | None = None,
-        report: Report = lambda answers: None,
-    ) -> None:
-        """arm: its K is used. store: answers kept there are not generated again. report: called with each answer."""
-        super().__init__()
-        self.tokenizer = model.tokenizer
-        self.batch_sizes: dict[str, int] = {}
-        self.rounds: list[RoundRecord] = []
-        self.prompt_tokens = self.prefix_hit_tokens = self.cached_tokens = 0
-        self._model = model
-        self._arm = arm
-        self._max_gen_toks = max_gen_toks
-        self._add_bos_token = add_bos_token
-        self._think_end_token = think_end_token
-        self._seed = seed
-        self._store = store
-        self._report = report
+    rank: int = 0
+    size: int = 1
+    group: Any = None
 
-    @property
-    def eot_token_id(self) -> int:
-        return int(self.tokenizer.eos_token_id)
+    @classmethod
+    def from_environment(cls) -> Launched:
+        """Join the processes that $RANK and $WORLD_SIZE tell of."""
+        size = _processes()
+        if size == 1:
+            return cls()
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=_TIMEOUT)
+        return cls(dist.get_rank(), size, dist.new_group(backend="gloo", timeout=_TIMEOUT))
 
-    @property
-    def prefix_token_id(self) -> int:
-        bos = self.tokenizer.bos_token_id
-        return self.eot_token_id if bos is None else int(bos)
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all processes [size, ...], on the CPU."""
+        if self.size == 1:
+            return tensor
+        found = [torch.empty_like(tensor, device="cpu") for _ in range(self.size)]
+        dist.all_gather(found, tensor.cpu(), group=self.group)
+        return torch.stack(found)
 
-    @property
-    def max_length(self) -> int:
-        return int(self._model.config.max_model_len)
+    def gather_object(self, own: Any, dst: int = 0) -> list[Any] | None:
+        """Every process's object at process `dst`, None elsewhere."""
+        if self.size == 1:
+            return [own]
+        found: list[Any] | None = [None] * self.size if self.rank == dst else None
+        dist.gather_object(own, found, dst=dst, group=self.group)
+        return found
 
-    @property
-    def max_gen_toks(self) -> int:
-        return self._max_gen_toks
-
-    @property
-    def device(self) -> Any:
-        return self._model.device
-
-    @property
-    def tokenizer_name(self) -> str:
-        return str(self.tokenizer.name_or_path).replace("/", "__")
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            for_template(chat_history, self.tokenizer),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-        return text
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids; no second begin-of-text token where the string starts with one."""
-        bos = self.tokenizer.bos_token
-        if add_special_tokens is None:
-            add_special_tokens = False if bos and has_bos_prefix(string, bos) else self._add_bos_token
-        extra = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        ids: list[int] = self.tokenizer.encode(string, **extra)
-        return ids
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answer all requests in one generate call, in the order given."""
-        names = _names(requests)
-        answers = self._kept(names)
-        left = [i for i, name in enumerate(names) if name not in answers]
-        self._report(list(answers.values()))
-        answers.update(self._generate([(names[i], requests[i]) for i in left]))
-        texts = []
-        for name, request in zip(names, requests, strict=True):
-            self.rounds += answers[name].rounds
-            text = self._cut(answers[name].turns[0].text, request)
-            self.cache_hook.add_partial("generate_until", request.args, text)
-            texts.append(text)
-        return texts
-
-    def _kept(self, names: Sequence[str]) -> dict[str, Answer]:
-        """The answers that an interrupted run has stored."""
-        if self._store is None:
-            return {}
-        arm = self._arm.name
-        return {name: self._store.answers[name, arm] for name in names if self._store.finished(name, [arm])}
-
-    def _generate(self, asked: Sequence[tuple[str, Instance]]) -> dict[str, Answer]:
-        """Generate, and store each answer as it finishes. An answer's wall time is the time since the last one."""
-        if not asked:
-            return {}
-        prepared = [self._prepare(name, request) for name, request in asked]
-        answers = {}
-        last = time.perf_counter()
-        for i, completion in self._model.generate_iter([p for p, _ in prepared], [q for _, q in prepared]):
-            now = time.perf_counter()
-            self.prompt_tokens += completion.stats.prompt_tokens
-            self.prefix_hit_tokens += completion.stats.prefix_hit_tokens
-            self.cached_tokens += completion.stats.cached_tokens
-            name, request = asked[i]
-            task = str(request.task_name)
-            turn = to_turn(self.tokenizer, completion, now - last)
-            answers[name] = Answer(name, self._arm.name, task, task, (turn,))
-            if self._store is not None:
-                self._store.add([answers[name]])
-            self._report([answers[name]])
-            last = time.perf_counter()
-        return answers
-
-    def _prepare(self, name: str, request: Instance) -> tuple[list[int], SamplingParams]:
-        """Prompt ids and sampling of a request.
-
-        Raises:
-            InvalidInputError: a generation argument that this model does not have, which would change results; or no
-                room for a prompt.
-        """
-        context, gen_kwargs = request.args
-        kwargs: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self._max_gen_toks))
-        unknown = sorted(set(kwargs) - _KNOWN_KWARGS)
-        if unknown:
-            raise InvalidInputError(f"generation arguments not supported: {unknown}; known are {sorted(_KNOWN_KWARGS)}")
-        longest = kwargs["max_gen_toks"]
-        if longest >= self.max_length:  # lm-eval would cut the whole prompt off
-            raise InvalidInputError(
-                f"the task generates up to {longest:,} tokens, which leaves no room for a prompt in max_model_len="
-                f"{self.max_length:,}; raise max_model_len (--max-model-len) to {longest:,} and a prompt's length"
-            )
-        ids, most = maybe_truncate(self.tok_encode(context), longest, self.max_length, side="left")
-        params = SamplingParams(
-            max_new_tokens=most,
-            temperature=float(kwargs.get("temperature", 0.0)) if kwargs["do_sample"] else 0.0,
-            top_p=float(kwargs.get("top_p", 1.0)),
-            top_k=int(kwargs.get("top_k", 0)),
-            min_p=float(kwargs.get("min_p", 0.0)),
-            stop=tuple(stop for stop in kwargs["until"] if stop),
-            seed=question_seed(int(kwargs.get("seed", self._seed)), name, 0),
-            num_speculative_tokens=self._arm.k,
-        )
-        return ids, params
-
-    def _cut(self, text: str, request: Instance) -> str:
-        until = normalize_gen_kwargs(request.args[1], self._max_gen_toks)["until"]
-        return str(postprocess_generated_text(text, until, self._think_end_token))
-
-    @torch.inference_mode()
-    def _loglikelihood_tokens(
-        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
-    ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether it is the greedy one; by the target alone, in turn."""
-        scores = []
-        for key, context, continuation in requests:
-            ids = (context + continuation)[-(self.max_length + 1) :]
-            logits = self._model.own_logits(ids[:-1])[-len(continuation) :]
-            wanted = torch.tensor(ids[-len(continuation) :], device=logits.device)
-            score = float(logits.float().log_softmax(-1).gather(1, wanted[:, None]).sum())
-            scores.append((score, bool((logits.argmax(-1) == wanted).all())))
-            if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, scores[-1])
-        return scores
-
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, in disjoint windows."""
-        return [self._rolling(request.args[0]) for request in requests]
-
-    def _rolling(self, text: str) -> float:
-        tokens = self.tok_encode(text)
-        windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
-        pairs = [make_disjoint_window(window) for window in windows]
-        return sum(score for score, _ in self._loglikelihood_tokens([(None, a, b) for a, b in pairs]))
-
-    def get_model_info(self) -> Json:
-        """Statistics of speculation, which lm-eval merges into the `config` of its results."""
-        stats = pool(self.rounds)
-        return {
-            "specdec_stats": {
-                "num_speculative_tokens": self._arm.k,
-                "tau": stats.tau if stats.rounds else None,
-                "rounds": stats.rounds,
-                "emitted": stats.emitted,
-                "drafted": stats.drafted,
-                "accepted": stats.accepted,
-                "prompt_tokens": self.prompt_tokens,
-                "prefix_hit_tokens": self.prefix_hit_tokens,
-                "cached_tokens": self.cached_tokens,
-                "prefix_hit_rate": self.prefix_hit_tokens / self.prompt_tokens if self.prompt_tokens else None,
-            }
-        }
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
 
 
 class SpecdecLM(EngineLM):
@@ -239,40 +79,79 @@ class SpecdecLM(EngineLM):
 
     def __init__(
         self,
-        pretrained: str,
+        pretrained: Any,
         draft: str | None = None,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
         max_length: int | None = None,
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
-        think_end_token: str | None = None,
+        prefix_token_id: int | None = None,
+        think_end_token: str | int | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         """Load the model.
 
         Args:
-            pretrained: the target; draft: its head. max_length: lm-eval's name for max_model_len.
-            batch_size: lm-eval's; more than 1 replaces max_num_seqs.
+            pretrained: the target, or a loaded SpeculativeModel; draft: its head.
+            batch_size: lm-eval's. All requests go to the engine at once; more than 1 is the most that run together
+                (max_num_seqs). "auto" and "auto:N" leave that to max_batch_size, or to max_num_seqs.
+            max_length: lm-eval's name for max_model_len.
             options: load options, see LoadOptions. lm-eval's command line gives device="cuda:0" when nothing was asked
-                for, so on a machine without CUDA, and for a model divided among GPUs, that means the default device.
+                for, so on a machine without CUDA, and for a model divided among GPUs, that means the default device;
+                and each of several processes, of `accelerate launch`, takes the GPU of its own.
 
         Raises:
             InvalidInputError: an unknown model argument; what `SpeculativeModel.from_pretrained` raises.
         """
-        spec = ModelSpec(str(pretrained), draft, _load_options(options, max_batch_size or batch_size, max_length))
-        model = spec.load()
+        # checked before a model is loaded, which takes a while
+        Thinking.of(enable_thinking, think_end_token, chat_template_args)
+        given = _load_options(options, batch_size, max_length, max_batch_size)
+        model = _model(pretrained, draft, given, sorted(set(options) - {"device"}))
         super().__init__(
             model,
             Configuration(NAME, model.num_speculative_tokens),
             max_gen_toks=max_gen_toks,
             add_bos_token=add_bos_token,
+            prefix_token_id=prefix_token_id,
             think_end_token=think_end_token,
-            seed=spec.options.seed,
+            enable_thinking=enable_thinking,
+            chat_template_args=chat_template_args,
+            seed=given.seed,
+            progress=True,
         )
+        self._launched = Launched.from_environment()
+        self._rank, self._world_size = self._launched.rank, self._launched.size
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._launched.all_gather(tensor)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        return self._launched.gather_object(obj, dst)
+
+    def barrier(self) -> None:
+        self._launched.barrier()
 
 
-def _load_options(given: dict[str, Any], batch_size: int | str, max_length: int | None) -> LoadOptions:
+def _model(pretrained: Any, draft: str | None, given: LoadOptions, names: Sequence[str]) -> SpeculativeModel:
+    """The model to ask: loaded now, or before.
+
+    Raises:
+        InvalidInputError: options of loading beside a loaded model; what `from_pretrained` raises.
+    """
+    if not isinstance(pretrained, SpeculativeModel):
+        return ModelSpec(str(pretrained), draft, given).load()
+    if draft is not None or names:
+        late = ", ".join([*(["draft"] if draft is not None else []), *names])
+        raise InvalidInputError(f"pretrained is a loaded model, so {late} come too late: give them to from_pretrained")
+    return pretrained
+
+
+def _load_options(
+    given: dict[str, Any], batch_size: int | str, max_length: int | None, max_batch_size: int | None = None
+) -> LoadOptions:
     """lm-eval's model arguments as load options.
 
     Raises:
@@ -283,38 +162,63 @@ def _load_options(given: dict[str, Any], batch_size: int | str, max_length: int 
     if unknown:
         raise InvalidInputError(
             f"unknown model_args: {', '.join(unknown)}; known are pretrained, draft, max_length, max_gen_toks, "
-            f"add_bos_token, think_end_token, {', '.join(known)}"
+            f"add_bos_token, prefix_token_id, think_end_token, enable_thinking, chat_template_args, {', '.join(known)}"
         )
     if max_length is not None and given.get("max_model_len") is not None:
         raise InvalidInputError("max_length and max_model_len are the same model argument; give one of them")
     options = dict(given)
     if max_length is not None:
         options["max_model_len"] = max_length
-    if str(batch_size).isdigit() and int(batch_size) > 1:
-        options["max_num_seqs"] = int(batch_size)
+    if (rows := _rows(batch_size, max_batch_size)) is not None:
+        options["max_num_seqs"] = rows
     divided = str(options.get("tensor_parallel_size", 1)) != "1"  # whose rank 0 is on cuda:0 anyway
+    several = _processes() > 1
+    if divided and several:
+        raise InvalidInputError(
+            "tensor_parallel_size starts its own processes: start lm-eval without accelerate launch or torchrun"
+        )
     if options.get("device") == "cuda:0" and (divided or not torch.cuda.is_available()):
         del options["device"]
+    if several and torch.cuda.is_available() and options.get("device") in (None, "cuda", "cuda:0"):
+        options["device"] = _own_gpu()
     return LoadOptions.from_words(options)
 
 
-def register() -> None:
-    """Make `--model specdec` known to lm-eval releases that do not scan entry points.
+def _rows(batch_size: int | str, max_batch_size: int | None) -> int | None:
+    """Most requests that run together, or None for the default.
 
-    Source: EleutherAI/lm-evaluation-harness lm_eval/api/registry.py (the stock models register on import).
+    Raises:
+        InvalidInputError: batch_size is neither a number from 1 nor "auto" or "auto:N".
     """
-    from lm_eval.api.registry import model_registry
+    automatic, _, times = str(batch_size).partition(":")
+    if automatic == "auto" and (not times or times.isdigit()):
+        return max_batch_size
+    if not str(batch_size).isdigit() or int(batch_size) < 1:
+        raise InvalidInputError(f"batch_size={batch_size!r}: a number from 1, auto, or auto:N")
+    return int(batch_size) if int(batch_size) > 1 else None
 
-    if NAME not in model_registry:
+
+def _processes() -> int:
+    """How many processes were started together; 1 where a launcher started none."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _own_gpu() -> str:
+    """The GPU of this process among those of its machine."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+
+
+def register() -> None:
+    """Make `--model specdec` known to lm-eval, where no release that scans entry points has done so.
+
+    Source: EleutherAI/lm-evaluation-harness lm_eval/api/registry.py: the stock models register on import, and a second
+    registration under a name raises unless it is the same.
+    """
+    found = dict(model_registry.items()).get(NAME)
+    if found is None:
         model_registry.register(NAME, target=SpecdecLM)
+    elif found is not SpecdecLM and __name__ not in str(getattr(found, "value", found)):
+        _LOG.warning("lm-eval has another model of the name %r: %s", NAME, found)
 
 
-def _names(requests: Sequence[Instance]) -> list[str]:
-    """A name for each request that tells its task, document and prompt, and numbers repeats of one request."""
-    seen: dict[str, int] = {}
-    names = []
-    for request in requests:
-        name = f"{request.task_name}/{request.doc_id}/{request.idx}/{digest(request.args)[:16]}"
-        seen[name] = seen.get(name, 0) + 1
-        names.append(f"{name}/{seen[name]}")
-    return names
+register()

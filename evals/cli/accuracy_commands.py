@@ -129,9 +129,18 @@ def _with_tasks(arguments: tuple[str, ...]) -> tuple[str, ...]:
     """Add our folder of tasks where a command takes one and none was given."""
     from evals.accuracy.accuracy import TASKS
 
-    given = any(argument.split("=")[0] == "--include_path" for argument in arguments)
-    asks = any(argument.split("=")[0] in ("--tasks", "-t") for argument in arguments)
+    flags = [argument.split("=")[0] for argument in arguments]
+    asks = any(flag in ("--tasks", "--config", "-C") or flag.startswith("-t") for flag in flags)
+    given = "--include_path" in flags or any(map(_names_a_folder, arguments))
     return arguments if given or not asks else (*arguments, "--include_path", str(TASKS))
+
+
+def _names_a_folder(argument: str) -> bool:
+    """Whether this is a file of lm-eval's --config with an include_path, which a flag would replace."""
+    path = Path(argument.removeprefix("--config=").removeprefix("-C"))
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return False
+    return any(line.startswith("include_path:") for line in path.read_text("utf-8").splitlines())
 
 
 def _plan(options: dict[str, Any], tasks: tuple[str, ...]) -> AccuracyPlan:

@@ -66,7 +66,7 @@ def test_loglikelihoods_of_lm_eval_run_on_all_ranks(workers: dict[int, Worker]) 
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
 
-    from evals.accuracy.lm_eval_model import EngineLM
+    from evals.accuracy.engine_lm import EngineLM
 
     texts = [("Anna has 12 apples and", " buys 8 more."), ("Tom reads 7 pages a day. How many pages", " does he")]
     asked = [Instance("loglikelihood", {}, each, i) for i, each in enumerate(texts)]

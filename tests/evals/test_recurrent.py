@@ -178,10 +178,10 @@ def humaneval_data(tmp_path: Path) -> str:
 def test_humaneval(saved: Any, evaluate: Any, humaneval_data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task asks for 1,024 tokens, and a random model never stops: it is told to after 96."""
     pytest.importorskip("lm_eval")
-    from evals.accuracy import lm_eval_model
+    from evals.accuracy import generation
 
-    asked_for = lm_eval_model.normalize_gen_kwargs
-    monkeypatch.setattr(lm_eval_model, "normalize_gen_kwargs", lambda *given: {**asked_for(*given), "max_gen_toks": 96})
+    asked_for = generation.normalize_gen_kwargs
+    monkeypatch.setattr(generation, "normalize_gen_kwargs", lambda *given: {**asked_for(*given), "max_gen_toks": 96})
     asked = ("--data", humaneval_data, "--k", "3", "--confirm-run-unsafe-code")
     code, text, document = evaluate("humaneval", saved("lfm2"), *asked)
     assert code == 0, text
@@ -206,7 +206,7 @@ def test_scores_of_given_texts_are_the_models_own(saved: Any, name: str) -> None
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
 
-    from evals.accuracy.lm_eval_model import EngineLM
+    from evals.accuracy.engine_lm import EngineLM
     from evals.runs.conversations import Configuration
 
     target, head = saved(name)

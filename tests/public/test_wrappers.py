@@ -243,7 +243,7 @@ def test_lm_eval_asks_a_wrapper_from_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
 
-    from evals.accuracy.lm_eval_model import EngineLM
+    from evals.accuracy.engine_lm import EngineLM
     from evals.runs.conversations import Configuration
 
     write_chatty(tmp_path)

@@ -28,7 +28,8 @@ import specdec
 import specdec.acceptance.judge
 from evals.accuracy import scoring as humaneval
 from evals.accuracy.accuracy import AccuracyPlan, prepare, run, settings
-from evals.accuracy.lm_eval_model import EngineLM, SpecdecLM
+from evals.accuracy.engine_lm import EngineLM
+from evals.accuracy.lm_eval_model import SpecdecLM
 from evals.accuracy.scoring import paired_accuracy
 from evals.data import task_data
 from evals.data.arithmetic import problems
@@ -162,8 +163,8 @@ def request(context: str, index: int = 0, **gen_kwargs: Any) -> Instance:
 @pytest.mark.slow
 def test_unknown_arguments_are_refused(model: Any) -> None:
     lm = EngineLM(model, Configuration("x", K))
-    with pytest.raises(InvalidInputError, match=r"not supported: \['repetition_penalty'\]"):
-        lm.generate_until([request("a", repetition_penalty=1.2)])
+    with pytest.raises(InvalidInputError, match=r"not supported: \['repetition_penalti'\]"):
+        lm.generate_until([request("a", repetition_penalti=1.2)])
     with pytest.raises(InvalidInputError, match="unknown model_args: drfat"):
         SpecdecLM("gsm-llama", drfat="auto")
 

@@ -1,0 +1,329 @@
+"""Our engine as an lm-eval model: generation and log-likelihoods. Imported only where lm-eval is installed.
+
+All requests of a run go into one generate call, so that the batch is never drained between tasks, and texts to score
+into the same batch. An answer does not depend on what else is in the batch. Source: EleutherAI/lm-evaluation-harness
+docs/model_guide.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from jinja2 import TemplateError
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import has_bos_prefix
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from evals.acceptance.summary import Json
+from evals.accuracy.generation import Generation, Thinking
+from evals.data.datasets import digest
+from evals.runs.answers import Answer
+from evals.runs.conversations import Configuration, question_seed, to_turn
+from evals.runs.store import RunStore
+from specdec.errors import InvalidInputError
+from specdec.requests.prompts import for_template
+from specdec.requests.sampling import SamplingParams
+from specdec.requests.stats import RoundRecord, pool
+
+Report = Callable[[list[Answer]], None]
+Pair = tuple[list[int], list[int]]
+"""Token ids of a prompt, and of what is scored after it."""
+Step = TypeVar("Step")
+_SCORED_AT_ONCE = 1024
+"""Texts of one call: what an interrupted run had scored before it is in lm-eval's cache of answers."""
+_LOG = logging.getLogger(__name__)
+
+
+class EngineLM(TemplateLM):
+    """A loaded `specdec.SpeculativeModel` as an lm-eval model, for `simple_evaluate(model=...)`.
+
+    Attributes:
+        tokenizer, batch_sizes: read by lm-eval.
+        prompt_tokens, prefix_hit_tokens, cached_tokens: of the answers generated now, see `RequestStats`.
+        rounds: the verification rounds of everything generated so far.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        arm: Configuration,
+        *,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        think_end_token: str | int | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        store: RunStore | None = None,
+        report: Report = lambda answers: None,
+        progress: bool = False,
+    ) -> None:
+        """Arguments that lm-eval's `hf` has mean what they mean there.
+
+        Args:
+            arm: its K is used. store: answers kept there are not generated again. report: called with each answer.
+            progress: show bars.
+
+        Raises:
+            InvalidInputError: enable_thinking without think_end_token, or chat_template_args that are no mapping.
+        """
+        super().__init__()
+        self.tokenizer = model.tokenizer
+        self.batch_sizes: dict[str, int] = {}
+        self.rounds: list[RoundRecord] = []
+        self.prompt_tokens = self.prefix_hit_tokens = self.cached_tokens = 0
+        self._model = model
+        self._arm = arm
+        self._max_gen_toks = max_gen_toks
+        self._add_bos_token = add_bos_token
+        self._prefix_token_id = prefix_token_id
+        self._thinking = Thinking.of(enable_thinking, think_end_token, chat_template_args)
+        self._seed = seed
+        self._store = store
+        self._report = report
+        self._progress = progress
+        self._generations: dict[str, Generation] = {}
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        given, bos = self._prefix_token_id, self.tokenizer.bos_token_id
+        if given is not None:
+            return given
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def max_length(self) -> int:
+        return int(self._model.config.max_model_len)
+
+    @property
+    def max_gen_toks(self) -> int:
+        return self._max_gen_toks
+
+    @property
+    def device(self) -> Any:
+        return self._model.device
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation; without its system message where the template refuses one."""
+        try:
+            return self._templated(chat_history, add_generation_prompt)
+        except TemplateError:
+            _LOG.warning("the chat template failed; trying again without the system message")
+            others = [message for message in chat_history if message["role"] != "system"]
+            return self._templated(others, add_generation_prompt)
+
+    def _templated(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            for_template(messages, self.tokenizer),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **self._thinking.template_args,
+        )
+        return text
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids; no second begin-of-text token where the string starts with one."""
+        bos = self.tokenizer.bos_token
+        if add_special_tokens is None:
+            add_special_tokens = False if bos and has_bos_prefix(string, bos) else self._add_bos_token
+        extra = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        ids: list[int] = self.tokenizer.encode(string, **extra)
+        return ids
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Answer all requests in one generate call, in the order given."""
+        asked = dict(zip(_names(requests), requests, strict=True))
+        kept = self._kept(list(asked))
+        self._report(list(kept.values()))
+        texts = {name: self._text(answer, asked[name]) for name, answer in kept.items()}
+        left = {name: request for name, request in asked.items() if name not in kept}
+        for answer in self._bar(self._generate(left), len(left), "generate_until", disable_tqdm):
+            texts[answer.question_id] = self._text(answer, asked[answer.question_id])
+        return [texts[name] for name in asked]
+
+    def _kept(self, names: Sequence[str]) -> dict[str, Answer]:
+        """The answers that an interrupted run has stored."""
+        if self._store is None:
+            return {}
+        arm = self._arm.name
+        return {name: self._store.answers[name, arm] for name in names if self._store.finished(name, [arm])}
+
+    def _generate(self, asked: Mapping[str, Instance]) -> Iterator[Answer]:
+        """Generate, and store each answer as it finishes. An answer's wall time is the time since the last one."""
+        prepared = self._prepared(asked)
+        if not prepared:
+            return
+        last = time.perf_counter()
+        for i, completion in self._model.generate_iter([p for _, p, _ in prepared], [q for _, _, q in prepared]):
+            now = time.perf_counter()
+            self.prompt_tokens += completion.stats.prompt_tokens
+            self.prefix_hit_tokens += completion.stats.prefix_hit_tokens
+            self.cached_tokens += completion.stats.cached_tokens
+            name = prepared[i][0]
+            task = str(asked[name].task_name)
+            answer = Answer(name, self._arm.name, task, task, (to_turn(self.tokenizer, completion, now - last),))
+            if self._store is not None:
+                self._store.add([answer])
+            self._report([answer])
+            yield answer
+            last = time.perf_counter()
+
+    def _prepared(self, asked: Mapping[str, Instance]) -> list[tuple[str, list[int], SamplingParams]]:
+        """Name, prompt ids and sampling of each request: those with the same gen_kwargs together, the longest prompts
+        first.
+
+        Raises:
+            InvalidInputError: see `Generation.of`.
+        """
+        groups: dict[str, list[str]] = {}
+        for name, request in asked.items():
+            groups.setdefault(digest(request.args[1]), []).append(name)
+        found = []
+        for names in groups.values():
+            how = self._generation(asked[names[0]])
+            prompts = {name: self.tok_encode(asked[name].args[0]) for name in names}
+            for name in sorted(names, key=lambda name: (-len(prompts[name]), prompts[name])):
+                seed = question_seed(int(self._seed if how.seed is None else how.seed), name, 0)
+                params = replace(how.params, seed=seed, num_speculative_tokens=self._arm.k)
+                found.append((name, how.fitting(prompts[name]), params))
+        return found
+
+    def _generation(self, request: Instance) -> Generation:
+        gen_kwargs = request.args[1]
+        key = digest(gen_kwargs)
+        if key not in self._generations:
+            self._generations[key] = Generation.of(gen_kwargs, self._model, self._max_gen_toks)
+        return self._generations[key]
+
+    def _text(self, answer: Answer, request: Instance) -> str:
+        """The text of an answer, which lm-eval's cache of answers is told at once."""
+        self.rounds += answer.rounds
+        text = self._generation(request).answer(self._thinking.left_out(answer.turns[0], self.tokenizer))
+        self.cache_hook.add_partial("generate_until", request.args, text)
+        return text
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation, and whether it is the greedy one.
+
+        Raises:
+            InvalidInputError: the model thinks first, so that what follows the prompt is never the continuation.
+        """
+        if self._thinking.enabled:
+            tasks = ", ".join(sorted({str(request.task_name) for request in requests}))
+            raise InvalidInputError(
+                f"enable_thinking=True with tasks that score given texts ({tasks}): leave it out, or choose tasks that "
+                "generate"
+            )
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return found
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation, and whether it is the greedy one; by the target alone, in batches."""
+        pairs = [_last_tokens(context, own, self.max_length) for _, context, own in requests]
+        if cut := sum(len(a) < len(context) for (a, _), (_, context, _) in zip(pairs, requests, strict=True)):
+            _LOG.warning("%d of %d contexts lost tokens on the left: max_length=%d", cut, len(pairs), self.max_length)
+        order = sorted(range(len(pairs)), key=lambda i: pairs[i])  # prompts with the same beginning stand together
+        found: dict[int, tuple[float, bool]] = {}
+        for i, score in self._bar(self._scored(pairs, order), len(order), "loglikelihood", disable_tqdm):
+            found[i] = score
+            if requests[i][0] is not None:
+                self.cache_hook.add_partial("loglikelihood", requests[i][0], score)
+        return [found[i] for i in range(len(pairs))]
+
+    def _scored(self, pairs: Sequence[Pair], order: Sequence[int]) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """(place, score) of each pair. A pair of one token more than a request can have, which `hf` scores too, is
+        scored by the model's own forward."""
+        fitting = [i for i in order if sum(map(len, pairs[i])) <= self.max_length]
+        for start in range(0, len(fitting), _SCORED_AT_ONCE):
+            part = fitting[start : start + _SCORED_AT_ONCE]
+            scores = self._model.score([pairs[i][0] for i in part], [pairs[i][1] for i in part], logprobs=0)
+            yield from ((i, (score.logprob, score.is_greedy)) for i, score in zip(part, scores, strict=True))
+        for i in sorted(set(order) - set(fitting)):
+            yield i, self._scored_alone(*pairs[i])
+
+    @torch.inference_mode()
+    def _scored_alone(self, context: list[int], own: list[int]) -> tuple[float, bool]:
+        logits = self._model.own_logits([*context, *own[:-1]])[-len(own) :]
+        wanted = torch.tensor(own, device=logits.device)
+        score = float(logits.float().log_softmax(-1).gather(1, wanted[:, None]).sum())
+        return score, bool((logits.argmax(-1) == wanted).all())
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of whole texts, in disjoint windows, those of all texts in one batch."""
+        windows = [(i, pair) for i, request in enumerate(requests) for pair in self._windows(request.args[0])]
+        scores = self._loglikelihood_tokens([(None, *pair) for _, pair in windows], disable_tqdm)
+        totals = [0.0] * len(requests)
+        for (i, _), (score, _) in zip(windows, scores, strict=True):
+            totals[i] += score
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _windows(self, text: str) -> list[Pair]:
+        tokens = self.tok_encode(text)
+        windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
+        return [make_disjoint_window(window) for window in windows]
+
+    def _bar(self, steps: Iterator[Step], total: int, what: str, disable: bool) -> Iterator[Step]:
+        """The steps, with a progress bar on the first process, as lm-eval's own models show it."""
+        hidden = disable or not self._progress or self.rank > 0
+        yield from tqdm(steps, f"Running {what} requests", total, disable=hidden)
+
+    def get_model_info(self) -> Json:
+        """Statistics of speculation, which lm-eval merges into the `config` of its results."""
+        stats = pool(self.rounds)
+        return {
+            "specdec_stats": {
+                "num_speculative_tokens": self._arm.k,
+                "tau": stats.tau if stats.rounds else None,
+                "rounds": stats.rounds,
+                "emitted": stats.emitted,
+                "drafted": stats.drafted,
+                "accepted": stats.accepted,
+                "prompt_tokens": self.prompt_tokens,
+                "prefix_hit_tokens": self.prefix_hit_tokens,
+                "cached_tokens": self.cached_tokens,
+                "prefix_hit_rate": self.prefix_hit_tokens / self.prompt_tokens if self.prompt_tokens else None,
+            }
+        }
+
+
+def _last_tokens(context: list[int], own: list[int], most: int) -> Pair:
+    """A pair as `hf` cuts it: of the last most + 1 tokens, since the last one is not read.
+
+    Raises:
+        InvalidInputError: what is scored is longer than a request can be.
+    """
+    if len(own) > most:
+        raise InvalidInputError(f"a text of {len(own)} tokens is to be scored at once; max_length is {most}")
+    return context[-(most + 1 - len(own)) :], own
+
+
+def _names(requests: Sequence[Instance]) -> list[str]:
+    """A name for each request that tells its task, document and prompt, and numbers repeats of one request."""
+    seen: dict[str, int] = {}
+    names = []
+    for request in requests:
+        name = f"{request.task_name}/{request.doc_id}/{request.idx}/{digest(request.args)[:16]}"
+        seen[name] = seen.get(name, 0) + 1
+        names.append(f"{name}/{seen[name]}")
+    return names
