@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import fields
@@ -96,18 +97,19 @@ def _model_rows(model: Any) -> list[tuple[str, str]]:
     ]
 
 
-def with_bar(stream: Any) -> Iterator[tuple[int, Any]]:
-    """(index, Completion) of each of a `Stream` as it finishes, beside a bar of them with tokens a second and τ."""
+def with_bar(stream: Any, hidden: bool = False) -> Iterator[tuple[int, Any]]:
+    """(index, Completion) of each of a `Stream` as it finishes, beside a bar of them with tokens a second and τ, unless
+    that is hidden."""
     from tqdm.auto import tqdm
 
-    tokens = verified = emitted = 0
-    with closing(stream), tqdm(total=len(stream._requests or ()), unit="completion") as bar:
+    tokens, verified, emitted, begin = 0, 0, 0, time.perf_counter()
+    with closing(stream), tqdm(total=len(stream._requests or ()), unit="completion", disable=hidden) as bar:
         for update in stream:
             tokens += len(update.token_ids)
             if update.completion is not None:
                 pooled = update.completion.pooled
                 verified, emitted = verified + pooled.rounds, emitted + pooled.emitted
-            rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
+            rate = tokens / max(time.perf_counter() - begin, 1e-9)
             tau = tau_words(emitted / verified if verified else float("nan"))
             bar.set_postfix_str(f"{tokens} tokens, {rate:.0f}/s, {tau}", refresh=False)
             bar.update(update.completion is not None)

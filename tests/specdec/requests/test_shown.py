@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ PROMPTS = random_prompts([9, 12, 7])
 def model() -> Any:
     target = tiny_llama()
     return wrap(target, table_head(target), num_speculative_tokens=3)
+
+
+as_html = methodcaller("_repr_html_")
+"""As a notebook asks for it."""
 
 
 def in_a_line(thing: Any) -> str:
@@ -53,13 +58,13 @@ def test_the_model_shows_what_it_is_and_its_acceptance() -> None:
         assert (stats.requests, stats.new_tokens, stats.verified, stats.emitted) == (3, 60, rounds, emitted)
         assert stats.tau == emitted / rounds and f"τ={stats.tau:.2f}" in in_a_line(stats)
         assert in_a_line(model).endswith(f"τ={stats.tau:.2f} in 3 requests)")
-        assert "<table>" in model._repr_html_() and "requests at once" in model._repr_html_()
-    assert in_a_line(model).endswith(f"closed, τ={stats.tau:.2f} in 3 requests)") and "closed" in model._repr_html_()
+        assert "<table>" in as_html(model) and "requests at once" in as_html(model)
+    assert in_a_line(model).endswith(f"closed, τ={stats.tau:.2f} in 3 requests)") and "closed" in as_html(model)
 
 
 def test_html_shows_text_as_it_is(model: Any) -> None:
     completion = replace(model.generate(PROMPTS[0], max_new_tokens=5)[0], text="<b>1 & 2</b>")
-    html = completion._repr_html_()
+    html = as_html(completion)
     assert "&lt;b&gt;1 &amp; 2&lt;/b&gt;" in html and "<b>" not in html and f"τ={completion.pooled.tau:.2f}" in html
 
 
