@@ -46,6 +46,7 @@ OWN: dict[str, tuple[str, str]] = {
     "return_logits": ("device", "transformers' `output_logits`; in `Completion.logits`"),
     "return_scores": ("device", "transformers' `output_scores`; in `Completion.scores`"),
     "max_time": ("host", "`max_time`; looked at once a round"),
+    "strict_length": ("host", "refuses what is cut otherwise (`Completion.truncated_by`)"),
 }
 """Fields of SamplingParams that are no options of logits: where they apply, and their names in GenerationConfig."""
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from drafters.loops.base import DraftLoop, LoopSize
 
 FINAL_NORM = -1
-"""Aux layer of the target's state after its final norm (what feeds lm_head). Other aux layers are boundaries b >= 0:
+"""Aux layer of the target's state after its final norm (what feeds lm_head). Other aux layers are numbers b >= 0:
 the residual stream after b decoder layers (0 = embeddings)."""
 
 
@@ -24,7 +24,7 @@ class Head(Protocol):
     attention_specs: tuple[AttentionSpec, ...]
     """One per attention layer of the head."""
     aux_layers: tuple[int, ...]
-    """The target states it wants, concatenated in this order: boundaries, or FINAL_NORM."""
+    """The target states it wants, concatenated in this order: aux layers, or FINAL_NORM."""
     hidden_size: int
     draft_vocab_size: int
 

@@ -49,6 +49,13 @@ class NotCopyableError(SpecdecError, TypeError):
     """A SpeculativeModel was to be copied or pickled; it holds caches, hooks and device memory that have no copy."""
 
 
+NOT_COPYABLE = (
+    "a SpeculativeModel cannot be copied or pickled: it holds caches and device memory; call "
+    "SpeculativeModel.from_pretrained where it is needed (in the other process)"
+)
+"""The message of NotCopyableError."""
+
+
 class RequestFailedError(SpecdecError):
     """One request failed and was ended: its tokenizer, its stop strings or its parameters raised (`__cause__`)."""
 

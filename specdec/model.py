@@ -18,7 +18,7 @@ from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine
 from specdec.engine.stats import EngineStats
 from specdec.engine.streams import Stream, StreamUpdate, completed
-from specdec.errors import ClosedModelError, InvalidInputError, ModelLoadError, NotCopyableError
+from specdec.errors import NOT_COPYABLE, ClosedModelError, InvalidInputError, ModelLoadError, NotCopyableError
 from specdec.execution.base import Executor
 from specdec.interrupts import interrupts_as_they_are
 from specdec.loading.assembly import Parts, assemble, builds_of
@@ -30,6 +30,7 @@ from specdec.options import LoadOptions, Use
 from specdec.requests.prompts import Prompts, ids_within
 from specdec.requests.request import Completion
 from specdec.requests.scores import Score, scores, to_be_scored
+from specdec.requests.shown import model_html, model_line, with_bar
 from specdec.requests.submission import Params, Submission, check_each, submissions
 from specdec.selftest.selftest import self_test
 from specdec.torch_state import own_torch_state
@@ -48,11 +49,11 @@ _FREED = ("target", "head", "runners", "engine", "_live")  # attributes that `cl
 class SpeculativeModel:
     """A Hugging Face causal language model that drafts and verifies several tokens a round: load, generate, stream.
 
-    Threads: `generate`, `generate_iter`, `stream`, `describe` and `engine_stats` may be called on any thread, and from
-    asyncio through `asyncio.to_thread`. Requests of all threads share one batch; callers that wait for results run the
-    rounds. A stream that is not read delays no other; a failed request or an interrupted caller ends its own requests
-    only. `hf_model` may be called on another thread: its forward waits for a round's and vice versa. A call from inside
-    a round (by the tokenizer or a hook) is refused with a SpecdecError.
+    Threads: `generate`, `generate_iter`, `stream`, `describe`, `engine_stats` and `hf_model` may be used on any thread.
+    Requests of all share one batch; callers that wait run the rounds, and a forward of `hf_model` waits for a round's
+    and vice versa. From asyncio: an executor with as many threads as calls at once, and `Stream.close` where an await
+    is cancelled (docs/threads.md). A stream that is not read delays no other; a failed request or an interrupted caller
+    ends its own requests only. A call from inside a round (by the tokenizer or a hook) is refused with a SpecdecError.
 
     Life: see `close`, which a with-block calls at its end, and garbage collection. Several may wrap one `hf_model`.
 
@@ -132,16 +133,14 @@ class SpeculativeModel:
             target: built-in name, folder, hub name, or a loaded transformers model; an adapter of peft, which names its
                 base, or a PeftModel, whose inner model runs as it is (its adapters live or merged). Without `draft`, a
                 head whose config.json names its target (as the package speculators does) loads both.
-            draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-
-                prediction module in the target's checkpoint, a loaded head, or None.
-            num_speculative_tokens: K, drafts a round; default 5.
-            backend: attention kernels. "auto": FlashInfer on a GPU, "flex" if it is not installed and on ROCm builds of
-                torch (untested on such hardware), "torch" (the reference) on a CPU. "flex": FlexAttention, compiled at
-                the first rounds; no CUDA graphs. "batch_invariant": results do not depend on the batch, so half
-                precision gives the same tokens with and without speculation; slower (README), needs CUDA graphs.
-            dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name. device: default CUDA
-                if there is one; a loaded model stays as it is.
-            tokenizer: or its folder or hub name; default the target's own; required for a model without a name.
+            draft: folder or hub name of a head, or a loaded one; "auto": a built-in target's; "mtp": the multi-token-
+                prediction module in the target's checkpoint. num_speculative_tokens: K, drafts a round; default 5.
+            backend: attention kernels. "auto": FlashInfer on a GPU, "flex" where it is not installed and on ROCm
+                (untested), "torch" (the reference) on a CPU. "flex": FlexAttention, compiled at the first rounds; no
+                CUDA graphs. "batch_invariant": results do not depend on the batch, so half precision gives the same
+                tokens with and without speculation; slower (README), needs CUDA graphs.
+            dtype: "auto" (float32 on a CPU, else the checkpoint's), a torch dtype or its name. device: default CUDA if
+                there is one. tokenizer: or its folder or hub name; default the target's; needed where that has no name.
             max_model_len: most tokens of one request; default the model's limit, or the length where its rotary
                 embedding starts to depend on the batch's longest request (longrope, dynamic).
             max_num_seqs, max_num_batched_tokens: most requests in one batch, and tokens of one forward.
@@ -152,26 +151,22 @@ class SpeculativeModel:
                 tokens a little, with and without speculation alike.
             kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
                 the checkpoint's calibrated ones (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
-            kv_cache_layout: order inside a page of both caches, which changes no token: "NHD" or "HND"; "auto": NHD, or
-                HND if the GPU's kernels prefer it (Blackwell).
+            kv_cache_layout: inside a page, "NHD" or "HND", which changes no token; "auto": HND on Blackwell, else NHD.
             hybrid_kv_cache: beside layers that see further, layers with a sliding window (Gemma 3, gpt-oss, …) or in
                 chunks (Llama 4) free pages they passed: more requests fit. False: all keep all keys.
             enable_prefix_caching: reuse pages of earlier requests with the same first tokens; least recently used ones
                 are evicted. "auto": if possible (see `describe`); True: else an error. May change half-precision
                 tokens, but not with "batch_invariant". Also SamplingParams.cache_prefix.
-            cascade_attention: attend pages that requests share once for all, in rounds where that is faster; sums are
-                rounded in another order. Needs "flashinfer", full attention, a cache of the model's dtype: else True is
-                an error. Only for short queries.
+            cascade_attention: attend pages that requests share once for all where that is faster (short queries); sums
+                are rounded in another order. Needs "flashinfer", full attention, a cache of the model's dtype.
             gpu_memory_utilization: share of the GPU's memory for model, cache and graphs.
-            cuda_graphs: compile the model and decode from CUDA graphs: many times faster, after a longer start (a
-                minute the first time). "auto": on a GPU; off, with a SpecdecWarning, if the model cannot be captured;
-                True: that is an error; False: never. In half precision rounds of different sizes use different kernels:
-                more answers differ, except with "batch_invariant".
+            cuda_graphs: compile the model and decode from CUDA graphs: many times faster, after a minute's start the
+                first time. "auto": on a GPU; off, with a SpecdecWarning, where capture fails; True: that is an error.
+                Half-precision rounds of different sizes then use different kernels (not with "batch_invariant").
             mtp_concat, mtp_feedback: of a multi-token-prediction module: "embedding_first" or "hidden_first" ("auto":
                 its family's order), and the input of its next step, "post_norm" or "pre_norm".
-            head_overrides: corrections to an EAGLE head's config.json, by its keys ("rope_theta",
-                "eagle_config.norm_output", …; None removes one), or "aux_layers" (layer boundaries) and "feedback"
-                ("pre_norm", "post_norm"). Facts that the tensors show cannot be overridden.
+            head_overrides: corrections to an EAGLE head's config.json by its keys ("rope_theta", …; None removes one),
+                or "aux_layers", "feedback" ("pre_norm", "post_norm"). Facts that the tensors show cannot be overridden.
             generation_config: "model": the model's own applies as in transformers' `generate`; the first request
                 refuses settings that change greedy tokens and cannot be served. "ignore": only its eos ids apply.
             draft_sampling: drafts of sampled requests: "probabilistic", drawn from the head's own distribution, or
@@ -182,8 +177,7 @@ class SpeculativeModel:
             merge_adapter: "auto" or True: add the adapter to the weights at loading, as by peft's merge_and_unload; in
                 half precision the sum is rounded once. On quantised or shared (tied) weights "auto" runs it live, True
                 is an error. False: live, as the PeftModel: more launches, nothing fused.
-            trust_remote_code: run the Python files of the target's checkpoint (on the hub, anybody's).
-            revision: branch, tag or commit of a target on the hub.
+            trust_remote_code: run the checkpoint's Python files (on the hub, anybody's). revision: branch, tag, commit.
 
         Raises:
             ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
@@ -253,35 +247,42 @@ class SpeculativeModel:
         inside a round, and InvariantError, with SPECDEC_CHECK=1, when a page has no owner, or two."""
         return self._shared.usage()
 
-    def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
+    def generate(
+        self, prompts: Prompts = None, params: Params = None, *, progress: bool = False, **options: Any
+    ) -> list[Completion]:
         """Generate for one prompt or many, batched continuously; see `specdec.engine.admission` for their order.
 
         Args:
-            prompts: str, token ids, chat messages, or a list of any of these; a tensor or array of ids (1-D: a prompt,
-                2-D: one a row); a BatchEncoding, or a dict of input_ids and attention_mask, padded on either side.
-            params: SamplingParams or a transformers.GenerationConfig, one for all or one a prompt; default greedy.
+            prompts: text (read as it is, without the chat template), token ids, chat messages, or a list of these; a
+                tensor or array of ids (1-D, or 2-D: one a row); a BatchEncoding, or its fields (`generate(**inputs)`).
+            params: SamplingParams or a GenerationConfig, for all or one a prompt; default greedy. progress: show a bar.
+            options: fields of SamplingParams, as `temperature=0.7`, which replace those of params; `chat=True`: each
+                text is what the user says in a chat. Names of transformers and vLLM: see `specdec.requests.arguments`.
 
         Returns:
             One Completion a prompt, in order (with SamplingParams.n or GenerationConfig.num_return_sequences so many).
 
         Raises:
             InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
-            ClosedModelError: the model is closed, also by another thread meanwhile. ModelChangedError: `hf_model` was
-                moved, recast, resized, rebuilt or put into training mode. RoundFailedError: a round with requests of
-                this call failed twice. RequestFailedError, after all others finish: a request's tokenizer or the user's
-                code in it raised. Exception: of a signal handler (an alarm) or another thread.
+            ClosedModelError: closed, also by another thread meanwhile. ModelChangedError: `hf_model` was moved, recast,
+                resized, rebuilt or put into training mode. RoundFailedError: a round of this call failed twice.
+                RequestFailedError, after all others finish: a request's tokenizer or the user's code in it raised.
+                Exception: of a signal handler (an alarm) or another thread.
         """
-        done = dict(self.generate_iter(prompts, params))
+        done = dict((with_bar if progress else completed)(self.stream(prompts, params, **options)))
         return [done[i] for i in sorted(done)]
 
-    def generate_iter(self, prompts: Prompts, params: Params = None) -> Iterator[tuple[int, Completion]]:
+    def generate_iter(
+        self, prompts: Prompts = None, params: Params = None, **options: Any
+    ) -> Iterator[tuple[int, Completion]]:
         """As `generate`, but yield (index, Completion) as each finishes."""
-        yield from completed(self.stream(prompts, params))
+        yield from completed(self.stream(prompts, params, **options))
 
-    def stream(self, prompts: Prompts, params: Params = None) -> Stream:
+    def stream(self, prompts: Prompts = None, params: Params = None, **options: Any) -> Stream:
         """As `generate`, but yield every round's new tokens and text. Closing the iterator, on any thread, aborts the
         rest. Bad input and a closed or changed model raise here, others from the iterator."""
-        return self._stream(submissions, prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
+        own = self.hf_model, self.tokenizer, self.generation_config_use
+        return self._stream(submissions, prompts, params, *own, options)
 
     def score(self, prompts: Prompts, completions: Prompts, *, logprobs: int = 0) -> list[Score]:
         """Log-probabilities of given completions, in one batch; prompts' common beginnings are read once.
@@ -388,6 +389,8 @@ class SpeculativeModel:
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
+    __repr__, _repr_html_ = model_line, model_html
+
     def __enter__(self) -> Self:
         return self
 
@@ -404,7 +407,4 @@ class SpeculativeModel:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raises NotCopyableError: pickle, copy and deepcopy end here."""
-        raise NotCopyableError(
-            "a SpeculativeModel cannot be copied or pickled: it holds caches and device memory; call "
-            "SpeculativeModel.from_pretrained where it is needed (in the other process)"
-        )
+        raise NotCopyableError(NOT_COPYABLE)

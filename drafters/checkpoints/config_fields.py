@@ -145,8 +145,8 @@ def unread_fields(config: Config, known: Collection[str], layers_are_chosen: boo
     understood = [key for key, value in _flat(config) if key in known and value and _LAYER_LIST.fullmatch(_last(key))]
     if listed and not understood and not layers_are_chosen:
         raise HeadLoadError(
-            f"config.json says {_said(unread, listed)}: whether these are layers whose output is read or boundaries is "
-            "not known of this key; choose by head_overrides, as aux_layers=[2, 16, 29] (boundaries)"
+            f"config.json says {_said(unread, listed)}: whether these are layers whose output is read or aux layers is "
+            "not known of this key; choose by head_overrides, as aux_layers=[2, 16, 29] (b: the state after b layers)"
         )
     told = {key: value for key, value in unread.items() if not _is(_ALWAYS, key) and not _is(_EXPORTERS, key)}
     targets = [key for key in told if _is(_TARGETS, key)]

@@ -20,11 +20,11 @@ from drafters.eagle3.overrides import AUX_LAYERS, KEYS, NESTED_AUX_LAYERS, TARGE
 from drafters.eagle3.spec import default_aux_layers
 from drafters.errors import HeadLoadError, HeadMismatchError
 
-Ids = Literal["boundaries", "ids of layers whose output is read"]
-BOUNDARIES: Ids = "boundaries"
+Ids = Literal["aux layers", "ids of layers whose output is read"]
+NUMBERS: Ids = "aux layers"
 OUTPUTS: Ids = "ids of layers whose output is read"
-"""What a number in a list of aux layers is: boundary b as in `drafters.base`, or layer b - 1."""
-AUX_KEYS: Mapping[str, Ids] = {NESTED_AUX_LAYERS: OUTPUTS, AUX_LAYERS: BOUNDARIES, TARGET_LAYERS: OUTPUTS}
+"""What a number in a list of aux layers is: aux layer b as in `drafters.base`, or layer b - 1."""
+AUX_KEYS: Mapping[str, Ids] = {NESTED_AUX_LAYERS: OUTPUTS, AUX_LAYERS: NUMBERS, TARGET_LAYERS: OUTPUTS}
 """Keys of lists of aux layers: SpecForge's, SGLang's and ModelOpt's; speculators' and vLLM's; DeepSpec's."""
 
 
@@ -205,17 +205,17 @@ def _completed(config: Config, found: Format) -> tuple[dict[str, Any], dict[str,
 
 
 _DEEPSEEK = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite")
-"""Targets of which SGLang reads nested ids as boundaries unless the first is 1; SpecForge's template of Kimi-K2 has
-[2, 30, 58], the default boundaries. A list of boundaries beside them decides.
+"""Targets of which SGLang reads nested ids as aux layers unless the first is 1; SpecForge's template of Kimi-K2 has
+[2, 30, 58], the default aux layers. A list of aux layers beside them decides.
 
 Source: sgl-project/sglang 0.5.23, models/deepseek_v2.py, glm4_moe_lite.py (set_eagle3_layers_to_capture).
 """
 
 
 def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrides, model_type: str = "") -> Field:
-    """Layer boundaries of the aux hidden states. Nested ids name the layer whose output is meant: boundary = id + 1;
+    """Aux layers. Nested ids name the layer whose output is meant: aux layer = id + 1;
     unless the largest id is the number of layers, or the target is one of `_DEEPSEEK`: then, like top-level ids, they
-    are boundaries already.
+    are aux layers already.
 
     config: the head's, all keys at the top. num_layers, model_type: N and the text configuration's, of the target.
 
@@ -233,7 +233,7 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
     listed = _listed_layers(config, num_layers, model_type)
     if len(set(listed.values())) > 1:
         raise HeadLoadError(
-            f"config.json names different aux layers: {listed} (as boundaries); choose by head_overrides, as "
+            f"config.json names different aux layers: {listed} (as numbered here); choose by head_overrides, as "
             '{"aux_layers": […]}'
         )
     if listed:
@@ -259,16 +259,16 @@ def _listed_layers(config: Config, num_layers: int, model_type: str) -> dict[str
             )
         note = ""
         if key == NESTED_AUX_LAYERS and max(ids) == num_layers:
-            meaning = BOUNDARIES  # no layer has the number num_layers
+            meaning = NUMBERS  # no layer has the number num_layers
         elif key == NESTED_AUX_LAYERS and model_type in _DEEPSEEK and ids[0] != 1 and not lookup(config, AUX_LAYERS):
-            meaning, note = BOUNDARIES, f", as SGLang does for {model_type}"
+            meaning, note = NUMBERS, f", as SGLang does for {model_type}"
         listed[f"{key} (read as {meaning}{note})"] = tuple(i + 1 for i in ids) if meaning == OUTPUTS else tuple(ids)
     return listed
 
 
 def _check_aux_layers(config: Config, field: Field, num_layers: int) -> None:
     if max(field.value) > num_layers:
-        raise HeadMismatchError(f"the head reads boundaries {field.value}, this target has {num_layers} layers")
+        raise HeadMismatchError(f"the head reads aux layers {field.value}, this target has {num_layers} layers")
     count = lookup(config, "num_aux_hidden_states")
     if count is not None and count != len(field.value):
         raise HeadLoadError(f"config.json says num_aux_hidden_states = {count}, but the aux layers are {field.value}")

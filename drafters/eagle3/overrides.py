@@ -54,8 +54,10 @@ _FEEDBACK = ("pre_norm", "post_norm")
 class Eagle3Overrides:
     """Choices that a user makes against a checkpoint's own configuration (older exporters wrote them wrong).
 
-    aux_layers, feedback: None for the checkpoint's. config: (key of config.json, value), the key dotted where it is
-    nested; None as value removes the key.
+    Attributes:
+        aux_layers: numbered as ours, or None for the checkpoint's.
+        feedback: which state is fed back, or None for the checkpoint's.
+        config: (key of config.json, value), the key dotted where it is nested; None as value removes the key.
     """
 
     aux_layers: tuple[int, ...] | None = None
@@ -76,7 +78,7 @@ class Eagle3Overrides:
             hint = f" (is {near[0]} meant?)" if near else ""
             raise HeadLoadError(f"head_overrides: {odd[0]!r} decides nothing{hint}; known are {', '.join(known)}")
         return cls(
-            _boundaries(given.get("aux_layers")),
+            _aux_layers(given.get("aux_layers")),
             _feedback(given.get("feedback")),
             tuple((key, value) for key, value in given.items() if key not in ("aux_layers", "feedback")),
         )
@@ -108,12 +110,12 @@ def _words(source: str) -> set[str]:
     return words | {word.rpartition(".")[0] for word in words if "." in word}
 
 
-def _boundaries(given: Any) -> tuple[int, ...] | None:
+def _aux_layers(given: Any) -> tuple[int, ...] | None:
     if given is None:
         return None
     layers = tuple(given) if isinstance(given, (list, tuple)) else ()
     if not layers or not all(type(layer) is int for layer in layers):
-        raise HeadLoadError(f"head_overrides: aux_layers={given!r}: give a list of layer boundaries, as [2, 16, 29]")
+        raise HeadLoadError(f"head_overrides: aux_layers={given!r}: give a list of layer numbers, as [2, 16, 29]")
     return layers
 
 

@@ -77,7 +77,8 @@ class Eagle3Spec(LayerSpec):
 
     Attributes:
         target_hidden_size: Ht. draft_vocab_size: Vd.
-        aux_layers: layer boundaries of the aux hidden states, ascending, or (FINAL_NORM,) for a head on the last state.
+        aux_layers: of the aux hidden states, ascending (b: the state after b layers), or (FINAL_NORM,) for a head on
+            the last state.
         input_norm: one RMSNorm over the concatenated aux hidden states before `fc`; fc_norm: one for each of them.
         norm_before_residual: the residual is the normalised hidden state instead of the raw one.
         feedback: what the next draft step gets: the block output or its final norm.
@@ -119,7 +120,7 @@ class Eagle3Spec(LayerSpec):
             return
         if not aux_layers or min(aux_layers) < 0 or list(aux_layers) != sorted(set(aux_layers)):
             raise InvalidInputError(
-                f"aux_layers must be ascending boundaries >= 0 (or the final norm alone), not {aux_layers}"
+                f"aux_layers must be ascending numbers >= 0 (or the final norm alone), not {aux_layers}"
             )
 
     @property
@@ -134,7 +135,7 @@ class Eagle3Spec(LayerSpec):
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Default boundaries of the aux hidden states, for a target of `num_layers` decoder layers.
+    """Default aux layers, for a target of `num_layers` decoder layers.
 
     Raises:
         InvalidInputError: the target is too shallow for three different states.
@@ -144,6 +145,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     if not aux_layers[0] < aux_layers[1] < aux_layers[2]:
         raise InvalidInputError(
             f"a target of {num_layers} layers has no default aux layers: 2, N//2, N-3 = {aux_layers} must ascend; "
-            "name the layers"
+            "choose them: --aux-layers 0,1,2 of `specdec train eagle3`; of a head that names none, head_overrides="
+            '{"aux_layers": [0, 1, 2]}'
         )
     return aux_layers

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from specdec.cli.options import added, check_sampling, examples, load_model, load_options_of, model_options
+from specdec.cli.options import SAMPLING_OPTIONS, added, check_sampling, examples, load_for_sampling, model_options
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -18,21 +20,10 @@ if TYPE_CHECKING:
     from specdec.requests.request import Completion
     from specdec.requests.sampling import SamplingParams
 
-_SAMPLING_OPTIONS = (
-    click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True),
-    click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy."),
-    click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="0 is off."),
-    click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True),
-    click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, show_default=True),
-    click.option("--seed", type=int, help="Fixes the random draws."),
-    click.option("--stop", multiple=True, help="A string that ends the text; may be given several times."),
-)
-
-
 _GENERATE_EXAMPLES = examples(
     'specdec generate "Tom has 3 boxes of 12 eggs. How many eggs?" --stats',
     'specdec generate "Tom has 3 boxes of 12 eggs. How many eggs?" --model gsm-deepseek --draft mtp -k 3',
-    "specdec generate --file questions.jsonl --json --max-new-tokens 100",
+    "specdec generate --file questions.jsonl --output answers.jsonl --max-new-tokens 100",
     'echo "How many is 3 times 12?" | specdec generate --draft none --temperature 0.7 --seed 1',
 )
 
@@ -44,46 +35,63 @@ _GENERATE_EXAMPLES = examples(
 )
 @click.option("--raw", is_flag=True, help="Give the prompt as it is, without the chat template.")
 @click.option("--stats", is_flag=True, help="Print acceptance length, acceptance per position and times.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt instead of streamed text.")
-@added(_SAMPLING_OPTIONS)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt, as each ends, instead of text.")
+@click.option("--output", type=click.Path(path_type=Path), help="A new file for these JSON objects, one a line.")
+@added(SAMPLING_OPTIONS)
 @model_options(without=["seed"])
 def generate(
-    prompt: str | None, file: Path | None, raw: bool, stats: bool, as_json: bool, stop: tuple[str, ...], **options: Any
+    prompt: str | None, file: Path | None, raw: bool, stats: bool, as_json: bool, output: Path | None, **options: Any
 ) -> None:
-    """Generate text from PROMPT, from --file, or from standard input; tokens appear as they are accepted."""
-    from specdec.loading.tokenizers import as_chats
-    from specdec.requests.sampling import SamplingParams
+    """Generate text from PROMPT, from --file, or from standard input; tokens appear as they are accepted.
 
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    The lines of a .jsonl file are one batch. Objects of --json and --output come as their prompts end, with the "index"
+    of the line (from 0) and its "id" if it has one.
+    """
+    from specdec.loading.tokenizers import as_chats
+
     if stats and as_json:
         raise click.UsageError("--json has the statistics of each prompt in it; leave --stats out")
     check_sampling(options)
-    params = SamplingParams(stop=stop, **{name: options[name] for name in names})
-    prompts = _read_prompts(prompt, file)
-    seed = {} if params.seed is None else {"seed": params.seed}
-    options.pop("seed")
-    model = load_model(options["model"], options["draft"], load_options_of(options, **seed))
-    if not raw:
-        prompts = as_chats(model.tokenizer, prompts)
-    if as_json:
-        _print_json(model, prompts, params)
-        return
-    done = _print_batch(model, prompts, params) if len(prompts) > 1 else _print_one(model, prompts[0], params)
+    asked = _read_prompts(prompt, file)
+    if output is not None:
+        _check_new(output)
+    model, params = load_for_sampling(options)
+    prompts = [each.prompt for each in asked]
+    prompts = prompts if raw else as_chats(model.tokenizer, prompts)
+    if as_json or output is not None:
+        done = _write_json(model, prompts, params, [each.id for each in asked], output)
+    else:
+        done = _print_batch(model, prompts, params) if len(prompts) > 1 else _print_one(model, prompts[0], params)
     if stats:
         _print_stats(model, done)
 
 
-def _read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
+class Asked(NamedTuple):
+    """A prompt, and the id that its line gives it; None where it gives none."""
+
+    prompt: Any
+    id: Any = None
+
+
+def _check_new(output: Path) -> None:
+    """Raises InvalidInputError: the file exists, or cannot be made."""
+    if os.path.lexists(output):
+        raise InvalidInputError(f"--output {output} exists; give another name, or remove it")
+    if not output.absolute().parent.is_dir():
+        raise InvalidInputError(f"--output {output}: there is no folder {output.absolute().parent}")
+
+
+def _read_prompts(prompt: str | None, file: Path | None) -> list[Asked]:
     if prompt is not None and file is not None:
         raise InvalidInputError("both a prompt and --file were given; give one of them")
     if file is not None:
-        return read_prompt_file(file)
+        return _read_file(file)
     if prompt is None and sys.stdin.isatty():
         raise InvalidInputError("no prompt: give it as an argument, through --file, or on standard input")
     text = prompt if prompt is not None else sys.stdin.read().rstrip("\n")
     if not text:
         raise InvalidInputError("the prompt is empty; at least one token is needed")
-    return [text]
+    return [Asked(text)]
 
 
 def read_prompt_file(path: Path) -> list[Any]:
@@ -92,6 +100,10 @@ def read_prompt_file(path: Path) -> list[Any]:
     Raises:
         InvalidInputError: it cannot be read, is empty, or a line is no prompt.
     """
+    return [each.prompt for each in _read_file(path)]
+
+
+def _read_file(path: Path) -> list[Asked]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -99,7 +111,7 @@ def read_prompt_file(path: Path) -> list[Any]:
     if path.suffix != ".jsonl":
         if not text.strip():
             raise InvalidInputError(f"{path} is empty; at least one token is needed")
-        return [text.rstrip("\n")]
+        return [Asked(text.rstrip("\n"))]
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise InvalidInputError(
@@ -108,7 +120,7 @@ def read_prompt_file(path: Path) -> list[Any]:
     return [_prompt_of(path, number, line) for number, line in lines]
 
 
-def _prompt_of(path: Path, number: int, line: str) -> Any:
+def _prompt_of(path: Path, number: int, line: str) -> Asked:
     keys = ("messages", "prompt", "question")
     try:
         record = json.loads(line)
@@ -117,21 +129,37 @@ def _prompt_of(path: Path, number: int, line: str) -> Any:
     found = [record[key] for key in keys if isinstance(record, dict) and key in record]
     if not found:
         raise InvalidInputError(f"{path}, line {number}: no field of {', '.join(keys)}")
-    return found[0]
+    return Asked(found[0], record.get("id"))
 
 
-def _print_json(model: SpeculativeModel, prompts: list[Any], params: SamplingParams) -> None:
-    for completion in model.generate(prompts, params):
-        pooled = completion.pooled
-        record = {
-            "text": completion.text,
-            "token_ids": completion.token_ids,
-            "prompt_token_ids": completion.prompt_token_ids,
-            "finish_reason": completion.finish_reason,
-            "tau": pooled.tau if pooled.rounds else None,
-            "stats": asdict(completion.stats),
-        }
-        click.echo(json.dumps(record, ensure_ascii=False))
+def _write_json(
+    model: SpeculativeModel, prompts: list[Any], params: SamplingParams, ids: list[Any], output: Path | None
+) -> list[Completion]:
+    """An object for each prompt as it ends, beside a bar where that disturbs nothing. Returns them in that order."""
+    from specdec.requests.shown import with_bar
+
+    done = []
+    hidden = not sys.stderr.isatty() or (output is None and sys.stdout.isatty())
+    with contextlib.nullcontext(sys.stdout) if output is None else output.open("x", encoding="utf-8") as file:
+        for index, completion in with_bar(model.stream(prompts, params), hidden=hidden):
+            done.append(completion)
+            named = {} if ids[index] is None else {"id": ids[index]}
+            click.echo(json.dumps(named | {"index": index} | _record(completion), ensure_ascii=False), file=file)
+            file.flush()
+    return done
+
+
+def _record(completion: Completion) -> dict[str, Any]:
+    pooled = completion.pooled
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "prompt_token_ids": completion.prompt_token_ids,
+        "finish_reason": completion.finish_reason,
+        "truncated_by": completion.truncated_by,
+        "tau": pooled.tau if pooled.rounds else None,
+        "stats": asdict(completion.stats),
+    }
 
 
 def _print_one(model: SpeculativeModel, prompt: Any, params: SamplingParams) -> list[Completion]:

@@ -104,7 +104,7 @@ def _depends(report: HeadReport) -> str:
     ids = any(field.name == "aux_layers" and "(read as ids" in field.source for field in report.fields)
     return (
         "; the aux layers shown are those for most targets: of DeepSeek's, and where the largest id is the target's "
-        "number of layers, the ids are boundaries themselves"
+        "number of layers, the ids are aux layers themselves"
         if ids
         else ""
     )

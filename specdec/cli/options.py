@@ -15,7 +15,17 @@ from specdec.values import MOST_COUNT
 
 if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
+    from specdec.requests.sampling import SamplingParams
 
+SAMPLING_OPTIONS = (
+    click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True),
+    click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="0 is off."),
+    click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True),
+    click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, show_default=True),
+    click.option("--seed", type=int, help="Fixes the random draws."),
+    click.option("--stop", multiple=True, help="A string that ends the text; may be given several times."),
+)
 DEFAULT_MODEL = "gsm-llama"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _DRAFT_HELP = "Folder or hub name; auto: a built-in target's own; mtp: the module in the target's checkpoint; none."
@@ -143,3 +153,19 @@ def load_model(model: str, draft: str, options: LoadOptions) -> SpeculativeModel
         loaded.close()
         raise InvalidInputError(refusal + str(pair_of(model, None).target))
     return loaded
+
+
+def load_for_sampling(options: Mapping[str, Any]) -> tuple[SpeculativeModel, SamplingParams]:
+    """The model that a command's options name, and how it samples by its `SAMPLING_OPTIONS`.
+
+    Raises:
+        InvalidInputError, …: see `load_model`. click.UsageError: see `check_sampling`.
+    """
+    from specdec.requests.sampling import SamplingParams
+
+    check_sampling(options)
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
+    params = SamplingParams(**{name: options[name] for name in names})
+    load = {name: value for name, value in options.items() if name != "seed"}
+    seed = {} if params.seed is None else {"seed": params.seed}
+    return load_model(options["model"], options["draft"], load_options_of(load, **seed)), params

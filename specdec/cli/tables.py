@@ -112,8 +112,8 @@ def fit_lines(facts: dict[str, Any]) -> list[str]:
     if facts["head"] is not None:
         known, whole = facts["draft_vocab_size"], facts["vocab_size"]
         lines.append(
-            f"target and head fit: {facts['head']} reads {len(facts['taps'])} hidden states of the target and drafts "
-            f"{known:,} of its {whole:,} tokens, {engine['num_speculative_tokens']} a round"
+            f"target and head fit: {facts['head']} reads {len(facts['aux_layers'])} hidden states of the target and "
+            f"drafts {known:,} of its {whole:,} tokens, {engine['num_speculative_tokens']} a round"
         )
     tokens = (engine["num_pages"] - 1) * engine["page_size"]
     longest = tokens // engine["max_model_len"]

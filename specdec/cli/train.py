@@ -87,7 +87,10 @@ def train() -> None:
 @added(_DATA)
 @click.option("--draft-vocab-size", type=click.IntRange(1), help="Default: the target's whole vocabulary.")
 @click.option("--intermediate-size", type=click.IntRange(1), help="Of the head's MLP. Default: the target's.")
-@click.option("--taps", help="Layer boundaries of the aux hidden states, e.g. 2,4,5. Default: 2, N//2, N-3.")
+@click.option(
+    "--aux-layers", help="States that the head reads, e.g. 2,4,5: 2 is the state after 2 layers. Default: 2, N//2, N-3."
+)
+@click.option("--taps", hidden=True)  # as it was called
 @click.option("--steps", default=1500, show_default=True)
 @click.option("--batch-size", default=48, show_default=True)
 @click.option("--ttt-steps", default=5, show_default=True, help="Steps of the training-time test.")
@@ -97,7 +100,9 @@ def eagle3(**options: Any) -> None:
     """Train an EAGLE-3 head; the result is OUTPUT/head, in the layout that other engines read too."""
     from specdec.training.run import HeadShape, plan_eagle3
 
-    shape = HeadShape(options["draft_vocab_size"], options["intermediate_size"], _aux_layers(options["taps"]))
+    shape = HeadShape(
+        options["draft_vocab_size"], options["intermediate_size"], _aux_layers(options["aux_layers"], options["taps"])
+    )
     _run(options, lambda model, config, held_out: plan_eagle3(model, shape, config, held_out))
 
 
@@ -189,10 +194,13 @@ def _kept(output: Path) -> str:
     return f"the last checkpoint is {found[-1]}" if found else f"{kept_answers(output)} answers are kept in {output}"
 
 
-def _aux_layers(text: str | None) -> tuple[int, ...] | None:
+def _aux_layers(text: str | None, older: str | None) -> tuple[int, ...] | None:
+    if text is not None and older is not None:
+        raise InvalidInputError("--taps is the older name of --aux-layers: give one of them")
+    text = text or older
     if text is None:
         return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise InvalidInputError(f"--taps {text!r}: give boundaries separated by commas, e.g. 2,4,5") from error
+        raise InvalidInputError(f"--aux-layers {text!r}: give numbers separated by commas, e.g. 2,4,5") from error

@@ -56,7 +56,7 @@ class Admission:
 
         Raises:
             InvalidInputError: empty or too long prompt, an id outside the vocabulary or one that stands for an image, K
-                larger than the engine's.
+                larger than the engine's, with strict_length too many new tokens.
             CacheTooSmallError: the KV cache could not hold the request even alone.
         """
         self.check_prompt(token_ids)
@@ -64,6 +64,12 @@ class Admission:
         self.check_ids("options: ", sorted(params.token_ids))
         self._check_num_drafts(params)
         limit = min(len(token_ids) + params.max_new_tokens, self.config.max_model_len)
+        if params.strict_length and limit < len(token_ids) + params.max_new_tokens:
+            raise InvalidInputError(
+                f"max_new_tokens={params.max_new_tokens} after a prompt of {len(token_ids)} tokens: with max_model_len="
+                f"{self.config.max_model_len} there is room for {limit - len(token_ids)}; lower max_new_tokens, or "
+                "leave strict_length out: then the request ends there"
+            )
         self._check_rows(params, limit - len(token_ids))
         self.check_cache(len(token_ids), len(token_ids) if prompt_alone else limit)
         return limit

@@ -382,18 +382,17 @@ class Engine:
             if request is not None and update.last:
                 ended.append(self._requests.pop(request.id))
                 self.deadlines.discard(request.id)
+                self._counters.add_finished(update.completion)
             elif request is not None:
                 request.progress = update.progress
         return ended
 
     def _mend(self) -> None:
-        """After an interrupt or a failed round: rebuild rows, pages and launched rounds from what was reported.
-
-        They may be in any state, so none of them is read.
-        """
+        """After an interrupt or a failed round: rebuild rows, pages and launched rounds from what was reported. They
+        may be in any state, so none of them is read."""
         self._note(self.reported)
-        waiting, preempted = rewound(self._requests.values())
-        self._counters.preemptions += preempted
+        waiting, struck = rewound(self._requests.values())
+        self._counters.interrupted += struck
         self._start(waiting)
 
     def _in_round(self) -> list[Request]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdec.requests.request import Completion
+from specdec.requests.shown import tau_words
+
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -11,10 +14,13 @@ class EngineStats:
 
     Attributes:
         rounds: launched verifications.
-        host_to_device, device_to_host: copies. preemptions: requests that lost their row.
+        host_to_device, device_to_host: copies. preemptions: requests that lost their row because pages ran out.
         prefix_query_tokens: prompt tokens of requests that looked into the prefix cache.
         prefix_hit_tokens: the part of them in pages that were found. cached_tokens: the part that was not computed
             again: a request that drafts recomputes its last found page, in a page of its own.
+        interrupted: requests that lost their row because a caller's interrupt, or a round that failed and was run once
+            more, struck while they ran.
+        requests, new_tokens: finished ones, and their tokens. verified, emitted: their rounds, and the tokens of these.
     """
 
     rounds: int = 0
@@ -24,6 +30,21 @@ class EngineStats:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     cached_tokens: int = 0
+    interrupted: int = 0
+    requests: int = 0
+    new_tokens: int = 0
+    verified: int = 0
+    emitted: int = 0
+
+    def __repr__(self) -> str:
+        served = f"{self.requests} requests, {self.new_tokens} tokens, {self.rounds} rounds of the batch"
+        lost = f"{self.preemptions} preemptions, {self.interrupted} interrupted"
+        return f"EngineStats({tau_words(self.tau)}, {served}, {lost})"
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length over finished requests; NaN without rounds."""
+        return self.emitted / self.verified if self.verified else float("nan")
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -44,13 +65,24 @@ class Counters:
         """transfers: copies that the executor has made before, which are not counted."""
         self.rounds = self.host_to_device = self.device_to_host = self.preemptions = 0
         self.transfers = transfers
+        self.interrupted = 0
         self._prefix = (0, 0, 0)
+        self._finished = (0, 0, 0, 0)
 
     @property
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
         counts = self.rounds, self.host_to_device, self.device_to_host, self.preemptions
-        return EngineStats(*counts, *self._prefix)
+        return EngineStats(*counts, *self._prefix, self.interrupted, *self._finished)
+
+    def add_finished(self, completion: Completion | None) -> None:
+        """A request that has ended; None where it failed, which is not counted."""
+        if completion is None:
+            return
+        requests, tokens, verified, emitted = self._finished
+        pooled = completion.pooled
+        counts = requests + 1, tokens + len(completion.token_ids)
+        self._finished = (*counts, verified + pooled.rounds, emitted + pooled.emitted)
 
     def add_prefix(self, prompt: int, found: int, taken: int) -> None:
         """A request that searched the prefix cache: tokens of its prompt, found tokens, tokens not computed again."""

@@ -22,7 +22,7 @@ from specdec.head_check.measurement import (
     Chains,
     MapCheck,
     Passage,
-    boundary_states,
+    aux_states,
     chains,
     check_map,
     runs_in_chains,
@@ -91,14 +91,14 @@ def _other_layers(reading: Reading, num_layers: int) -> list[Reading]:
     if layers == (FINAL_NORM,):
         return []
     later, earlier = (tuple(layer + by for layer in layers) for by in (1, -1))
-    outputs = "the aux layers were given as layers whose output is meant (SpecForge, SGLang), and taken for boundaries"
-    boundaries = (
-        "the aux layers were given as boundaries (vLLM, speculators), and taken for layers whose output is meant"
+    outputs = "the aux layers were given as layers whose output is meant (SpecForge, SGLang), and taken for aux layers"
+    numbered = (
+        "the aux layers were given as numbered here (vLLM, speculators), and taken for layers whose output is meant"
     )
     default = (2, num_layers // 2, num_layers - 3)
     wanted = [
         ("all aux layers one later", later, outputs),
-        ("all aux layers one earlier", earlier, boundaries),
+        ("all aux layers one earlier", earlier, numbered),
         ("the default aux layers", default, "the head was trained on the default aux layers, 2, N//2, N-3"),
     ]
     for place, layer in enumerate(layers):
@@ -298,7 +298,7 @@ class _Search:
         near |= {layer + by for layer in default for by in reach}
         places = [layer for layer in sorted(near | set(head.aux_layers)) if layer <= self._num_layers]
         wanted = [layer for layer in places if layer >= 0 or layer in head.aux_layers]
-        self._states: list[Mapping[int, torch.Tensor]] = boundary_states(probed, passages, wanted)
+        self._states: list[Mapping[int, torch.Tensor]] = aux_states(probed, passages, wanted)
 
     def chains(self, reading: Reading) -> Chains:
         return chains(self._head.reread(reading.spec), self._passages, self._states, self._num_drafts)

@@ -54,13 +54,13 @@ class Passage:
 
 
 @torch.no_grad()
-def boundary_states(
+def aux_states(
     probed: TargetProbe, passages: Sequence[Passage], layers: Sequence[int]
 ) -> list[Mapping[int, torch.Tensor]]:
     """The target's states on each passage, by its own forward: [T, Ht] after each of these layers.
 
     Args:
-        layers: boundaries 0 … N, or `drafters.base.FINAL_NORM`.
+        layers: aux layers 0 … N, or `drafters.base.FINAL_NORM`.
     """
     places = tuple(dict.fromkeys(layers))
     alterations = Alterations(probed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 
@@ -34,6 +35,18 @@ def builtin_path(name: str) -> Path:
             "Give one of these names or the path of a model folder."
         )
     return _ROOT / name
+
+
+def misspelt(name: str | Path) -> str:
+    """What is wrong with a name that is nearly a built-in model's, in words; "" where it is none, or means a folder."""
+    text = str(name)
+    close = get_close_matches(text, builtin_names(), 1, 0.8)
+    if not close or text in builtin_names() or os.path.exists(os.path.expanduser(text)):
+        return ""
+    return (
+        f"there is no folder of that name; did you mean {close[0]!r}? Built in are {', '.join(builtin_names())}; "
+        "models of the hub are given as owner/name"
+    )
 
 
 def resolve(name: str | Path) -> str:

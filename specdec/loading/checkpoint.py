@@ -29,7 +29,7 @@ from drafters.checkpoints.tensor_files import (
 )
 from drafters.errors import HeadLoadError
 from specdec.errors import InvalidInputError, ModelLoadError
-from specdec.loading.builtin import BUILTIN_HEADS, resolve
+from specdec.loading.builtin import BUILTIN_HEADS, misspelt, resolve
 from specdec.loading.quantisation import MODELOPT, MODELOPT_FILE, Quantisation, check_packages, method_of
 from specdec.values import short
 
@@ -216,6 +216,8 @@ def find_checkpoint(
         reason = "there is no folder of that name"
     elif not is_hub_name(path):
         reason = "there is no folder of that name, and the hub has no such names"
+    elif reason := misspelt(path):
+        raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}")
     else:
         return Checkpoint(str(name), path, revision, trust_remote_code, local_files_only=not hub_answers())
     raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}\n{_give()}")

@@ -57,7 +57,7 @@ def facts_of(model: Any) -> dict[str, Any]:
         "self_test_error": model.self_test_error,
         "twin": str(model.twin),
         "head": None if head is None else type(head).__name__,
-        "taps": None if head is None else list(head.aux_layers),
+        "aux_layers": None if head is None else list(head.aux_layers),
         "draft_vocab_size": None if head is None else head.draft_vocab_size,
         "generation_config": _own_config(model),
         "engine": _sizes(model.config),

@@ -24,7 +24,7 @@ from drafters.mtp.convention import MtpConvention
 from drafters.mtp.head import MtpStack
 from drafters.mtp.spec import mtp_target
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
-from specdec.loading.builtin import AUTO_HEAD, BUILTIN_HEADS, builtin_name, resolve
+from specdec.loading.builtin import AUTO_HEAD, BUILTIN_HEADS, builtin_name, misspelt, resolve
 from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
 from specdec.loading.load_errors import loading_named
 from specdec.loading.objects import check_head_place, check_head_type
@@ -122,9 +122,11 @@ def resolve_head(draft: str | Path, target_name: str | None) -> str:
     """The head's folder or hub name; "auto" is the head built in with the target.
 
     Raises:
-        HeadLoadError: it has none.
+        HeadLoadError: it has none; or the name is a misspelt one of a built-in head.
     """
     if str(draft) != AUTO_HEAD:
+        if reason := misspelt(draft):
+            raise HeadLoadError(f"cannot load the head {str(draft)!r}: {reason}")
         return resolve(draft)
     head = BUILTIN_HEADS.get(builtin_name(target_name) or "")
     if head is None:

@@ -209,6 +209,17 @@ def how_served(name: str) -> Served:
     return "without effect" if name in _NO_EFFECT else "refused"
 
 
+def is_off(name: str, value: Any) -> bool:
+    """Whether a field of a caller's GenerationConfig with this value changes nothing; False where there is no such."""
+    config = GenerationConfig()
+    if how_served(name) == "without effect":
+        return True
+    if not hasattr(config, name):
+        return False
+    setattr(config, name, value)
+    return not _set_fields(config, [name])
+
+
 def eos_ids(config: GenerationConfig | None) -> tuple[int, ...]:
     """The config's eos ids as a tuple."""
     ids: Any = None if config is None else config.eos_token_id

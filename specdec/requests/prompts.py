@@ -140,6 +140,15 @@ def encode_prompts(prompts: Prompts, tokenizer: Any) -> list[list[int]]:
     return [_encode(p, tokenizer) for p in split_prompts(prompts)]
 
 
+def user_chats(prompts: Prompts) -> list[Any]:
+    """One prompt or many, each text as what the user says in a chat. Raises InvalidInputError: a prompt of ids."""
+    found = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in split_prompts(prompts)]
+    odd = next((prompt for prompt in found if not _is_chat(prompt)), None)
+    if odd is not None:
+        raise InvalidInputError(f"chat=True: {_shown(odd)} is neither text nor a list of chat messages; leave chat out")
+    return found
+
+
 def split_prompts(prompts: Prompts) -> list[Any]:
     """One prompt or many -> a list of prompts; of an empty list or an array of no rows an empty one.
 

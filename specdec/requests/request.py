@@ -10,6 +10,7 @@ import numpy as np
 from specdec.errors import SpecdecError
 from specdec.requests.logprobs import PromptLogprobs, TokenLogprobs, TokenRows, of_notes
 from specdec.requests.sampling import SamplingParams
+from specdec.requests.shown import completion_html, completion_line
 from specdec.requests.stats import AcceptanceStats, RequestStats, RoundRecord, pool
 from specdec.requests.text import TextStream
 from specdec.requests.user_code import RequestCriteria
@@ -34,6 +35,7 @@ class Completion:
         prompt_logprobs: of each prompt token, when SamplingParams.prompt_logprobs was set: None for the first one, for
             those before prompt_logprobs_start, and for those that a request which ended early had not read.
         logits, scores: [new tokens, V] float32, when return_logits or return_scores was set.
+        truncated_by: "max_model_len" where the request ended there, before its own max_new_tokens; else None.
     """
 
     text: str
@@ -47,11 +49,18 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     logits: np.ndarray | None = field(default=None, repr=False, compare=False)
     scores: np.ndarray | None = field(default=None, repr=False, compare=False)
+    truncated_by: Literal["max_model_len"] | None = None
 
     @property
     def pooled(self) -> AcceptanceStats:
         """Acceptance over this request's rounds."""
         return pool(self.stats.rounds)
+
+    def __repr__(self) -> str:
+        return completion_line(self.text, len(self.token_ids), self.finish_reason, self.pooled.tau)
+
+    def _repr_html_(self) -> str:
+        return completion_html(self)
 
 
 class Progress(NamedTuple):
@@ -273,6 +282,7 @@ class Request:
         assert self.finish_reason is not None
         params, count = self.params, len(self.new_tokens)
         asked, rows = params.prompt_logprobs, (params.return_logits, params.return_scores)
+        cut = self.finish_reason == "length" and count < params.max_new_tokens
         logits, scores = (r.stacked(self.prompt_len, count) if isinstance(r, TokenRows) else None for r in rows)
         return Completion(
             text=text,
@@ -286,4 +296,5 @@ class Request:
             prompt_logprobs=asked.of_prompt(self.prompt_len) if isinstance(asked, PromptLogprobs) else None,
             logits=logits,
             scores=scores,
+            truncated_by="max_model_len" if cut else None,
         )

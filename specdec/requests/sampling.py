@@ -13,7 +13,9 @@ from attention.staging import A, array
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
 from specdec.logits.options import OFF, LogitsOptions
+from specdec.requests.arguments import only_known, right_call
 from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode, PromptLogprobs, TokenRows
+from specdec.requests.shown import changed_fields
 from specdec.requests.user_code import (
     Constrained,
     Criterion,
@@ -36,6 +38,7 @@ TEMPERATURES = (1e-6, 1e6)
 """Smallest and largest temperature: beyond them logits divided by it are infinite or all equal in float32."""
 
 
+@only_known
 @dataclass(frozen=True)
 class SamplingParams(LogitsOptions):
     """How one request is sampled and when it ends; options that change its logits are those of `LogitsOptions`.
@@ -93,6 +96,8 @@ class SamplingParams(LogitsOptions):
         max_time: seconds from its submission after which the request ends ("timeout"), waiting or running, with the
             tokens that it has; looked at once a round. None: as the model's own generation_config has it; infinity:
             no limit.
+        strict_length: refuse a max_new_tokens for which max_model_len has no room after the prompt. False: the request
+            ends where the room does ("length", `Completion.truncated_by`).
     """
 
     max_new_tokens: int = 256
@@ -118,6 +123,7 @@ class SamplingParams(LogitsOptions):
     return_logits: bool | TokenRows = False
     return_scores: bool | TokenRows = False
     max_time: float | None = None
+    strict_length: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for a value that is not of its kind or outside its range."""
@@ -131,6 +137,7 @@ class SamplingParams(LogitsOptions):
             "stop_token_ids": _stop_ids(self.stop_token_ids),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "return_drafts": flag("return_drafts", self.return_drafts),
+            "strict_length": flag("strict_length", self.strict_length),
             "cache_prefix": flag("cache_prefix", self.cache_prefix),
             "logprobs_mode": choice("logprobs_mode", self.logprobs_mode, ("raw", "processed")),
             "seed": None if seed is None else whole("seed", seed, *SEEDS, "None or a whole number of 64 bits"),
@@ -191,6 +198,10 @@ class SamplingParams(LogitsOptions):
             if not isinstance(getattr(self, name), TokenRows):
                 found[name] = flag(name, getattr(self, name))
         return found
+
+    def __repr__(self) -> str:
+        """Without the fields that have their defaults."""
+        return changed_fields(self)
 
     @property
     def told(self) -> tuple[str, ...]:
@@ -262,7 +273,8 @@ class SamplingParams(LogitsOptions):
         known = [*(f.name for f in fields(cls) if f.name not in OFF), *OFF]
         unknown = sorted(str(name) for name in set(options) - set(known))
         if unknown:
-            raise InvalidInputError(f"unknown sampling option {', '.join(unknown)}; known are {', '.join(known)}")
+            hint = right_call("SamplingParams({})", unknown[0], options.get(unknown[0]), known)
+            raise InvalidInputError(f"unknown sampling option {', '.join(unknown)}; {hint}")
         return cls(**options)  # type: ignore[arg-type]
 
     @classmethod

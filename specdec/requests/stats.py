@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from specdec.requests.shown import tau_words
+
 
 @dataclass(frozen=True)
 class RoundRecord:
@@ -54,6 +56,11 @@ class RequestStats:
     cached_tokens: int = 0
     not_drafted: str = ""
 
+    def __repr__(self) -> str:
+        tokens = f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new"
+        seconds = f"{self.queue_s:.2f} + {self.prefill_s:.2f} + {self.decode_s:.2f} s"
+        return f"RequestStats({tau_words(pool(self.rounds).tau)}, {len(self.rounds)} rounds, {tokens}, {seconds})"
+
 
 @dataclass(frozen=True)
 class AcceptanceStats:
@@ -75,6 +82,10 @@ class AcceptanceStats:
     reached: tuple[int, ...] = field(default=())
     offered: tuple[int, ...] = field(default=())
     accepted_at: tuple[int, ...] = field(default=())
+
+    def __repr__(self) -> str:
+        counts = f"{self.rounds} rounds, {self.emitted} tokens, {self.accepted} of {self.drafted} drafts accepted"
+        return f"AcceptanceStats({tau_words(self.tau)}, {counts})"
 
     @property
     def tau(self) -> float:

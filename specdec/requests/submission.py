@@ -12,12 +12,15 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
 from specdec.options import Use
+from specdec.requests.arguments import ConfigWithOptions, params_of_call, prompts_of_call, with_options
 from specdec.requests.generation_config import check_own_config, eos_ids, own_options, sampling_fields
 from specdec.requests.prompts import Prompts, encode_prompts
 from specdec.requests.sampling import SamplingParams
 from specdec.values import short
 
 Params = SamplingParams | GenerationConfig | Sequence[SamplingParams | GenerationConfig] | None
+_Given = SamplingParams | GenerationConfig | ConfigWithOptions
+_FIELDS = tuple(f.name for f in fields(SamplingParams))
 _KINDS = "SamplingParams or a transformers.GenerationConfig, one for all prompts or a list with one per prompt"
 
 
@@ -46,19 +49,29 @@ class Submits(Protocol):
         """Queue a request in an `Engine`; its id."""
 
 
-def submissions(prompts: Prompts, params: Params, model: PreTrainedModel, tokenizer: Any, use: Use) -> list[Submission]:
+def submissions(
+    prompts: Prompts,
+    params: Params,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    use: Use,
+    options: Mapping[str, Any] | None = None,
+) -> list[Submission]:
     """The requests of one call: `n` in a row of every prompt, in order.
 
     Args:
         use: whether the model's own generation_config applies. Its current eos ids always do.
+        options: keyword arguments of the call: see `specdec.requests.arguments`.
 
     Raises:
         InvalidInputError: a bad prompt, bad parameters, or a model's generation_config that cannot be honoured.
     """
+    left = dict(options or {})
+    prompts, params = prompts_of_call(prompts, left), params_of_call(params, left)
     _check_token_types(prompts, model)
     ids = encode_prompts(prompts, tokenizer)
     found: list[Submission] = []
-    for prompt, given in zip(ids, _one_each(params, len(ids)), strict=True):
+    for prompt, given in zip(ids, _with_options(_one_each(params, len(ids)), left), strict=True):
         own = _resolved(given, model, len(prompt), use)
         eos = eos_ids(model.generation_config)
         later = replace(own, prompt_logprobs=None)  # samples of a prompt after its first
@@ -130,13 +143,30 @@ def _one_each(params: Params, num_prompts: int) -> list[SamplingParams | Generat
     return list(params)
 
 
-def _resolved(
-    given: SamplingParams | GenerationConfig, model: PreTrainedModel, prompt_len: int, use: Use
-) -> SamplingParams:
+def _with_options(each: Sequence[SamplingParams | GenerationConfig], options: Mapping[str, Any]) -> Sequence[_Given]:
+    """Parameters of each prompt, with the options of the call; those that are one object stay one."""
+    if not options:
+        return each
+    distinct = {id(one): one for one in each}
+    made = {
+        key: with_options(_checked(one) if isinstance(one, SamplingParams) else one, options, _FIELDS)
+        for key, one in distinct.items()
+    }
+    return [made[id(one)] for one in each]
+
+
+def _checked(given: SamplingParams) -> SamplingParams:
+    if type(given) is not SamplingParams:  # a subclass may have skipped the checks
+        return SamplingParams(**{name: getattr(given, name) for name in _FIELDS})
+    return given
+
+
+def _resolved(given: _Given, model: PreTrainedModel, prompt_len: int, use: Use) -> SamplingParams:
+    if isinstance(given, ConfigWithOptions):
+        return replace(from_generation_config(given.config, model, prompt_len, use), **given.options)
     if isinstance(given, GenerationConfig):
         return from_generation_config(given, model, prompt_len, use)
-    if type(given) is not SamplingParams:  # a subclass may have skipped the checks
-        given = SamplingParams(**{f.name: getattr(given, f.name) for f in fields(SamplingParams)})
+    given = _checked(given)
     check_own_config(model, given.stop, use)
     own = {} if use == "ignore" else own_options(model.generation_config)
     missing = {name: value for name, value in own.items() if getattr(given, name) is None}

@@ -162,8 +162,10 @@ def _evaluation(
 class HeadShape:
     """What is free to choose about a new EAGLE-3 head; the rest follows from its target, as does what is None here.
 
-    draft_vocab_size: Vd, else the whole vocabulary. intermediate_size: of the MLP. aux_layers: boundaries, else
-    (2, N//2, N-3).
+    Attributes:
+        draft_vocab_size: Vd, None for the target's whole vocabulary.
+        intermediate_size: of the MLP, None for the target's own.
+        aux_layers: None for the usual (2, N//2, N-3).
     """
 
     draft_vocab_size: int | None = None
@@ -226,7 +228,7 @@ def plan_eagle3(
     settings = common_settings(model, "eagle3", config, held_out)
     for name in ("draft_vocab_size", "intermediate_size"):
         settings[name] = Setting(getattr(spec, name))
-    settings["taps"] = Setting(spec.aux_layers)  # the key in run.json, as the option is called
+    settings["aux_layers"] = Setting(spec.aux_layers)
 
     def start(training: AnswerSet) -> Eagle3Head:
         return fresh_eagle3(spec, facts, training.token_counts(spec.vocab_size), config.seed)
@@ -300,15 +302,15 @@ def final_features(model: SpeculativeModel) -> Features:
 def target_features(model: SpeculativeModel, aux_layers: tuple[int, ...]) -> Features:
     """The target's aux hidden states and logits of right-padded batches, through transformers' own forward.
 
-    The tuple form of `output_hidden_states` is used: index b is boundary b below N in every release. The causal mask
+    The tuple form of `output_hidden_states` is used: index b is aux layer b below N in every release. The causal mask
     alone keeps padding on the right out of the real tokens.
 
     Raises:
-        InvalidInputError: an aux layer is not one of the boundaries 0 … N-1.
+        InvalidInputError: an aux layer is not one of 0 … N-1.
     """
     num_layers = int(model.hf_model.config.get_text_config().num_hidden_layers)  # recurrent ones, too
     if FINAL_NORM in aux_layers or max(aux_layers) >= num_layers:
-        raise InvalidInputError(f"aux layers {aux_layers}: to train, boundaries 0 … {num_layers - 1} can be read")
+        raise InvalidInputError(f"aux layers {aux_layers}: to train, aux layers 0 … {num_layers - 1} can be read")
 
     @torch.no_grad()
     def features(token_ids: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

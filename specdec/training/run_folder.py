@@ -26,6 +26,8 @@ from specdec.wrapped.fingerprint import target_fingerprint
 FORMAT = 1
 """Of everything in a run folder; a folder of another format is refused."""
 _RECORD = "run.json"
+_RENAMED = {"taps": "aux_layers"}
+"""Settings that older records have under another name."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def _read(path: Path) -> dict[str, Setting]:
     try:
         record = json.loads(path.read_bytes())
         version, rows = record["format"], record["settings"]
-        found = {key: Setting(row["value"], str(row["name"])) for key, row in rows.items()}
+        found = {_RENAMED.get(key, key): Setting(row["value"], str(row["name"])) for key, row in rows.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunFolderError(
             f"{path} is damaged ({type(error).__name__}: {error}), so nobody knows what this run was made from; give "

@@ -38,12 +38,12 @@ class AuxStateRecorder:
     def __init__(
         self, probed: TargetProbe, aux_layers: tuple[int, ...], max_tokens: int, alterations: Alterations
     ) -> None:
-        """Raises InvalidInputError for a layer boundary that the target does not have (nothing is hooked then), and
+        """Raises InvalidInputError for an aux layer that the target does not have (nothing is hooked then), and
         UnsupportedModelError for a model without a last state, where that is read."""
         num_layers = len(probed.layers)
         for layer in aux_layers:
             if layer != FINAL_NORM and not 0 <= layer <= num_layers:
-                raise InvalidInputError(f"aux layer {layer}: the target has boundaries 0 … {num_layers}")
+                raise InvalidInputError(f"aux layer {layer}: the target has aux layers 0 … {num_layers}")
         weight: torch.Tensor = probed.model.get_input_embeddings().weight  # type: ignore[assignment]
         self._width = probed.model.config.get_text_config().hidden_size
         self.buffer = torch.zeros(max_tokens, len(aux_layers) * self._width, dtype=weight.dtype, device=weight.device)

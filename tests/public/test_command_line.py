@@ -106,7 +106,7 @@ def test_inspect_says_where_a_module_came_from(run: Run) -> None:
 def test_prompts_of_a_file_are_one_batch(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, plain = list[int](), specdec.SpeculativeModel.stream
 
-    def stream(self: Any, prompts: Any, params: Any = None) -> Any:
+    def stream(self: Any, prompts: Any, params: Any = None, **options: Any) -> Any:
         sizes.append(len(prompts))
         return plain(self, prompts, params)
 

@@ -359,3 +359,22 @@ def test_an_error_about_one_of_several_prompts_says_which() -> None:
     small = wrap(tiny_llama(), kv_cache_tokens=80)
     with pytest.raises(CacheTooSmallError, match=r"^prompt 0: 40 prompt tokens and 60 new ones need 100"):
         small.generate([[1] * 40, [2]], [SamplingParams(max_new_tokens=60), SamplingParams(max_new_tokens=2)])
+
+
+def test_a_request_that_the_model_has_no_room_for_says_that_it_was_cut() -> None:
+    model = wrap(tiny_llama(), table_head(tiny_llama()), num_speculative_tokens=3, max_model_len=20)
+    prompt = random_prompts([9])[0]
+    (cut,) = model.generate(prompt, max_new_tokens=100)
+    assert (cut.finish_reason, cut.truncated_by, len(cut.token_ids)) == ("length", "max_model_len", 11)
+    for params in (SamplingParams(max_new_tokens=11), SamplingParams(max_new_tokens=11, strict_length=True)):
+        (whole,) = model.generate(prompt, params)
+        assert (whole.finish_reason, whole.truncated_by) == ("length", None) and whole.token_ids == cut.token_ids
+    (ended,) = model.generate(prompt, max_new_tokens=100, stop_token_ids=[cut.token_ids[4]])
+    assert (ended.finish_reason, ended.truncated_by) == ("stop", None)
+    message = (
+        "max_new_tokens=12 after a prompt of 9 tokens: with max_model_len=20 there is room for 11; lower max_new_tok"
+    )
+    with pytest.raises(InvalidInputError, match=message):
+        model.generate(prompt, max_new_tokens=12, strict_length=True)
+    with pytest.raises(InvalidInputError, match="strict_length=1: allowed are True and False"):
+        SamplingParams(strict_length=1)  # type: ignore[arg-type]

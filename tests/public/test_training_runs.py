@@ -111,7 +111,7 @@ class Bench:
             "model": self.target,
             "data": self.data,
             "output": self.output,
-            "taps": "1,2,3",
+            "aux_layers": "1,2,3",
             "steps": 4,
             "batch_size": 3,
             "ttt_steps": 2,
@@ -187,7 +187,7 @@ def test_another_target_in_a_used_folder_is_refused(bench: Bench, targets: list[
         ("max_length", 50),
         *(
             pytest.param(*o, marks=pytest.mark.long)
-            for o in (("taps", "0,1,2"), ("held_out", 4), ("max_new_tokens", 9))
+            for o in (("aux_layers", "0,1,2"), ("held_out", 4), ("max_new_tokens", 9))
         ),
         pytest.param("learning_rate", 0.1, marks=pytest.mark.long),
     ],
@@ -243,7 +243,7 @@ def test_results_without_a_record_are_not_trusted(bench: Bench) -> None:
     ("changed", "message"),
     [
         ({"draft_vocab_size": 65}, "draft vocabulary 65 exceeds the target's 64"),
-        ({"taps": "1,2,9"}, "boundaries 0 … 3"),
+        ({"aux_layers": "1,2,9"}, "aux layers 0 … 3"),
         ({"held_out": 12}, "of 12 usable questions, 1 to 11 can be held out"),
         ({"max_length": 27}, "too long"),
         ({"ttt_steps": 8}, "ttt_steps=8"),

@@ -50,8 +50,8 @@ def test_nested_keys_and_removed_ones(saved: Path) -> None:
     ("overrides", "words"),
     [
         ({"rope_tetha": 1}, r"'rope_tetha' decides nothing \(is rope_theta meant\?\); known are aux_layers"),
-        ({"aux_layers": "2,3"}, r"aux_layers='2,3': give a list of layer boundaries"),
-        ({"aux_layers": [1, 2, 9]}, "boundaries"),
+        ({"aux_layers": "2,3"}, r"aux_layers='2,3': give a list of layer numbers"),
+        ({"aux_layers": [1, 2, 9]}, "reads aux layers"),
         ({"feedback": "norm"}, "feedback='norm': allowed are pre_norm, post_norm"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be float"),
         ({"bias": True}, r"bias = True, but the checkpoint has no fc\.bias"),

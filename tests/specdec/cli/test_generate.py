@@ -65,6 +65,34 @@ def test_generate_reads_every_kind_of_line(expected: Any, tmp_path: Path) -> Non
     assert run(["--file", str(file)]).stdout.count(expected.text) == 3
 
 
+@pytest.mark.slow
+def test_objects_come_as_prompts_end_with_the_ids_of_their_lines(tmp_path: Path, monkeypatch: Any) -> None:
+    """Into a new file as well, beside a bar on a terminal."""
+    monkeypatch.chdir(tmp_path)
+    lines = [{"prompt": "Count: 1 2 3", "id": "long"}, {"prompt": QUESTION, "id": 7}, {"question": QUESTION}]
+    Path("p.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    done = run(["--file", "p.jsonl", "--output", "out.jsonl", "--stats", "--stop", "36>>"], catch_exceptions=False)
+    assert done.exit_code == 0 and done.stdout == "" and "acceptance length" in done.stderr
+    written = [json.loads(line) for line in Path("out.jsonl").read_text("utf-8").splitlines()]
+    assert sorted(r["index"] for r in written) == [0, 1, 2]
+    assert {r["index"]: r.get("id") for r in written} == {0: "long", 1: 7, 2: None}
+    lengths = [len(r["token_ids"]) for r in written]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1], "the shorter ones end first"
+    printed = [json.loads(line) for line in run(["--file", "p.jsonl", "--json", "--stop", "36>>"]).stdout.splitlines()]
+    assert [(r["index"], r["text"]) for r in printed] == [(r["index"], r["text"]) for r in written]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"), [("there", "exists; give another name"), ("no/x", "there is no folder")]
+)
+def test_a_file_is_not_overwritten(output: str, message: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there").write_text("mine")
+    with pytest.raises(InvalidInputError, match=message):
+        run(["hi", "--output", output, "--model", "no such model"], catch_exceptions=False)
+    assert Path("there").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [("{", "line 1: not JSON"), ('\n{"text": "x"}', "line 2: no field of messages, prompt")]
 )

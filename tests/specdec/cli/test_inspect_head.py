@@ -44,7 +44,7 @@ def head(tmp_path: Path) -> Path:
     folder = tmp_path / "head"
     shutil.copytree(builtin_path("gsm-llama-eagle3"), folder)
     config = json.loads((folder / "config.json").read_text())
-    config["eagle_aux_hidden_state_layer_ids"] = [1, 3, 4]  # the ids of SpecForge where boundaries belong
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 3, 4]  # the ids of SpecForge where aux layers belong
     del config["eagle_config"]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -55,7 +55,7 @@ def test_a_head_and_its_target(head: Path) -> None:
     text = run(inspect, str(head), "--target", "gsm-llama", *SMALL).output
     assert "the head is READ WRONGLY" in text
     assert "likely cause: the aux layers were given as layers whose output is meant" in text
-    assert "config eagle_aux_hidden_state_layer_ids (read as boundaries)" in text
+    assert "config eagle_aux_hidden_state_layer_ids (read as aux layers)" in text
     assert "give --head-override aux_layers=[2,4,5]" in text
 
 
@@ -63,7 +63,7 @@ def test_a_head_and_its_target(head: Path) -> None:
 def test_what_it_says_to_give_makes_it_fine(head: Path) -> None:
     given = ("--target", "gsm-llama", "--head-override", "aux_layers=[2,4,5]", "--json", *SMALL)
     found = json.loads(run(inspect, str(head), *given).stdout)
-    assert found["agreement"]["verdict"] == "fine" and found["taps"] == [2, 4, 5]
+    assert found["agreement"]["verdict"] == "fine" and found["aux_layers"] == [2, 4, 5]
     assert found["agreement"]["rounds"]["tau"] > 3 and len(found["agreement"]["tried"]) >= 8
 
 
@@ -86,12 +86,12 @@ def test_a_head_alone_is_shown_with_where_its_values_are_from(monkeypatch: pytes
 
 
 def test_a_head_alone_with_ids_of_layers_says_what_they_depend_on(tmp_path: Path) -> None:
-    """gpt-oss heads have [24, 30, 36] of 36 layers: boundaries, which only the target shows."""
+    """gpt-oss heads have [24, 30, 36] of 36 layers: aux layers, which only the target shows."""
     layout = head_layouts.specforge()
     alone = run(inspect, str(layout.write(tmp_path / "a")))
-    assert "the ids are boundaries themselves" in " ".join(alone.output.split())
-    boundaries = {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [1, 4, 7]}
-    assert "themselves" not in run(inspect, str(layout.write(tmp_path / "b", **boundaries))).output
+    assert "the ids are aux layers themselves" in " ".join(alone.output.split())
+    numbered = {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [1, 4, 7]}
+    assert "themselves" not in run(inspect, str(layout.write(tmp_path / "b", **numbered))).output
 
 
 def test_a_head_whose_layers_depend_on_its_target_needs_one(head: Path) -> None:

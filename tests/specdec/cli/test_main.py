@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from click.testing import CliRunner
 
 from evals.cli.main import evaluate
 from specdec.cli.lazy import LazyCommand, LazyGroup
-from specdec.cli.main import cli
+from specdec.cli.main import cli, main
+from specdec.cli.train import _aux_layers
 from specdec.errors import InvalidInputError
 
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "scipy", "datasets", "lm_eval", "ray", "rich")
@@ -104,3 +106,33 @@ def test_help_is_quick() -> None:
         return after.children_user + after.children_system - before.children_user - before.children_system
 
     assert processor_seconds("-m", "specdec.cli.main", "--help") < processor_seconds("-c", "import torch") / 2
+
+
+def test_what_torchao_logs_at_its_import_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other messages of the same loggers are."""
+    monkeypatch.setattr(sys, "argv", ["specdec", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    ao, pytree = logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")
+    try:
+        ao.warning("Failed to load /x/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: Could not load this library")
+        ao.warning("Failed to load the weights")
+        kind = type("KernelPreference", (), {})
+        pytree.warning("%s is an Enum subclass and is now natively supported by torch.compile as an opaque", kind)
+        pytree.warning("another thing about pytrees")
+    finally:
+        for logger in (ao, pytree):
+            logger.filters.clear()
+    assert [r.getMessage() for r in caplog.records] == ["Failed to load the weights", "another thing about pytrees"]
+
+
+def test_aux_layers_have_one_name_and_the_older_option_works() -> None:
+    shown = CliRunner().invoke(cli, ["train", "eagle3", "--help"]).output
+    assert "--aux-layers" in shown and "taps" not in shown
+    assert _aux_layers("2,4,5", None) == _aux_layers(None, "2,4,5") == (2, 4, 5) and _aux_layers(None, None) is None
+    with pytest.raises(InvalidInputError, match="--taps is the older name of --aux-layers: give one"):
+        _aux_layers("2,4,5", "2,4,5")
+    with pytest.raises(InvalidInputError, match="--aux-layers 'a': give numbers separated by commas"):
+        _aux_layers("a", None)

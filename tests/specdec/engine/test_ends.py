@@ -114,7 +114,8 @@ def test_an_interrupt_loses_no_token_and_reports_none_twice(model: Any, rounds: 
                 ends[update.request_id] = update.completion
     for n, prompt in zip(numbers, PROMPTS, strict=True):
         assert streamed[n] == ends[n].token_ids == hf_greedy(prompt, 8) and texts[n] == ends[n].text
-    assert [ends[n].stats.preemptions for n in numbers] == [1, 1, 0] and engine.stats.preemptions == 2
+    assert [ends[n].stats.preemptions for n in numbers] == [1, 1, 0]
+    assert engine.stats.preemptions == 0 and engine.stats.interrupted == 2, "nothing was short of pages"
     assert list(ends) == [0, 1, 2] and free_everywhere(model)
 
 

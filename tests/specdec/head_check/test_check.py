@@ -18,7 +18,7 @@ from drafters.eagle3.head import Eagle3Head
 from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import InvalidInputError
 from specdec.head_check.check import Agreement, as_read, check_agreement, other_readings
-from specdec.head_check.measurement import PROMPTS, Passage, boundary_states, chains, check_map
+from specdec.head_check.measurement import PROMPTS, Passage, aux_states, chains, check_map
 from specdec.wrapped.probing import probe_target
 
 CHATS = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:4]]
@@ -45,7 +45,7 @@ def test_chains_are_what_the_rounds_accepted(model: SpeculativeModel) -> None:
     passages = [Passage.of(one, model.device) for one in done]
     head = model.head
     assert isinstance(head, Eagle3Head)
-    states = boundary_states(probe_target(model.hf_model), passages, head.aux_layers)
+    states = aux_states(probe_target(model.hf_model), passages, head.aux_layers)
     compared = 0
     for one, passage, state in zip(done, passages, states, strict=True):
         found = chains(head, [passage], [state], model.num_speculative_tokens)
@@ -71,7 +71,7 @@ def test_the_right_head_is_fine(model: SpeculativeModel) -> None:
 @pytest.mark.parametrize(
     ("wrong", "right", "cause"),
     [
-        ({"aux_layers": [1, 3, 4]}, {"aux_layers": [2, 4, 5]}, "taken for boundaries.*aux_layers: chosen by the user"),
+        ({"aux_layers": [1, 3, 4]}, {"aux_layers": [2, 4, 5]}, "taken for aux layers.*aux_layers: chosen by the user"),
         pytest.param(
             {"feedback": "post_norm"}, {"feedback": "pre_norm"}, "norm_output says otherwise", marks=pytest.mark.long
         ),
@@ -131,7 +131,7 @@ def test_the_right_map_is_never_called_wrong(model: SpeculativeModel) -> None:
     head, probed = model.head, probe_target(model.hf_model)
     assert isinstance(head, Eagle3Head)
     passages = [Passage.of(one, model.device) for one in model.generate(CHATS, SamplingParams(max_new_tokens=40))]
-    found = check_map(head, passages, boundary_states(probed, passages, head.aux_layers))
+    found = check_map(head, passages, aux_states(probed, passages, head.aux_layers))
     assert found.mapped > 0.7 and found.num_ids > 8 and not found.is_wrong
     assert found.mapped > found.learnt > 0.25  # what half of so few answers teaches is less than the map knows
 
@@ -160,7 +160,7 @@ def test_without_drafts_there_is_nothing_to_check(model: SpeculativeModel) -> No
 
 def test_the_check_leaves_no_hook_on_the_target(model: SpeculativeModel) -> None:
     probed, before = probe_target(model.hf_model), hooks_of(model.hf_model)
-    boundary_states(probed, [Passage(torch.arange(5, 15), 5)], (0, 3, FINAL_NORM))
+    aux_states(probed, [Passage(torch.arange(5, 15), 5)], (0, 3, FINAL_NORM))
     assert hooks_of(model.hf_model) == before
 
 

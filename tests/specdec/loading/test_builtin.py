@@ -20,8 +20,9 @@ from transformers import (
 
 import specdec
 from evals.data.arithmetic import Problem, problems
-from specdec.errors import InvalidInputError
-from specdec.loading.builtin import GSM_LLAMA, builtin_names, builtin_path
+from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
+from specdec.loading.builtin import GSM_LLAMA, builtin_names, builtin_path, misspelt
+from specdec.loading.heads import resolve_head
 
 FOLDER = builtin_path(GSM_LLAMA)
 MIB = 2**20
@@ -49,6 +50,25 @@ def test_unknown_name_is_refused_with_the_names_that_exist() -> None:
         builtin_path("gsm-lama")
     with pytest.raises(InvalidInputError):
         builtin_path("")
+
+
+@pytest.mark.parametrize("name", ["gsm-lama", "gsm-lama-eagle3", "gsm_deepseek"])
+def test_a_misspelt_name_is_refused_with_the_right_one(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before the hub is asked; a folder of such a name is a folder."""
+    right = name.replace("lama", "llama").replace("_", "-")
+    message = (
+        rf"cannot load the .*{name}.*did you mean '{right}'\? Built in are gsm-deepseek, gsm-llama, gsm-llama-eagle3;"
+    )
+    with pytest.raises(ModelLoadError, match=message):
+        specdec.SpeculativeModel.from_pretrained(name)
+    with pytest.raises(HeadLoadError, match=message):
+        resolve_head(name, "gsm-llama")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    assert resolve_head(name, "gsm-llama") == name
+    assert misspelt("gpt2") == misspelt("someone/gsm-lama") == misspelt("gsm-llama") == ""
 
 
 @pytest.mark.parametrize("name", builtin_names())

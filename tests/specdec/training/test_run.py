@@ -37,5 +37,5 @@ def test_every_boundary_of_a_hybrid_can_be_trained_on() -> None:
         expected = model.hf_model(ids, output_hidden_states=True, use_cache=False)
     right = torch.cat([expected.hidden_states[0], expected.hidden_states[layers - 1]], -1)
     assert torch.equal(states, right) and torch.equal(logits, expected.logits)
-    with pytest.raises(InvalidInputError, match=f"boundaries 0 … {layers - 1}"):
+    with pytest.raises(InvalidInputError, match=f"aux layers 0 … {layers - 1}"):
         target_features(model, (0, layers))

@@ -16,7 +16,7 @@ from specdec.errors import InvalidInputError, RunFolderError
 from specdec.training.run_folder import Setting, check_writable, claim, locked
 from specdec.wrapped.fingerprint import target_fingerprint, weights_fingerprint
 
-SETTINGS = {"data": Setting("1a", "a.jsonl"), "taps": Setting((1, 2)), "steps": Setting(4)}
+SETTINGS = {"data": Setting("1a", "a.jsonl"), "aux_layers": Setting((1, 2)), "steps": Setting(4)}
 
 
 def test_only_what_differs_is_shown(tmp_path: Path) -> None:
@@ -26,9 +26,9 @@ def test_only_what_differs_is_shown(tmp_path: Path) -> None:
         claim(tmp_path, {**SETTINGS, "data": Setting("2b", "b.jsonl"), "seed": Setting(0)}, [])
     message = str(caught.value)
     assert "data: a.jsonl (1a) -> b.jsonl (2b)" in message and "seed: null -> 0" in message
-    assert "taps" not in message and "steps" not in message
+    assert "aux_layers" not in message and "steps" not in message
     with pytest.raises(InvalidInputError, match="steps: 4 -> null"):
-        claim(tmp_path, {"data": SETTINGS["data"], "taps": SETTINGS["taps"]}, [])
+        claim(tmp_path, {"data": SETTINGS["data"], "aux_layers": SETTINGS["aux_layers"]}, [])
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "null", '{"format": 1}', '{"format": 1, "settings": {"a": 3}}'])
@@ -36,6 +36,16 @@ def test_a_damaged_record_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(RunFolderError, match=r"run\.json is damaged.*--overwrite"):
         claim(tmp_path, SETTINGS, [])
+
+
+def test_an_older_record_has_aux_layers_under_their_older_name(tmp_path: Path) -> None:
+    claim(tmp_path, SETTINGS, [])
+    record = (tmp_path / "run.json").read_text()
+    assert '"aux_layers"' in record
+    (tmp_path / "run.json").write_text(record.replace('"aux_layers"', '"taps"'))
+    claim(tmp_path, SETTINGS, [])
+    with pytest.raises(InvalidInputError, match=r"aux_layers: \[1, 2\] -> \[0, 2\]"):
+        claim(tmp_path, {**SETTINGS, "aux_layers": Setting((0, 2))}, [])
 
 
 def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:

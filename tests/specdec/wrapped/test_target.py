@@ -177,7 +177,7 @@ def test_a_cache_too_small_for_the_self_test_says_so() -> None:
 
 @pytest.mark.parametrize("aux_layers", [(0,), (1, 2, 3), (2, 4), (FINAL_NORM,)])
 def test_aux_hidden_states_are_those_of_the_model(aux_layers: tuple[int, ...]) -> None:
-    """Boundary b is the residual stream after b layers; the last one before the final norm, FINAL_NORM after it."""
+    """Aux layer b is the residual stream after b layers; the last one before the final norm, FINAL_NORM after it."""
     model = tiny_llama(context=0.35)
     ids = torch.tensor(random_prompts([9]))
     with torch.no_grad():
@@ -271,7 +271,7 @@ def rope(model: Any, states: torch.Tensor) -> Any:
 
 
 def test_a_boundary_the_target_does_not_have_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"aux layer 5: the target has boundaries 0 … 4"):
+    with pytest.raises(InvalidInputError, match=r"aux layer 5: the target has aux layers 0 … 4"):
         wrap(tiny_llama(), table_head(tiny_llama(), aux_layers=(1, 5)), num_speculative_tokens=2)
 
 

@@ -1,0 +1,118 @@
+"""The command `specdec chat`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specdec.cli.options import SAMPLING_OPTIONS, added, examples, load_for_sampling, model_options
+from specdec.errors import InvalidInputError, SpecdecError
+
+if TYPE_CHECKING:
+    from specdec.model import SpeculativeModel
+    from specdec.requests.request import Completion
+    from specdec.requests.sampling import SamplingParams
+
+_HELP = (
+    "/stats: acceptance and times so far; /reset: forget what was said; /quit (or Ctrl-D): end; Ctrl-C: end an answer"
+)
+
+
+@click.command(
+    epilog=examples(
+        "specdec chat",
+        "specdec chat --model gsm-deepseek --draft mtp -k 3",
+        'specdec chat --system "Answer in one sentence." --temperature 0.7 --top-p 0.9 --max-new-tokens 500',
+    )
+)
+@click.option("--system", help="The system message, before all others.")
+@added(SAMPLING_OPTIONS)
+@model_options(without=["seed"])
+def chat(system: str | None, **options: Any) -> None:
+    """Talk with a model. It is told all that was said; /help lists what can be typed beside messages."""
+    model, params = load_for_sampling(options)
+    if not getattr(model.tokenizer, "chat_template", None):
+        raise InvalidInputError(
+            f"the tokenizer of {options['model']} has no chat template; use `specdec generate`, which takes plain text"
+        )
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (lines can be edited, and earlier ones come back with the arrow keys)
+    conversation = Conversation(model, params, system)
+    click.echo(f"{model!r}\n{_HELP}", err=True)
+    while (line := next_line()) is not None and conversation.take(line):
+        pass
+
+
+def next_line() -> str | None:
+    """What the user types, without space around it; None at the end of the input. Ctrl-C gives the line up."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        click.echo(f"\n{_HELP}", err=True)
+        return ""
+
+
+class Conversation:
+    """What was said to a model and by it.
+
+    Attributes:
+        messages: of the chat template. done: finished answers, those before the last /reset too.
+    """
+
+    def __init__(self, model: SpeculativeModel, params: SamplingParams, system: str | None = None) -> None:
+        """params: of every answer. system: the first message, which /reset keeps."""
+        self._model, self._params = model, params
+        self._first = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self._first)
+        self.done: list[Completion] = []
+
+    def take(self, line: str) -> bool:
+        """Do what a line says: a command, or a message to the model. Returns whether the conversation goes on."""
+        if line in ("/quit", "/exit"):
+            return False
+        if line == "/reset":
+            self.messages = list(self._first)
+            click.echo("what was said is forgotten", err=True)
+        elif line == "/stats":
+            self._print_stats()
+        elif line.startswith("/"):
+            click.echo(_HELP, err=True)
+        elif line:
+            self._answer(line)
+        return True
+
+    def _answer(self, text: str) -> None:
+        """Show the answer as it comes. Ctrl-C ends it, and what was shown is what the model has said."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        shown = ""
+        try:
+            stream = self._model.stream(asked, self._params)
+            with contextlib.closing(stream):
+                for update in stream:
+                    shown += update.text
+                    click.echo(update.text, nl=False)
+                    sys.stdout.flush()
+                    if update.completion is not None:
+                        self.done.append(update.completion)
+        except KeyboardInterrupt:
+            click.secho(" [ended]", dim=True, nl=False, err=True)
+        except SpecdecError as error:  # too long a conversation, most likely; the message was not said
+            click.echo(f"Error: {' '.join(str(error).split())}\n/reset begins a new conversation", err=True)
+            return
+        click.echo()
+        self.messages = [*asked, {"role": "assistant", "content": shown}]
+
+    def _print_stats(self) -> None:
+        from rich.console import Console
+
+        from specdec.cli.tables import stats_table
+
+        if not self.done:
+            click.echo("no answer has ended yet", err=True)
+            return
+        Console(stderr=True).print(stats_table(self.done))

@@ -1,0 +1,200 @@
+"""Arguments of `generate` and `stream`: options by name, also by those of transformers, vLLM and OpenAI.
+
+What means the same here is served; what does not is refused with the call that does it. `SamplingParams` refuses
+unknown names in the same words.
+
+Source: transformers.GenerationMixin.generate and GenerationConfig; vllm.SamplingParams and vllm.LLM.generate; OpenAI's
+API reference, "Create chat completion".
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar
+
+from transformers import GenerationConfig
+
+from specdec.errors import InvalidInputError
+from specdec.logits.options import OFF
+from specdec.requests.generation_config import is_off
+from specdec.requests.prompts import Prompts, user_chats
+from specdec.values import flag, short
+
+_FIRST = "give the prompts as the first argument: generate(prompts, …)"
+_STREAM = 'read a stream: for update in model.stream(prompts, …): print(update.text, end="", flush=True)'
+_NO_BEAMS = "beams are not searched; n=… with temperature=… draws several completions"
+_CONSTRAINED = "give prefix_allowed_tokens_fn=… or logits_processor=…, as packages for grammars make them"
+_WHOLE_TEXT = "Completion.text is without special tokens and stop strings; decode Completion.token_ids for all of it"
+_AT_LOADING = "it is chosen at loading: SpeculativeModel.from_pretrained(target, {})"
+_OTHER_NAMES = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_new_tokens"),
+    **dict.fromkeys(("num_return_sequences", "num_samples"), "n"),
+    **dict.fromkeys(("stop_strings", "stop_sequences"), "stop"),
+    "min_tokens": "min_new_tokens",
+    "top_logprobs": "logprobs",
+    "num_assistant_tokens": "num_speculative_tokens",
+    "random_seed": "seed",
+    "logits_processors": "logits_processor",
+    "output_scores": "return_scores",
+    "output_logits": "return_logits",
+}
+"""Options of `SamplingParams` that other projects have under another name."""
+_OF_CALLS = {"use_tqdm": "progress", "apply_chat_template": "chat", "add_generation_prompt": "chat"}
+"""The same of options that a call has beside those."""
+_RIGHT_CALLS = {
+    **dict.fromkeys(("prompt", "prompt_token_ids", "text", "texts", "messages", "conversation"), _FIRST),
+    **dict.fromkeys(("stream", "streamer"), _STREAM),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "best_of", "use_beam_search"), _NO_BEAMS),
+    **dict.fromkeys(("guided_decoding", "structured_outputs", "response_format", "constraints"), _CONSTRAINED),
+    **dict.fromkeys(("skip_special_tokens", "include_stop_str_in_output"), _WHOLE_TEXT),
+    **dict.fromkeys(("pixel_values", "input_features", "multi_modal_data"), "only text is served"),
+    "do_sample": "SamplingParams have none: temperature=0 is greedy, any other samples; leave it out",
+    "eos_token_id": "the model's own eos ids end a request; stop_token_ids=[…] are more",
+    "bad_words": "give bad_words_ids=[tokenizer.encode(word, add_special_tokens=False), …]",
+    "max_length": "it counts the prompt, too; give max_new_tokens=…",
+    "assistant_model": _AT_LOADING.format("draft=…"),
+    "lora_request": _AT_LOADING.format("adapter=…"),
+    "tokenizer": _AT_LOADING.format("tokenizer=…"),
+    "return_dict_in_generate": "a Completion has text, token_ids, finish_reason, stats; with return_scores=True scores",
+    "inputs_embeds": "prompts are texts, chat messages or token ids",
+    "past_key_values": "prompts that begin alike share their cache: enable_prefix_caching of from_pretrained",
+    "progress": "it is an option of generate: generate(prompts, …, progress=True)",
+}
+_BESIDE_IDS = ("attention_mask", "token_type_ids", "special_tokens_mask", "mm_token_type_ids")
+"""Fields of a BatchEncoding, given as `generate(**inputs)`."""
+_SAME_MEANING = {"num_return_sequences": "n", "stop_strings": "stop"}
+
+K = TypeVar("K", bound=type)
+
+
+def unexpected(call: str, given: Mapping[str, Any], known: Collection[str]) -> InvalidInputError:
+    """The error for options that there are not, with the right call for the first.
+
+    Args:
+        call: what options stand in, as "SamplingParams({})". given: options that are unknown. known: names that exist.
+    """
+    name, value = next(iter(given.items()))
+    more = f" (also unexpected: {', '.join(list(given)[1:])})" if len(given) > 1 else ""
+    return InvalidInputError(f"unexpected keyword argument {name!r}{more}: {right_call(call, name, value, known)}")
+
+
+def right_call(call: str, name: str, value: Any, known: Collection[str]) -> str:
+    """What to give in place of an option that there is not, in words; see `unexpected`."""
+    names = _OTHER_NAMES | (_OF_CALLS if "progress" in known else {})
+    if name in names:
+        own = names[name]
+        return f"it is called {own} here: {call.format(f'{own}={short(value)}')}"
+    if name in _RIGHT_CALLS:
+        return _RIGHT_CALLS[name]
+    close = get_close_matches(name, known, 1, 0.7)
+    listed = ", ".join(sorted(known, key=OFF.__contains__))  # those that change logits last
+    return (f"did you mean {close[0]}? " if close else "") + f"known are {listed}"
+
+
+def only_known(kind: K) -> K:
+    """A decorator of a dataclass: unknown keyword arguments raise the InvalidInputError of `unexpected`."""
+    made: Any = kind
+    own, known = made.__init__, tuple(f.name for f in fields(made))
+
+    @wraps(own)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        if unknown := {name: value for name, value in options.items() if name not in known}:
+            raise unexpected(f"{kind.__name__}({{}})", unknown, known)
+        own(self, *args, **options)
+
+    made.__init__ = checked
+    return kind
+
+
+@dataclass(frozen=True)
+class ConfigWithOptions:
+    """A caller's GenerationConfig, with the options that are fields of SamplingParams alone."""
+
+    config: GenerationConfig
+    options: dict[str, Any]
+
+
+def prompts_of_call(prompts: Prompts, options: dict[str, Any]) -> Prompts:
+    """The prompts of a call; what belongs to them is taken out of its options.
+
+    Raises:
+        InvalidInputError: prompts that are given twice or by another name, or a mask without ids.
+    """
+    elsewhere = {name: value for name, value in options.items() if _RIGHT_CALLS.get(name) == _FIRST}
+    if prompts is None and elsewhere:
+        raise unexpected("generate(prompts, {})", elsewhere, ())
+    chat = flag("chat", options.pop("chat", False))
+    for name in ("input_ids", "inputs"):
+        prompts = _once("prompts", prompts, name, options)
+    beside = {name: options.pop(name) for name in _BESIDE_IDS if name in options}
+    beside = {name: value for name, value in beside.items() if value is not None}
+    if beside and (prompts is None or isinstance(prompts, (str, Mapping))):
+        raise InvalidInputError(
+            f"{', '.join(beside)}: it belongs to token ids that are given by themselves: generate(input_ids, "
+            "attention_mask=mask), or all fields of a BatchEncoding: generate(**inputs)"
+        )
+    prompts = {"input_ids": prompts, **beside} if beside else prompts
+    return user_chats(prompts) if chat else prompts
+
+
+def params_of_call(params: Any, options: dict[str, Any]) -> Any:
+    """The parameters of a call; where they stand among its options they are taken out of these.
+
+    With do_sample, which transformers alone has, the call is read as transformers reads it.
+
+    Raises:
+        InvalidInputError: parameters that are given twice.
+    """
+    for name in ("sampling_params", "generation_config"):
+        params = _once("params", params, name, options)
+    for name, own in _SAME_MEANING.items():
+        if options.get(name) is not None and options.get(own) is None:
+            options[own] = options.pop(name)
+    return GenerationConfig() if params is None and options.get("do_sample") is not None else params
+
+
+def _once(what: str, given: Any, name: str, options: dict[str, Any]) -> Any:
+    other = options.pop(name, None)
+    if given is not None and other is not None:
+        raise InvalidInputError(f"{what} and {name}= were both given, and mean the same: give one of them")
+    return given if other is None else other
+
+
+def with_options(params: Any, options: Mapping[str, Any], known: Collection[str]) -> Any:
+    """Parameters with some of their fields replaced by the options of a call.
+
+    Args:
+        params: SamplingParams, or a GenerationConfig: a temperature without do_sample makes that one sample or not.
+        known: names of the fields of SamplingParams.
+
+    Raises:
+        InvalidInputError: an option that there is not.
+    """
+    config = copy.deepcopy(params) if isinstance(params, GenerationConfig) else None
+    fields_of_config = set() if config is None else {name for name in vars(config) if not name.startswith("_")}
+    unknown = {
+        name: value
+        for name, value in options.items()
+        if name not in known and name not in fields_of_config and not _changes_nothing(name, value)
+    }
+    if unknown:
+        raise unexpected("generate(prompts, {})", unknown, (*known, "chat", "progress"))
+    rest = {name: value for name, value in options.items() if name in known and name not in fields_of_config}
+    if config is None:
+        return replace(params, **rest) if rest else params
+    for name in fields_of_config & set(options):
+        setattr(config, name, options[name])
+    if config.do_sample is None and "temperature" in options:
+        config.do_sample = options["temperature"] != 0
+    return ConfigWithOptions(config, rest)
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    """Whether an option of another project does nothing: unset, or a field of a GenerationConfig that is off."""
+    if value is None:
+        return name in _OTHER_NAMES or name in _RIGHT_CALLS or name in vars(GenerationConfig())
+    return name != "do_sample" and is_off(name, value)
