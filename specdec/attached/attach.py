@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from transformers import PreTrainedModel
 
-from specdec.attached.calls import Calls, nothing
+from specdec.attached.served import Calls, nothing
 from specdec.errors import InvalidInputError
 from specdec.values import short
 

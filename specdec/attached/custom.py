@@ -22,7 +22,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from specdec.attached.asked import PREPARED, Asked, check_arguments
 from specdec.attached.attach import attach
-from specdec.attached.calls import Calls
+from specdec.attached.served import Calls
 from specdec.errors import InvalidInputError
 from specdec.requests.user_code import OPTIONS_OF
 
