@@ -54,7 +54,7 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("command", commands())
 def test_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = command.replace("HEAD", "gsm-llama-eagle3").replace(" T", " gsm-llama")
+    text = command.replace("HEAD", "gsm-llama-eagle3").replace(" T", " gsm-llama").replace("…", "--help")
     done = CliRunner().invoke(cli, shlex.split(text)[1:])
     assert done.exit_code == 0, done.output
     assert done.output.strip()
