@@ -54,6 +54,7 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("command", commands())
 def test_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "q.jsonl").write_text('{"id": 7, "prompt": "What is 3 + 4?"}\n', "utf-8")
     text = command.replace("HEAD", "gsm-llama-eagle3").replace(" T", " gsm-llama").replace("…", "--help")
     done = CliRunner().invoke(cli, shlex.split(text)[1:])
     assert done.exit_code == 0, done.output
