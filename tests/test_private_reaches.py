@@ -10,7 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {"tests": 20, "benchmarks": 0}
-LEFT: dict[str, int] = {}
+LEFT: dict[str, int] = {
+    "tests/evals/accuracy/test_engine_lm.py": 2,  # these names are lm-eval's own
+    "tests/evals/accuracy/test_lm_eval_model.py": 3,
+}
 """Reaches that are still to go, by file, beyond the limits."""
 
 

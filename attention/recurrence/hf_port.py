@@ -148,11 +148,16 @@ def replaced(files: Sequence[ModuleType]) -> Iterator[None]:
 def restore_unused(files: Sequence[ModuleType]) -> None:
     """Put the functions of modeling files back that no forward of ours runs through. Idempotent."""
     with _lock:
-        for file in (file for file in files if not _uses.get(file.__name__)):
-            for name in STAND_INS:
-                made = _stand_ins.get((file.__name__, name))
-                if made is not None and vars(file).get(name) is made[1]:
-                    setattr(file, name, made[0])
+        for file in files:
+            if not _uses.get(file.__name__):
+                _restore(file)
+
+
+def _restore(file: ModuleType) -> None:
+    for name in STAND_INS:
+        made = _stand_ins.get((file.__name__, name))
+        if made is not None and vars(file).get(name) is made[1]:
+            setattr(file, name, made[0])
 
 
 def _renew_after_fork() -> None:

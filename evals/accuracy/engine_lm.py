@@ -258,10 +258,10 @@ class EngineLM(TemplateLM):
             scores = self._model.score([pairs[i][0] for i in part], [pairs[i][1] for i in part], logprobs=0)
             yield from ((i, (score.logprob, score.is_greedy)) for i, score in zip(part, scores, strict=True))
         for i in sorted(set(order) - set(fitting)):
-            yield i, self._scored_alone(*pairs[i])
+            yield i, self.scored_alone(*pairs[i])
 
     @torch.inference_mode()
-    def _scored_alone(self, context: list[int], own: list[int]) -> tuple[float, bool]:
+    def scored_alone(self, context: list[int], own: list[int]) -> tuple[float, bool]:
         logits = self._model.own_logits([*context, *own[:-1]])[-len(own) :]
         wanted = torch.tensor(own, device=logits.device)
         score = float(logits.float().log_softmax(-1).gather(1, wanted[:, None]).sum())

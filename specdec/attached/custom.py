@@ -24,6 +24,7 @@ from specdec.attached.asked import PREPARED, Asked, check_arguments
 from specdec.attached.attach import attach
 from specdec.attached.served import Calls
 from specdec.errors import InvalidInputError
+from specdec.model import SpeculativeModel
 from specdec.requests.user_code import OPTIONS_OF
 
 HEAD_FOLDER = "custom_generate/head"
@@ -63,18 +64,19 @@ class CustomGenerate:
         own, function = _of_caller(model, config, input_ids, logits_processor or ())
         criteria = [one for one in stopping_criteria or () if not _of_config(one, config)]
         asked = Asked(input_ids, mask, config, own, tuple(criteria), function, self.streamer, self.tokenizer)
-        calls = self._calls_of(model)
-        return asked.answer(calls.model, asked.params(model))
+        wrapping = self.wrapping(model)
+        return asked.answer(wrapping, asked.params(model))
 
     def close(self) -> None:
         """Free what wraps models. Idempotent; a later call wraps its model anew."""
         while self._calls:
             self._calls.popitem()[1].model.close()
 
-    def _calls_of(self, model: PreTrainedModel) -> Calls:
+    def wrapping(self, model: PreTrainedModel) -> SpeculativeModel:
+        """What runs the calls of a model; made now if there is none."""
         if model not in self._calls:
             self._calls[model] = Calls(model, self._draft, self._fallback, self._options)
-        return self._calls[model]
+        return self._calls[model].model
 
 
 def custom_generate(

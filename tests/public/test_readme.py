@@ -58,7 +58,7 @@ def test_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     text = command.replace("HEAD", "gsm-llama-eagle3").replace(" T", " gsm-llama").replace("…", "--help")
     done = CliRunner().invoke(cli, shlex.split(text)[1:])
     assert done.exit_code == 0, done.output
-    assert done.output.strip()
+    assert done.output.strip() or (tmp_path / "a.jsonl").read_text()
 
 
 def test_the_readme_has_both() -> None:

@@ -86,7 +86,7 @@ def asking(context: str, index: int = 0, **gen_kwargs: Any) -> Instance:
 def one_at_a_time(lm: EngineLM, requests: list[Instance]) -> list[tuple[float, bool]]:
     """As it was before there were batches: a forward of the model for each text."""
     pairs = [lm._encode_pair(*request.args) for request in requests]
-    return [lm._scored_alone(context, own) for context, own in pairs]
+    return [lm.scored_alone(context, own) for context, own in pairs]
 
 
 @pytest.mark.slow

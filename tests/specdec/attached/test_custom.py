@@ -43,7 +43,7 @@ def own(target: Any) -> Iterator[CustomGenerate]:
 def test_the_callable_gives_what_transformers_gives(own: CustomGenerate, target: Any, case: str) -> None:
     found = call(target.generate, {**CASES[case], "custom_generate": own})
     same(found, call(target.generate, CASES[case]))
-    assert own._calls[target].model.engine_stats.rounds > 0
+    assert own.wrapping(target).engine_stats.rounds > 0
 
 
 def test_samples_repeat_by_torchs_seed(own: CustomGenerate, target: Any) -> None:

@@ -148,7 +148,7 @@ def test_one_that_fails_is_told_at_once_and_no_other_ends(manager: Manager, monk
 
     from dataclasses import replace
 
-    monkeypatch.setattr(manager, "_params", replace(manager._params, stopping_criteria=failing))
+    monkeypatch.setattr(manager, "_params", replace(vars(manager)["_params"], stopping_criteria=failing))
     name = manager.add_request(PROMPTS[1])
     output = manager.get_result(name, timeout=60)
     assert output is not None and output.error is not None and "ValueError: mine" in output.error
