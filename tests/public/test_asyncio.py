@@ -13,13 +13,13 @@ import pytest
 from fakes import free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "threads.md"
-PROMPTS = random_prompts([5] * 20)
+PROMPTS = random_prompts([5] * 14)
 
 
 @pytest.fixture
 def model() -> Any:
     target = tiny_llama()
-    return wrap(target, table_head(target), num_speculative_tokens=3, max_num_seqs=20, max_num_batched_tokens=80)
+    return wrap(target, table_head(target), num_speculative_tokens=3, max_num_seqs=14, max_num_batched_tokens=56)
 
 
 def documented(model: Any) -> dict[str, Any]:
@@ -30,11 +30,12 @@ def documented(model: Any) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 def test_all_calls_run_in_one_batch(model: Any) -> None:
     names, most = documented(model), [0]
 
     async def everything() -> list[Any]:
-        return await asyncio.gather(*(names["answer"](prompt, max_new_tokens=30) for prompt in PROMPTS))
+        return await asyncio.gather(*(names["answer"](prompt, max_new_tokens=16) for prompt in PROMPTS))
 
     own = model.engine.step
 
@@ -45,8 +46,8 @@ def test_all_calls_run_in_one_batch(model: Any) -> None:
     model.engine.step = step
     found = asyncio.run(everything())
     names["pool"].shutdown()
-    assert [completions[0].token_ids for completions in found] == [hf_greedy(prompt, 30) for prompt in PROMPTS]
-    assert most[0] > 12
+    assert [completions[0].token_ids for completions in found] == [hf_greedy(prompt, 16) for prompt in PROMPTS]
+    assert most[0] > 8, "a pool of cpu + 4 threads would have run six"
 
 
 def test_a_cancelled_await_ends_its_request(model: Any) -> None:
