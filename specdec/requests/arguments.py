@@ -99,10 +99,12 @@ def only_known(kind: K) -> K:
     """A decorator of a dataclass: unknown keyword arguments raise the InvalidInputError of `unexpected`."""
     made: Any = kind
     own, known = made.__init__, tuple(f.name for f in fields(made))
+    names = frozenset(known)
 
     @wraps(own)
     def checked(self: Any, *args: Any, **options: Any) -> None:
-        if unknown := {name: value for name, value in options.items() if name not in known}:
+        if not names.issuperset(options):
+            unknown = {name: value for name, value in options.items() if name not in names}
             raise unexpected(f"{kind.__name__}({{}})", unknown, known)
         own(self, *args, **options)
 

@@ -74,11 +74,10 @@ def submissions(
     for prompt, given in zip(ids, _with_options(_one_each(params, len(ids)), left), strict=True):
         own = _resolved(given, model, len(prompt), use)
         eos = eos_ids(model.generation_config)
-        later = replace(own, prompt_logprobs=None)  # samples of a prompt after its first
-        each = [later if i else own for i in range(own.n)]
-        found += [
-            Submission(prompt, one.of_request(len(found) + i, model.device), i, eos) for i, one in enumerate(each)
-        ]
+        for i in range(own.n):
+            if i == 1 and own.prompt_logprobs is not None:  # the first sample tells those of the prompt
+                own = replace(own, prompt_logprobs=None)
+            found.append(Submission(prompt, own.of_request(len(found), model.device), i, eos))
     return found
 
 
