@@ -272,7 +272,7 @@ class Scheduler:
         read = [*zip(schedule.rows[prefilling].tolist(), schedule.num_new[prefilling].tolist(), strict=True)]
         reads = sum(chunk for _, chunk in read)
         budget = prefill_budget(self._config, schedule.num_tokens - reads) - reads
-        admitted: list[tuple[int, int]] = []
+        first = len(read)
         later: list[Request] = []
         promised = np.zeros(1 + len(self.windowed_pages), np.int64)
         while self.waiting and budget > 0 and self._table.num_free and len(later) < self._config.max_num_seqs:
@@ -299,10 +299,10 @@ class Scheduler:
                 self.refused.append((request, fault))
                 continue
             pending = min(int(self._table.pending(np.array([request.row]))[0]), budget)
-            admitted.append((request.row, self._table.chunk(request.row, pending, [*read, *admitted])))
-            budget -= admitted[-1][1]
+            read.append((request.row, self._table.chunk(request.row, pending, read)))
+            budget -= read[-1][1]
         self.waiting.extendleft(reversed(later))
-        rows, lens = np.array([each for each in admitted if each[1]], np.int64).reshape(-1, 2).T
+        rows, lens = np.array([each for each in read[first:] if each[1]], np.int64).reshape(-1, 2).T
         self.reserve(rows, self._table.computed[rows] + lens, False)
         return Schedule(
             np.concatenate([schedule.rows, rows]),

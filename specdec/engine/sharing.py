@@ -199,9 +199,10 @@ class SharedEngine:
             self._pass_on()
 
     def cancel(self, call: Call, indices: Collection[int]) -> None:
-        """End these requests of a call, which are reported once more. Never waits, as `abandon`."""
+        """End these requests of a call, or all, which are reported once more. Never waits, as `abandon`."""
+        each, wanted = list(call.places.items()), set(indices)
         if (engine := self._open_engine) is not None:
-            engine.deadlines.cancel([request_id for request_id, i in list(call.places.items()) if i in indices])
+            engine.deadlines.cancel([request_id for request_id, i in each if not wanted or i in wanted])
 
     def abandon(self, call: Call) -> None:
         """End a call's remaining requests: at once, or after the running round.

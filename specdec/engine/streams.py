@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -54,6 +55,18 @@ class Stream(Iterator[StreamUpdate]):
         self._requests: Sequence[Submission] | None = requests
         self._call: Call | None = call
         self._errors: list[SpecdecError] = []
+        self._cancelled: deque[tuple[int, ...]] = deque()
+
+    @property
+    def num_requests(self) -> int:
+        """Completions of the call, those that have ended among them; 0 once it is closed."""
+        call, unread = self._call, self._requests
+        return len(unread or ()) if call is None else call.num_requests
+
+    def __repr__(self) -> str:
+        call = self._call
+        left = self.num_requests if call is None else len(call.places)
+        return f"Stream({left} of {self.num_requests} completions to come)"
 
     def __next__(self) -> StreamUpdate:
         """Raises RequestFailedError or RoundFailedError, after the last update, when requests failed."""
@@ -77,10 +90,16 @@ class Stream(Iterator[StreamUpdate]):
 
     def cancel(self, *indices: int) -> None:
         """End these completions of the call, by their places in it, or all: each is reported with the tokens that it
-        has, finish reason "cancelled". On any thread; nothing where they have ended."""
-        call = self._queued()
-        if call is not None:
-            self._shared.cancel(call, indices or tuple(call.places.values()))
+        has, finish reason "cancelled". On any thread, and never waits; nothing where they have ended."""
+        self._cancelled.append(indices)
+        self._pass_on_cancelled()
+
+    def _pass_on_cancelled(self) -> None:
+        """Also called once the call is queued: another thread may have cancelled while it was not."""
+        call = self._call
+        while call is not None and self._cancelled:
+            with suppress(IndexError):  # the other thread was faster
+                self._shared.cancel(call, self._cancelled.popleft())
 
     def take_over(self, other: Stream) -> range:
         """Queue the requests of a stream that nobody has read, and add them to this call: their places in it.
@@ -98,6 +117,7 @@ class Stream(Iterator[StreamUpdate]):
         if self._requests is not None:
             requests, self._requests = self._requests, None
             self._call = self._shared.submit(requests, self._check)
+            self._pass_on_cancelled()
         return self._call
 
     def _raise_errors(self) -> NoReturn:

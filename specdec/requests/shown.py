@@ -103,7 +103,7 @@ def with_bar(stream: Any, hidden: bool = False) -> Iterator[tuple[int, Any]]:
     from tqdm.auto import tqdm
 
     tokens, verified, emitted, begin = 0, 0, 0, time.perf_counter()
-    with closing(stream), tqdm(total=len(stream._requests or ()), unit="completion", disable=hidden) as bar:
+    with closing(stream), tqdm(total=stream.num_requests, unit="completion", disable=hidden) as bar:
         for update in stream:
             tokens += len(update.token_ids)
             if update.completion is not None:

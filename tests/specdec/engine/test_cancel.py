@@ -54,3 +54,48 @@ def test_all_of_a_call_on_another_thread() -> None:
     other.join()
     reasons = [update.completion.finish_reason for update in stream if update.completion is not None]
     assert first.completion is None and reasons == ["cancelled"] * 3
+
+
+def test_many_are_cancelled_in_a_time_that_grows_with_them_alone() -> None:
+    """Each looks at its own place; by a list of all places it would be millions of looks."""
+    looks = [0]
+
+    class Place(int):
+        def __eq__(self, other: object) -> bool:
+            looks[0] += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    model = wrap(tiny_llama())
+    stream = model.stream([PROMPTS[2]] * 300, SamplingParams(2))
+    stream.cancel(*map(Place, range(300)))
+    done = [update.completion.finish_reason for update in stream if update.completion is not None]
+    assert done.count("cancelled") > 290 and looks[0] < 3000
+
+
+def test_cancelling_never_queues_a_call_a_second_time() -> None:
+    """Another thread cancels while the first `next` queues the requests: they are queued once, and end."""
+    model = wrap(tiny_llama())
+    stream, submit, calls = model.stream(PROMPTS[:2], SamplingParams(NEW)), vars(model)["_shared"].submit, [0]
+
+    def slow(*given: object) -> object:
+        calls[0] += 1
+        other = threading.Thread(target=stream.cancel)
+        other.start()
+        other.join()
+        return submit(*given)
+
+    vars(model)["_shared"].submit = slow
+    done = [update.completion.finish_reason for update in stream if update.completion is not None]
+    assert done == ["cancelled"] * 2 and calls == [1]
+
+
+def test_a_stream_says_how_much_is_to_come() -> None:
+    stream = wrap(tiny_llama()).stream(PROMPTS[:2], [SamplingParams(1), SamplingParams(NEW)])
+    assert repr(stream) == "Stream(2 of 2 completions to come)"
+    while not (update := next(stream)).completion:
+        pass
+    assert update.index == 0 and repr(stream) == "Stream(1 of 2 completions to come)"
+    stream.close()
+    assert repr(stream) == "Stream(0 of 0 completions to come)"
