@@ -31,11 +31,17 @@ _FEATURES = ("temperature", "top_k", "top_p")
 
 @dataclass
 class _Ongoing:
-    """A request of the manager. output: what is told of it; added to as its tokens come."""
+    """A completion of the manager. output: added to as its tokens come, told as a copy. parent: its request's id."""
 
     output: GenerationOutput
+    parent: str
     streaming: bool
-    timestamps: bool
+
+    def copy(self) -> GenerationOutput:
+        """The output as it is now."""
+        own, times = self.output, self.output.timestamps
+        lists: dict[str, Any] = {"generated_tokens": [*own.generated_tokens], "logprobs": [*own.logprobs]}
+        return replace(own, **lists, timestamps=None if times is None else [*times])
 
 
 @dataclass
@@ -191,16 +197,10 @@ class Manager:
         return [self.add_request(ids, *own, **options) for ids in inputs]
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request, its samples too, with the tokens that they have."""
+        """End a request, its samples too, with the tokens that they have; nothing where there is none of that id."""
         with self._change:
             self._cancelled.add(request_id)
             self._change.notify_all()
-            stream = self._stream
-        places = [
-            i for i, own in list(self._ongoing.items()) if own.output.request_id.split("__child#")[0] == request_id
-        ]
-        if stream is not None and places:
-            stream.cancel(*places)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The next result, of any request or of this one; None after so many seconds, or when none can come."""
@@ -265,7 +265,7 @@ class Manager:
     def _wait(self) -> bool:
         """Wait until there is something to do; False at the end."""
         with self._change:
-            while self._pauses or not (self._new or self._ongoing or self._stopping):
+            while self._pauses or not (self._new or self._ongoing or self._cancelled or self._stopping):
                 self._paused = self._pauses > 0
                 self._change.notify_all()
                 self._change.wait(0.5)
@@ -273,24 +273,23 @@ class Manager:
             return not self._hard and bool(self._new or self._ongoing or not self._stopping)
 
     def _queue(self) -> None:
+        """What is new joins the call, all of it at once: the model is looked at once for a call."""
         with self._change:
             new, self._new = list(self._new), deque()
-            for one in [each for each in new if each.ids[0] in self._cancelled]:
-                new.remove(one)
-                for request_id in one.ids:
-                    self._tell(GenerationOutput(request_id, one.prompt, status=RequestStatus.FINISHED))
-            self._cancelled.clear()
-        for one in new:
-            stream = self.model.stream([one.prompt], one.params)
-            if self._stream is None:
-                self._stream, places = stream, range(one.params.n)
-            else:
-                places = self._stream.take_over(stream)
-            for place, request_id in zip(places, one.ids, strict=True):
-                output = GenerationOutput(request_id, list(one.prompt), created_time=one.created)
+            gone, self._cancelled = self._cancelled, set()
+        if new:
+            stream = self.model.stream([one.prompt for one in new], [one.params for one in new])
+            places = range(stream.num_requests) if self._stream is None else self._stream.take_over(stream)
+            self._stream = self._stream or stream
+            each = [(request_id, one) for one in new for request_id in one.ids]
+            for place, (request_id, one) in zip(places, each, strict=True):
+                timestamps: list[float] | None = [] if one.timestamps else None
+                output = GenerationOutput(request_id, list(one.prompt), created_time=one.created, timestamps=timestamps)
                 output.lifespan = (time.perf_counter(), -1.0)
-                output.timestamps = [] if one.timestamps else None
-                self._ongoing[place] = _Ongoing(output, one.streaming, one.timestamps)
+                self._ongoing[place] = _Ongoing(output, one.ids[0], one.streaming)
+        cancelled = [place for place, own in self._ongoing.items() if own.parent in gone] if gone else []
+        if cancelled and self._stream is not None:
+            self._stream.cancel(*cancelled)
 
     def _step(self, stream: Stream) -> None:
         """Tell of one update."""
@@ -301,10 +300,10 @@ class Manager:
         own, now = self._ongoing[place], time.perf_counter()
         output = own.output
         output.status = RequestStatus.DECODING
-        output.generated_tokens = [*output.generated_tokens, *update.token_ids]
-        output.logprobs = [*output.logprobs, *(each.logprob for each in update.logprobs or ())]
+        output.generated_tokens += update.token_ids
+        output.logprobs += [each.logprob for each in update.logprobs or ()]
         if output.timestamps is not None:
-            output.timestamps = [*output.timestamps, *[now] * len(update.token_ids)]
+            output.timestamps += [now] * len(update.token_ids)
         if update.last:
             output.status, output.lifespan = RequestStatus.FINISHED, (output.lifespan[0], now)
             del self._ongoing[place]
@@ -312,14 +311,14 @@ class Manager:
             output.status, output.error = RequestStatus.FAILED, str(update.error)
         if own.streaming or update.last:
             with self._change:
-                self._tell(replace(output))
+                self._tell(own.copy())
 
     def _fail(self, reason: str) -> None:
         """End all that is ongoing."""
         with self._change:
             for own in self._ongoing.values():
                 own.output.status, own.output.error = RequestStatus.FAILED, reason
-                self._tell(replace(own.output))
+                self._tell(own.copy())
             self._ongoing.clear()
 
     def _end(self) -> None:
@@ -351,5 +350,4 @@ class Manager:
 
 def _without_absolute(config: GenerationConfig) -> GenerationConfig:
     """Without `max_length`, which counts a prompt that is not there yet: the model's own or 20 new tokens."""
-    own = GenerationConfig(**{name: value for name, value in config.to_dict().items() if name != "max_length"})
-    return own
+    return GenerationConfig(**{name: value for name, value in config.to_dict().items() if name != "max_length"})

@@ -92,6 +92,48 @@ def test_a_cancelled_request_ends_with_its_tokens(manager: Manager) -> None:
     assert result is not None and result.generated_tokens == hf_greedy(PROMPTS[1], NEW)
 
 
+def test_requests_are_cancelled_before_they_run_and_ids_may_come_again(attached: Any) -> None:
+    manager = attached.init_continuous_batching(CONFIG)
+    manager.add_request(PROMPTS[0], request_id="mine")
+    manager.cancel_request("mine")
+    manager.cancel_request("nobody")
+    manager.start()
+    first = manager.get_result(timeout=60)
+    assert first is not None and first.is_finished() and len(first.generated_tokens) < NEW
+    manager.cancel_request("mine")  # it has ended
+    threading.Event().wait(0.2)
+    for name in ("mine", "nobody"):
+        manager.add_request(PROMPTS[1], request_id=name)
+        found = manager.get_result(name, timeout=60)
+        assert found is not None and found.generated_tokens == hf_greedy(PROMPTS[1], NEW)
+    manager.stop()
+
+
+def test_the_model_is_looked_at_once_for_all_that_is_added_together(
+    attached: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, check = [0], type(attached.handle.model.engine).check_weights
+
+    def counted(engine: Any) -> None:
+        looks[0] += 1
+        check(engine)
+
+    monkeypatch.setattr(type(attached.handle.model.engine), "check_weights", counted)
+    manager = attached.init_continuous_batching(CONFIG)
+    manager.add_requests(PROMPTS)
+    manager.start()
+    manager.stop()
+    assert looks == [1] and len(list(manager)) == 5
+
+
+def test_what_was_told_stays_as_it_was(manager: Manager) -> None:
+    name = manager.add_request(PROMPTS[0], streaming=True, record_timestamps=True)
+    told = list(manager.request_id_iter(name))
+    lengths = [len(output.generated_tokens) for output in told]
+    assert lengths == sorted(set(lengths)) and lengths[-1] == NEW and len(lengths) > 1
+    assert [len(output.timestamps or ()) for output in told] == lengths
+
+
 def test_no_round_runs_in_a_pause(attached: Any, manager: Manager) -> None:
     manager.add_request(PROMPTS[0], request_id="mine", max_new_tokens=110, streaming=True, eos_token_id=-1)
     assert manager.get_result("mine", timeout=60) is not None
