@@ -66,7 +66,9 @@ class Asked:
             InvalidInputError: it asks for what this library does not do, by name.
         """
         length, config = self.ids.shape[1], self._config()
-        found = sampling_fields(config, model, length)
+        found = sampling_fields(config, model, length, "ignore")  # the model's own is in it, or was switched off
+        if config.eos_token_id is None:
+            found["ignore_eos"] = True
         if found["max_new_tokens"] < 1:
             raise InvalidInputError(f"max_length={config.max_length} leaves no room after {length} tokens")
         for kind, option in overlapping(self.processors, found):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from fakes import VOCAB, LetterTokenizer, random_prompts, table_head, tiny_llama
 from transformers import (
+    AutoTokenizer,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -30,6 +31,7 @@ from transformers import (
 
 from specdec.attached.attach import Attachment, attach
 from specdec.errors import ClosedModelError, InvalidInputError
+from specdec.loading.builtin import builtin_path
 
 A, B, C = ([token or 1 for token in prompt] for prompt in random_prompts((9, 5, 14)))  # 0 is the pad token
 IDS = torch.tensor([A])
@@ -123,13 +125,6 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def target() -> Any:
-    model = copy.deepcopy(tiny_llama())
-    model.generation_config.pad_token_id = 0
-    return model
-
-
-@pytest.fixture(scope="module")
 def attached(target: Any) -> Iterator[Callable[..., Any]]:
     """The attached model's generate, and beside it the plain one's."""
     plain = copy.deepcopy(target)
@@ -207,6 +202,44 @@ def test_sampled_calls_repeat_by_torchs_seed_and_follow_the_distribution(attache
 def test_scores_of_a_batch(attached: Any, target: Any) -> None:
     case = greedy(inputs=PADDED, attention_mask=MASK, return_dict_in_generate=True, output_scores=True)
     same(call(attached, case), call(target.plain, case))
+
+
+@pytest.mark.parametrize("own", [{"min_length": 40}, {"min_new_tokens": 30}, {"stop_strings": ["a"]}])
+def test_a_call_may_switch_off_what_the_models_own_config_asks_for(
+    attached: Any, target: Any, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = target.plain.__self__
+    for model in (target, plain):
+        for name, value in own.items():
+            monkeypatch.setattr(model.generation_config, name, value)
+    off = {name: None if name == "stop_strings" else 0 for name in own}
+    first = int(call(target.plain, greedy(**off))[0, 11])
+    case = greedy(**off, eos_token_id=first)
+    right = call(target.plain, case)
+    assert right.shape[1] < 21
+    same(call(attached, case), right)
+
+
+def test_a_call_may_go_on_past_the_models_own_end(attached: Any, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = int(call(target.plain, greedy())[0, 11])
+    for model in (target, target.plain.__self__):
+        monkeypatch.setattr(model.generation_config, "eos_token_id", first)
+    assert call(target.plain, greedy()).shape[1] < 21
+    for case in (greedy(), greedy(eos_token_id=None)):
+        same(call(attached, case), call(target.plain, case))
+
+
+@pytest.mark.parametrize("places", [(9, 10), (12, 14), (8, 10), (0, 4)], ids=["first", "two", "over the end", "prompt"])
+def test_stop_strings_end_where_transformers_ends(attached: Any, target: Any, places: tuple[int, int]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(builtin_path("gsm-llama"))
+    stop = tokenizer.decode(call(target.plain, greedy())[0, slice(*places)])
+    lengths = []
+    for inputs in ({"inputs": IDS}, {"inputs": PADDED, "attention_mask": MASK, "pad_token_id": 0}):
+        case = greedy(**inputs, stop_strings=[stop, "nothing of the kind"], tokenizer=tokenizer)
+        right = call(target.plain, case)
+        same(call(attached, case), right)
+        lengths.append(right.shape[1])
+    assert (lengths[0] < 21) == (places[1] > 9)
 
 
 def test_processors_in_place_of_options_are_the_callers(attached: Any, target: Any) -> None:

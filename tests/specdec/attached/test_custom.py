@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fakes import table_head, tiny_llama
+from fakes import table_head
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TextIteratorStreamer
 
 from specdec.attached.custom import CustomGenerate, custom_generate
@@ -23,13 +22,6 @@ from tests.specdec.attached.test_attach import CASES, SIZES, Letters, call, gree
 
 NOT_PREPARED = {"beginning of text"}
 """transformers prepares these for a callable in another way: a cache that needs a prompt."""
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    model = copy.deepcopy(tiny_llama())
-    model.generation_config.pad_token_id = 0
-    return model
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from fakes import hf_greedy, random_prompts, table_head, tiny_llama
-from transformers import ContinuousBatchingConfig, GenerationConfig, pipeline
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast, pipeline
 
 from specdec.attached.attach import attach
 from specdec.attached.manager import Manager
@@ -199,10 +200,6 @@ def test_one_that_fails_is_told_at_once_and_no_other_ends(manager: Manager, monk
 
 
 def test_a_pipeline_runs_on_it(attached: Any) -> None:
-    from fakes import LETTERS  # noqa: F401
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
