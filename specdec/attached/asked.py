@@ -6,7 +6,8 @@ returned, and what a streamer gets).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specdec.engine.streams import StreamUpdate
+from specdec.engine.streams import Stream, completed
 from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
 from specdec.requests.generation_config import sampling_fields
@@ -27,6 +28,7 @@ from specdec.requests.user_code import overlapping
 from specdec.user_warnings import warn_user
 
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
+WAY_OUT = "leave it out, or attach(…, fallback=True), which runs such calls as transformers does"
 _UNREAD = {"use_cache", "logits_to_keep", "return_dict"}
 PREPARED = {"position_ids", "past_key_values", "cache", "cache_position"}
 """Arguments of the model that transformers prepares for its own loop: rounds have theirs."""
@@ -123,29 +125,25 @@ class Asked:
 
     def answer(self, model: SpeculativeModel, params: Sequence[SamplingParams]) -> torch.Tensor | Any:
         """Generate: [B·n, L + new] int64 on the inputs' device, or transformers' output class."""
-        rows = [[t for t, on in zip(*pair, strict=True) if on] for pair in zip(*self._lists(), strict=True)]
+        pairs = zip(self.ids.tolist(), self.mask.tolist(), strict=True)
+        rows = [[token for token, on in zip(*pair, strict=True) if on] for pair in pairs]
         prompts = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
-        stream, done = model.stream(prompts, list(params)), dict[int, Completion]()
-        if self.streamer is not None:
-            if len(rows) * params[0].n > 1:
-                stream.close()
-                raise ValueError(f"a streamer takes one sequence, not {len(rows) * params[0].n}")
+        stream, samples = model.stream(prompts, list(params)), params[0].n
+        done = dict(completed(stream) if self.streamer is None else self._streamed(stream))
+        return self._result([done[i] for i in sorted(done)], samples)
+
+    def _streamed(self, stream: Stream) -> Iterator[tuple[int, Completion]]:
+        """The one completion; the streamer gets the prompt, then every token."""
+        with closing(stream):  # also where the streamer raises
+            if stream.num_requests > 1:
+                raise ValueError(f"a streamer takes one sequence, not {stream.num_requests}")
             self.streamer.put(self.ids.cpu())
-        for update in stream:
-            self._show(update)
-            if update.completion is not None:
-                done[update.index] = update.completion
-        if self.streamer is not None:
+            for update in stream:
+                for token in update.token_ids:
+                    self.streamer.put(torch.tensor([token]))
+                if update.completion is not None:
+                    yield update.index, update.completion
             self.streamer.end()
-        return self._result([done[i] for i in sorted(done)], params[0].n)
-
-    def _lists(self) -> tuple[list[list[int]], list[list[int]]]:
-        return self.ids.tolist(), self.mask.tolist()
-
-    def _show(self, update: StreamUpdate) -> None:
-        if self.streamer is not None:
-            for token in update.token_ids:
-                self.streamer.put(torch.tensor([token]))
 
     def _result(self, done: Sequence[Completion], samples: int) -> torch.Tensor | Any:
         pad, device = self._pad, self.ids.device
@@ -178,8 +176,7 @@ def check_arguments(model_arguments: Mapping[str, Any], prepared: Collection[str
     odd = [name for name, given in model_arguments.items() if name not in known and _says_something(name, given)]
     if odd:
         raise InvalidInputError(
-            f"{', '.join(sorted(odd))}: only token ids and their attention_mask are read; leave them out, or give "
-            "attach(…, fallback=True), which runs such calls as transformers does"
+            f"{', '.join(sorted(odd))}: only token ids and their attention_mask are read; {WAY_OUT}"
         )
 
 

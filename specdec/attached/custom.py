@@ -21,11 +21,10 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from specdec.attached.asked import PREPARED, Asked, check_arguments
-from specdec.attached.attach import attach
+from specdec.attached.attach import Attachment, attach
 from specdec.attached.served import Calls
 from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
-from specdec.requests.user_code import OPTIONS_OF
 
 HEAD_FOLDER = "custom_generate/head"
 """Where a repository with a `custom_generate` folder has its draft head."""
@@ -34,11 +33,9 @@ HEAD_FOLDER = "custom_generate/head"
 class CustomGenerate:
     """A callable for `model.generate(custom_generate=…)`. The first call of a model wraps it; `close` frees that."""
 
-    def __init__(
-        self, draft: Any, streamer: Any, tokenizer: Any, stop_strings: Any, fallback: bool, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, draft: Any, streamer: Any, tokenizer: Any, stop_strings: Any, options: dict[str, Any]) -> None:
         self.streamer, self.tokenizer, self.stop_strings = streamer, tokenizer, stop_strings
-        self._draft, self._fallback, self._options = draft, fallback, options
+        self._draft, self._options = draft, options
         self._calls: WeakKeyDictionary[PreTrainedModel, Calls] = WeakKeyDictionary()
 
     @torch.no_grad()
@@ -75,7 +72,7 @@ class CustomGenerate:
     def wrapping(self, model: PreTrainedModel) -> SpeculativeModel:
         """What runs the calls of a model; made now if there is none."""
         if model not in self._calls:
-            self._calls[model] = Calls(model, self._draft, self._fallback, self._options)
+            self._calls[model] = Calls(model, self._draft, False, self._options)
         return self._calls[model].model
 
 
@@ -96,7 +93,7 @@ def custom_generate(
         streamer, tokenizer, stop_strings: `generate` does not hand its own to such a callable; give them here, stop
             strings with the tokenizer.
     """
-    return CustomGenerate(draft, streamer, tokenizer, stop_strings, False, options)
+    return CustomGenerate(draft, streamer, tokenizer, stop_strings, options)
 
 
 def generate_in_repository(exported: str, given: tuple[Any, ...], model: PreTrainedModel, named: dict[str, Any]) -> Any:
@@ -108,13 +105,8 @@ def generate_in_repository(exported: str, given: tuple[Any, ...], model: PreTrai
     """
     for name in ("custom_generate", "trust_remote_code"):
         named.pop(name, None)
-    own = vars(model).pop("generate", None)
-    try:
+    if Attachment.of(model) is None:
         attach(model, _head_of(model, exported))
-    except BaseException:
-        if own is not None:
-            vars(model)["generate"] = own
-        raise
     return cast(Any, model).generate(*given, **named)
 
 
@@ -136,8 +128,7 @@ def _of_caller(
 ) -> tuple[tuple[Any, ...], Any]:
     """The caller's own among merged processors, and his prefix function.
 
-    Those that the config's options make are left out: they are served as options. Where the caller's has taken the
-    place of one of these, the option is switched off in the config.
+    Those that the config's options make are left out: they are served as options.
     """
     made = model._get_logits_processor(
         generation_config=copy.deepcopy(config),
@@ -155,9 +146,6 @@ def _of_caller(
             function = one._prefix_allowed_tokens_fn
         else:
             own.append(one)
-    for replaced in left:
-        if (option := OPTIONS_OF.get(type(replaced))) is not None:
-            setattr(config, option, None)
     return tuple(own), function
 
 

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from specdec.attached.asked import Asked, check_arguments
+from specdec.attached.asked import WAY_OUT, Asked, check_arguments
 from specdec.attached.manager import Manager
 from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
-
-_WAY_OUT = "leave it out, or attach(…, fallback=True), which runs such calls as transformers does"
 
 
 class Calls:
@@ -77,7 +75,7 @@ class Calls:
         """
         odd = [name for name, value in others.items() if value is not None]
         if odd:
-            raise InvalidInputError(f"generate({', '.join(sorted(odd))}=…) is not served by specdec.attach: {_WAY_OUT}")
+            raise InvalidInputError(f"generate({', '.join(sorted(odd))}=…) is not served by specdec.attach: {WAY_OUT}")
         model: Any = self.hf_model
         kwargs = dict(kwargs)
         tokenizer, _ = kwargs.pop("tokenizer", None), kwargs.pop("trust_remote_code", None)
@@ -89,7 +87,7 @@ class Calls:
         has_mask = rest.get("attention_mask") is not None
         ids, name, rest = model._prepare_model_inputs(inputs, config.bos_token_id, rest)
         if name != "input_ids":
-            raise InvalidInputError(f"generate({name}=…) is not served by specdec.attach, only input_ids: {_WAY_OUT}")
+            raise InvalidInputError(f"generate({name}=…) is not served by specdec.attach, only input_ids: {WAY_OUT}")
         model._prepare_special_tokens(config, has_mask, device=ids.device, batch_size=len(ids))
         mask = rest.pop("attention_mask", None)
         if not has_mask:

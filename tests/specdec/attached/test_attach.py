@@ -256,6 +256,12 @@ class Letters(LetterTokenizer):
         return super().decode([int(t) for t in token_ids], skip_special_tokens=skip_special_tokens)
 
 
+class Raising:
+    def put(self, value: torch.Tensor) -> None:
+        if value.ndim == 1:
+            raise KeyError("mine")
+
+
 def test_streamers_get_every_token(attached: Any, target: Any, capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for function in (attached, target.plain):
@@ -267,6 +273,9 @@ def test_streamers_get_every_token(attached: Any, target: Any, capsys: pytest.Ca
     thread.start()
     assert "".join(streamer) + "\n" == printed[0]
     thread.join()
+    with pytest.raises(KeyError, match="mine"):
+        attached(**greedy(), streamer=Raising())
+    assert target.handle.model.usage().requests == 0
     with pytest.raises(ValueError, match="a streamer takes one sequence"):
         attached(inputs=PADDED, attention_mask=MASK, max_new_tokens=2, streamer=TextStreamer(Letters()))
 

@@ -54,7 +54,9 @@ def test_streamers_and_stop_strings_are_the_objects(target: Any) -> None:
 
 def test_a_processor_in_place_of_an_option_is_the_callers(own: CustomGenerate, target: Any) -> None:
     case = greedy(repetition_penalty=1.1, logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(2.0)]))
-    same(call(target.generate, {**case, "custom_generate": own}), call(target.generate, case))
+    with pytest.warns(Warning, match="RepetitionPenaltyLogitsProcessor is used in place"):
+        found = call(target.generate, {**case, "custom_generate": own})
+    same(found, call(target.generate, case))
 
 
 def test_what_is_not_served_is_refused(own: CustomGenerate, target: Any) -> None:
@@ -74,7 +76,9 @@ found = [model.generate(**inputs, max_new_tokens=n, do_sample=False)[0].tolist()
 positional = model.generate(inputs["input_ids"], max_new_tokens=12, do_sample=False)[0].tolist()
 other = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
 right = [other.generate(**inputs, max_new_tokens=n, do_sample=False)[0].tolist() for n in (24, 12)]
-by_name = other.generate(**inputs, max_new_tokens=12, do_sample=False, custom_generate=folder, trust_remote_code=True)
+own = {"max_new_tokens": 12, "do_sample": False, "custom_generate": folder, "trust_remote_code": True}
+by_name, again = (other.generate(**inputs, **own) for _ in range(2))
+assert again.tolist() == by_name.tolist()
 stats = vars(model)["_specdec_attachment"].model.engine_stats
 rounds, accepted = stats.rounds, found[0]
 print(json.dumps([found, right, positional, by_name[0].tolist(), rounds]))
