@@ -6,18 +6,20 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from fakes import table_head
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TextIteratorStreamer
 
 from specdec.attached.custom import CustomGenerate, custom_generate
 from specdec.cli.main import cli
-from specdec.errors import InvalidInputError
+from specdec.errors import InvalidInputError, SpecdecWarning
 from tests.specdec.attached.test_attach import CASES, SIZES, Letters, call, greedy, same
 
 NOT_PREPARED = {"beginning of text"}
@@ -42,6 +44,16 @@ def test_samples_repeat_by_torchs_seed(own: CustomGenerate, target: Any) -> None
     options = {"do_sample": True, "top_k": 5, "num_return_sequences": 3, "custom_generate": own}
     found = call(target.generate, greedy(**options))
     assert found.tolist() == call(target.generate, greedy(**options)).tolist() and found.shape == (3, 21)
+
+
+def test_samples_are_drawn_from_the_distribution_of_transformers(own: CustomGenerate, target: Any) -> None:
+    """Temperature and filters are among the merged processors, and apply once."""
+    case = greedy(do_sample=True, temperature=0.6, top_k=7, top_p=0.9, repetition_penalty=1.3, max_new_tokens=1)
+    case |= {"return_dict_in_generate": True, "output_scores": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpecdecWarning)
+        found = call(target.generate, {**case, "custom_generate": own})
+    torch.testing.assert_close(found.scores[0], call(target.generate, case).scores[0], rtol=0.0, atol=2e-5)
 
 
 def test_streamers_and_stop_strings_are_the_objects(target: Any) -> None:
