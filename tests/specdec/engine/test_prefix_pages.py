@@ -34,7 +34,7 @@ from specdec.rounds.drafting import accepted_by_row, rows_after
 from specdec.rounds.verification import TargetArrays
 from specdec.wrapped.group import ALONE
 
-SIZE, LONGEST, K, VOCAB, ROWS, PAGES = 4, 64, 3, 12, 4, 29
+SIZE, LONGEST, K, VOCAB, ROWS, PAGES = 4, 64, 3, 12, 4, 23
 MASK = (1 << 64) - 1
 WEIGHTS = np.random.default_rng(0).integers(1, 1 << 63, LONGEST + 8, dtype=np.uint64) | np.uint64(1)
 UNKNOWN = np.uint64(0)
@@ -312,7 +312,7 @@ def test_ten_thousand_requests_read_only_what_is_theirs(modules: int, graphs: bo
     stats = traffic.engine.stats
     assert traffic.finished + traffic.failed + traffic.aborted == requests
     assert traffic.finished > 0.9 * requests and traffic.failed and traffic.aborted
-    assert stats.preemptions > requests / 200, "pages must be short"
+    assert stats.preemptions > requests / 50, "pages must be short"
     assert 0.2 < stats.cached_tokens / stats.prefix_query_tokens < stats.prefix_hit_rate
 
 
@@ -321,7 +321,7 @@ def test_ten_thousand_requests_read_only_what_is_theirs(modules: int, graphs: bo
 def test_groups_of_sliding_windows(modules: int, graphs: bool, budget: int) -> None:
     """Two groups, one so small that its pages are evicted long before the target's others; prompts in short chunks."""
     stats = windowed_traffic((WindowedPool(Reach(9), 40), WindowedPool(Reach(14), 90)), modules, graphs, budget)
-    assert stats.preemptions > 5 and stats.cached_tokens / stats.prefix_query_tokens > 0.2
+    assert stats.preemptions > 20 and stats.cached_tokens / stats.prefix_query_tokens > 0.2
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ def test_groups_of_chunks(modules: int, graphs: bool, budget: int) -> None:
     """The same where one group attends in chunks of two pages, another in chunks of four."""
     pools = WindowedPool(Reach(16, 16), 90), WindowedPool(Reach(8, 8), 40)
     stats = windowed_traffic(pools, modules, graphs, budget)
-    assert stats.preemptions > 5 and stats.cached_tokens / stats.prefix_query_tokens > 0.2
+    assert stats.preemptions > 20 and stats.cached_tokens / stats.prefix_query_tokens > 0.2
 
 
 def windowed_traffic(pools: tuple[WindowedPool, ...], modules: int, graphs: bool, budget: int) -> Any:
