@@ -239,7 +239,7 @@ def hf_greedy(prompt: list[int], new: int, vocab_size: int = VOCAB, seed: int = 
 
 @functools.lru_cache(maxsize=256)
 def _hf_states(token_ids: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    model, ids = _llama(VOCAB, 0, 0.03), torch.tensor([token_ids])
+    model, ids = tiny_llama(), torch.tensor([token_ids])
     with torch.no_grad():
         return tuple(model(ids, output_hidden_states=True, use_cache=False).hidden_states)
 

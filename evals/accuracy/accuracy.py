@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
-from lm_eval.tasks import TaskManager
+from lm_eval.tasks import TaskManager, get_task_dict
 
 from evals.acceptance.acceptance import BASELINE, definitions
 from evals.acceptance.summary import Json, by_arm, summarize
@@ -87,7 +87,7 @@ def prepare(plan: AccuracyPlan) -> Prepared:
     for task in plan.tasks:
         if task not in manager.all_tasks:
             raise DataError(f"unknown task {task!r}; known are lm-eval's and {', '.join(OWN_TASKS)}")
-    found = manager.load(_tasks(plan))["tasks"].values()
+    found = _one_by_one(get_task_dict(_tasks(plan), manager))
     for task in found:
         if task.OUTPUT_TYPE != "generate_until":
             raise DataError(
@@ -177,6 +177,12 @@ def _tasks(plan: AccuracyPlan) -> list[Any]:
     members = [{"task": task, "custom_dataset": task_data.gsm8k} for task in local]
     others: list[Any] = [task for task in plan.tasks if task not in _LOCAL]
     return [*([{"group": "local", "task": members}] if members else []), *others]
+
+
+def _one_by_one(found: Mapping[Any, Any]) -> list[Any]:
+    """The tasks of a dictionary of tasks and groups."""
+    each = found.values()
+    return [task for own in each for task in (_one_by_one(own) if isinstance(own, Mapping) else [own])]
 
 
 def _samples(result: Json) -> dict[tuple[str, str, str], dict[int, bool]]:

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, version
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +128,16 @@ json.dump(sorted((row["doc_id"], row["resps"][0][0], row["exact_match"]) for row
     assert [doc for doc, text, _ in found if text] == [0, 1, 2] and found == right and other == []
 
 
+VALUES = {"samples": '{"a": [0]}', "cache_requests": "refresh", "fewshot_as_multiturn": "false", "seed": "3"}
+OLD = tuple(map(int, version("lm_eval").split(".")[:3])) < (0, 4, 13)
+"""Its command takes metadata as JSON, and refuses each value of --cache_requests that it allows."""
+
+
 def flags() -> list[argparse.Action]:
     """Every flag of `lm_eval run`."""
     subparsers = argparse.ArgumentParser().add_subparsers()
-    return [each for each in Run(subparsers)._parser._actions if each.option_strings and each.dest != "help"]
-
-
-VALUES = {"samples": '{"a": [0]}', "cache_requests": "refresh", "fewshot_as_multiturn": "false", "seed": "3"}
+    none = {"help", "cache_requests"} if OLD else {"help"}
+    return [each for each in Run(subparsers)._parser._actions if each.option_strings and each.dest not in none]
 
 
 def written(flag: argparse.Action, word: str) -> list[str]:
@@ -143,6 +146,8 @@ def written(flag: argparse.Action, word: str) -> list[str]:
         return [word]
     of_pairs = {"model_args", "gen_kwargs", "metadata"} | {f"{name}_args" for name in ("wandb", "trackio")}
     pairs = flag.dest in of_pairs or flag.dest.endswith(("config_args", "log_args"))
+    if OLD and flag.dest == "metadata":
+        return [word, '{"a": 1, "b": "x"}']
     return [word, VALUES.get(flag.dest, "a=1,b=x" if pairs else "3")]
 
 

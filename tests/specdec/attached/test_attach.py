@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import io
@@ -16,6 +17,7 @@ import pytest
 import torch
 from fakes import VOCAB, LetterTokenizer, random_prompts, table_head, tiny_llama
 from transformers import (
+    AsyncTextIteratorStreamer,
     AutoTokenizer,
     GenerationConfig,
     LogitsProcessor,
@@ -262,6 +264,16 @@ class Raising:
             raise KeyError("mine")
 
 
+async def read_by_awaiting(generate: Callable[..., Any]) -> str:
+    streamer = AsyncTextIteratorStreamer(Letters(), skip_prompt=True, timeout=60)
+    call = asyncio.to_thread(generate, **greedy(), streamer=streamer)
+    return "".join((await asyncio.gather(call, pieces_of(streamer)))[1])
+
+
+async def pieces_of(streamer: AsyncTextIteratorStreamer) -> list[str]:
+    return [piece async for piece in streamer]
+
+
 def test_streamers_get_every_token(attached: Any, target: Any, capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for function in (attached, target.plain):
@@ -273,6 +285,7 @@ def test_streamers_get_every_token(attached: Any, target: Any, capsys: pytest.Ca
     thread.start()
     assert "".join(streamer) + "\n" == printed[0]
     thread.join()
+    assert asyncio.run(read_by_awaiting(attached)) + "\n" == printed[0]
     with pytest.raises(KeyError, match="mine"):
         attached(**greedy(), streamer=Raising())
     assert target.handle.model.usage().requests == 0
