@@ -118,6 +118,8 @@ class SpeculativeModel:
         mtp_concat: Concat = "auto",
         mtp_feedback: Feedback = "post_norm",
         head_overrides: Mapping[str, Any] | None = None,
+        lookup_min: int = 3,
+        lookup_max: int = 32,
         generation_config: Use = "model",
         draft_sampling: str = "probabilistic",
         tensor_parallel_size: int = 1,
@@ -134,29 +136,27 @@ class SpeculativeModel:
                 base, or a PeftModel, whose inner model runs as it is (its adapters live or merged). Without `draft`, a
                 head whose config.json names its target (as the package speculators does) loads both.
             draft: folder or hub name of a head, or a loaded one; "auto": a built-in target's; "mtp": the multi-token-
-                prediction module in the target's checkpoint. num_speculative_tokens: K, drafts a round; default 5.
+                prediction module in the target's checkpoint; "lookup": what followed a request's last tokens in its
+                own text (docs/lookup.md); [head, "lookup"]: both. num_speculative_tokens: K, drafts a round; default 5.
             backend: attention kernels. "auto": FlashInfer on a GPU, "flex" where it is not installed and on ROCm
                 (untested), "torch" (the reference) on a CPU. "flex": FlexAttention, compiled at the first rounds; no
                 CUDA graphs. "batch_invariant": results do not depend on the batch, so half precision gives the same
-                tokens with and without speculation; slower (README), needs CUDA graphs.
+                tokens with and without speculation; slower, needs CUDA graphs.
             dtype: "auto" (float32 on a CPU, else the checkpoint's), a torch dtype or its name. device: default CUDA if
                 there is one. tokenizer: or its folder or hub name; default the target's; needed where that has no name.
-            max_model_len: most tokens of one request; default the model's limit, or the length where its rotary
-                embedding starts to depend on the batch's longest request (longrope, dynamic).
-            max_num_seqs, max_num_batched_tokens: most requests in one batch, and tokens of one forward.
-            max_num_prefill_tokens: most prompt tokens of a forward in which other requests decode, and wait for it.
+            max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding changes.
+            max_num_seqs, max_num_batched_tokens: most requests in one batch, and tokens of one forward;
+                max_num_prefill_tokens: prompt tokens of one in which other requests decode, and wait for it.
             page_size: tokens a page of the KV cache. kv_cache_tokens: its size, in tokens of layers that see all;
                 default max_num_seqs full-length requests, within gpu_memory_utilization, or 1 GiB on a CPU.
-            kv_cache_dtype: "auto" (the model's) or "fp8": the target's cache in 8 bits (e4m3). That changes the model's
-                tokens a little, with and without speculation alike.
-            kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
-                the checkpoint's calibrated ones (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
+            kv_cache_dtype: "auto" (the model's), or "fp8": the target's in 8 bits (e4m3), which changes its tokens a
+                little, drafted or not. kv_cache_scales: with it, (of keys, of values) of each layer: x / scale is
+                stored. Default the checkpoint's (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
             kv_cache_layout: inside a page, "NHD" or "HND", which changes no token; "auto": HND on Blackwell, else NHD.
             hybrid_kv_cache: beside layers that see further, layers with a sliding window (Gemma 3, gpt-oss, …) or in
-                chunks (Llama 4) free pages they passed: more requests fit. False: all keep all keys.
-            enable_prefix_caching: reuse pages of earlier requests with the same first tokens; least recently used ones
-                are evicted. "auto": if possible (see `describe`); True: else an error. May change half-precision
-                tokens, but not with "batch_invariant". Also SamplingParams.cache_prefix.
+                chunks (Llama 4) free pages they passed. False: all keep all keys.
+            enable_prefix_caching: reuse pages of earlier requests with the same first tokens. "auto": if possible;
+                True: else an error. May change half-precision tokens (not with "batch_invariant").
             cascade_attention: attend pages that requests share once for all where that is faster (short queries); sums
                 are rounded in another order. Needs "flashinfer", full attention, a cache of the model's dtype.
             gpu_memory_utilization: share of the GPU's memory for model, cache and graphs.
@@ -167,10 +167,10 @@ class SpeculativeModel:
                 its family's order), and the input of its next step, "post_norm" or "pre_norm".
             head_overrides: corrections to an EAGLE head's config.json by its keys ("rope_theta", …; None removes one),
                 or "aux_layers", "feedback" ("pre_norm", "post_norm"). Facts that the tensors show cannot be overridden.
+            lookup_min, lookup_max: tokens of a lookup's shortest match, and up to which matches are compared.
             generation_config: "model": the model's own applies as in transformers' `generate`; the first request
                 refuses settings that change greedy tokens and cannot be served. "ignore": only its eos ids apply.
-            draft_sampling: drafts of sampled requests: "probabilistic", drawn from the head's own distribution, or
-                "greedy". Affects acceptance, not the distribution of answers.
+            draft_sampling: how a head drafts for sampled requests: "probabilistic" or "greedy"; answers stay the same.
             tensor_parallel_size: N GPUs of this machine (on a CPU, N processes) that share the target; see
                 docs/parallel.md. seed: of requests without one: 64 bits, signed or not.
             adapter: a peft adapter (LoRA and the like), by folder or hub name, for a target given by name.

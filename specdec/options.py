@@ -156,6 +156,12 @@ class LoadOptions:
             _NO_TRAINING,
         ),
     )
+    lookup_min: int = field(
+        default=3, metadata=_about(Whole(1, 16), "Tokens of the shortest match of draft=lookup.", _NO_TRAINING)
+    )
+    lookup_max: int = field(
+        default=32, metadata=_about(Whole(1), "Tokens up to which its matches are compared.", _NO_TRAINING)
+    )
     generation_config: Use = field(
         default="model",
         metadata=_about(

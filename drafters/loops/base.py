@@ -40,10 +40,12 @@ class Draft:
     Attributes:
         token_ids: [R, n] int64 target-vocabulary ids, n = number of steps made.
         probs: [R, n, Vd] draft distributions; None when every draft is greedy (one-hot q), or q is kept elsewhere.
+        replaced: [R, n] bool, drafts that were put in place of those that `probs` are of: their q is one-hot.
     """
 
     token_ids: torch.Tensor
     probs: torch.Tensor | None
+    replaced: torch.Tensor | None = None
 
     @classmethod
     def of(cls, token_ids: Sequence[torch.Tensor], probs: Sequence[torch.Tensor | None]) -> Draft:

@@ -60,6 +60,19 @@ def fill_drafts(round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
     return round_.token_ids.index_copy_(0, round_.draft_places, chosen)
 
 
+def filled_drafts(round_: DeviceRound, token_ids: torch.Tensor, draft: Draft | None) -> Draft:
+    """All drafts of a round of which the host has given some: [J, n], from token ids with all drafts in their places.
+
+    draft: those of a draft loop, in the order of the round; None where all are given.
+    """
+    filled = token_ids[round_.logits_indices[round_.logit_index[:, 1:]]]
+    if draft is None or draft.probs is None:
+        return Draft(filled, None)
+    replaced = torch.ones_like(draft.token_ids, dtype=torch.bool)
+    replaced.view(-1)[round_.draft_sources] = False
+    return Draft(filled, draft.probs, replaced)
+
+
 def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab: DraftVocab | None) -> PackedResult:
     """Decide which drafts are accepted, by logits [R', V] of the decided rows, and pack the result for the host."""
     if round_.sampling is None:
@@ -138,5 +151,8 @@ def _judge_sampled(
     if draft is not None and draft.probs is not None and vocab is not None:
         q = p.new_zeros(num_rows, width - 1, p.shape[2])
         q[: len(draft.probs)] = vocab.scatter(draft.probs)
+        if draft.replaced is not None:
+            certain = torch.zeros_like(q).scatter_(2, drafts[:, :, None], 1.0)[: len(draft.probs)]
+            q[: len(draft.probs)] = torch.where(draft.replaced[:, :, None], certain, q[: len(draft.probs)])
     inputs = SampledInputs(p, q, sampling.accept_uniform, sampling.next_uniform)
     return accept_sampled(drafts, round_.num_drafts, inputs)

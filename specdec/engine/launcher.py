@@ -198,16 +198,19 @@ class Lookahead:
     def before_read(self, current: VerifyingRound) -> LaunchedRound | None:
         """Reserve the round after a drafted or a chained one while the device verifies; after a chained one, launch it.
 
-        A row that the read ends is computed once more in vain; its pages are reused only after that round.
+        Where a row awaits drafts of the host, the read comes first. A row that the read ends is computed once more in
+        vain; its pages are reused only after that round.
         """
-        verification = current.verification
+        verification, rows = current.verification, current.schedule.rows
+        if isinstance(verification, ChainedVerification) and self._table.awaited[rows].any():
+            return None
         self._reserved = self._reserve(current.schedule)
         if self._reserved is None or not isinstance(verification, ChainedVerification):
             return None
-        none = np.zeros(len(current.schedule.rows), np.int64)
+        none = np.zeros(len(rows), np.int64)
         target = target_after(current.target, self._table, self._reserved, none, none)
         self._launcher.group.before_launch(target)
-        sampling = sampling_round(target, current.schedule.rows, self._table)
+        sampling = sampling_round(target, rows, self._table)
         device, following = verification.launch_next(target, sampling)
         return self._launcher.launched(current.schedule, target, device, None, following)
 

@@ -198,6 +198,8 @@ class Scheduler:
         allowed = self.drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows], table.longest[rows])
         # A row whose bonus token alone is pending was in the last batch, whose aux hidden states the head starts from.
         prefilling = table.prefilling(rows)
+        if self.head_pages is None:
+            allowed = np.minimum(allowed, table.num_given[rows])
         drafts = np.where(prefilling, 0, allowed)
         if drafts.all():
             return Schedule(rows, pending, drafts)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 
 from drafters.loops.base import Draft, DraftInput
-from specdec.acceptance.judge import DraftVocab, choose_greedy, choose_sampled, fill_drafts, in_order, judge
+from specdec.acceptance.judge import (
+    DraftVocab,
+    choose_greedy,
+    choose_sampled,
+    fill_drafts,
+    filled_drafts,
+    in_order,
+    judge,
+)
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
 from specdec.execution.base import Drafter, Verification
@@ -66,7 +74,10 @@ class EagerExecutor:
             draft = in_order(draft, device)
         if draft is not None and self.target.group.size > 1:
             self.target.group.share(draft.token_ids)
-        output = self.target.forward(fill_drafts(device, draft), planned, device.logits_indices)
+        token_ids = fill_drafts(device, draft)
+        if round_.target.given is not None:
+            draft = filled_drafts(device, token_ids, draft)
+        output = self.target.forward(token_ids, planned, device.logits_indices)
         logits, extras = output.logits, round_.target.extras
         notes: tuple[torch.Tensor, ...] = ()
         if self._adjusting:

@@ -23,7 +23,7 @@ import torch
 
 from attention.hf.gate import gate_of
 from drafters.loops.base import Draft, DraftInput, GraphLoop, StaticLoop, StaticSteps
-from specdec.acceptance.judge import fill_from_loop, judge_from_loop
+from specdec.acceptance.judge import fill_from_loop, filled_drafts, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.compiling import (
     compiled,
@@ -103,16 +103,16 @@ class GraphExecutor:
         most = PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens)
         self.reads = HostReads(most, device, target.group)
         self.before_capture: Callable[[], None] | None = None
-        self._nobody = empty_target(config)
-        self._query_len = config.num_speculative_tokens + 1
-        rows = graph_rows(config.max_num_seqs, self._query_len)
+        fixed = config if drafter is not None else replace(config, num_speculative_tokens=0)
+        self._query_len = fixed.num_speculative_tokens + 1  # drafts that the host knows have rounds of any shape
+        rows, self._nobody = graph_rows(config.max_num_seqs, self._query_len), empty_target(fixed)
         self._sizes, self._sent = rows[::-1], 0
         self._sampling = FixedSampling(step_rows(rows[0]) + 1, config.num_speculative_tokens, device)
         self._drawn: SampledDrafts | None = None
         drafting = drafter is not None and self._query_len > 1
         self._num_modules = drafter.loop.num_modules if drafter is not None and drafting else 0
         self._transfer = AheadTransfer(self._num_modules, config, device)
-        self._fixed = {n: fixed_target(config, n, self._num_modules, device) for n in rows}
+        self._fixed = {n: fixed_target(fixed, n, self._num_modules, device) for n in rows}
         self._loop: StaticLoop | None = None
         self._steps: dict[int, StaticSteps] = {}
         self._buckets: dict[int, Bucket] = {}
@@ -261,7 +261,10 @@ class GraphExecutor:
         device = round_.sent.verification
         if draft is not None and self._loop is not None:
             self._target.group.share(self._loop.drafts)
-        logits = self._ragged.logits(fill_from_loop(device, draft), device.metadata, device.logits_indices)
+        token_ids = fill_from_loop(device, draft)
+        if round_.target.given is not None:
+            draft = filled_drafts(device, token_ids, draft)
+        logits = self._ragged.logits(token_ids, device.metadata, device.logits_indices)
         extras = round_.target.extras
         changed = rewritten(self._extras, extras, adjusted(self._extras, logits, device), device)
         result = self._decide(changed, device, draft, round_.sampling)
@@ -350,6 +353,8 @@ class GraphExecutor:
         Before position M-1 a request has no rows yet for the later ones of M modules; a fixed shape has them all.
         """
         if not target.only_bonus_tokens or (self._num_modules > 1 and target.start.min() < self._num_modules - 1):
+            return None
+        if target.given is not None:
             return None
         return self._fitting(len(target.start))
 

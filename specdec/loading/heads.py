@@ -111,11 +111,35 @@ def is_available(target: str) -> bool:
     return is_hub_name(target) and isinstance(try_to_load_from_cache(target, "config.json"), str)
 
 
-MTP_HEAD = "mtp"
+MTP_HEAD, LOOKUP = "mtp", "lookup"
 _NO_EAGLE = (
     "they are read with an EAGLE head's configuration, and this is a multi-token-prediction module, for which "
     "mtp_concat and mtp_feedback say how it is read"
 )
+
+
+def split_draft(draft: Any) -> tuple[Any, bool]:
+    """The head that a draft names, or None, and whether requests draft by lookup (besides).
+
+    draft: a head (by name or loaded), "lookup", [head, "lookup"] or "HEAD,lookup".
+
+    Raises:
+        InvalidInputError: a list that is no head and "lookup".
+
+    >>> split_draft("lookup"), split_draft("auto,lookup"), split_draft(["mtp", "lookup"]), split_draft("auto")
+    ((None, True), ('auto', True), ('mtp', True), ('auto', False))
+    """
+    if isinstance(draft, (str, Path)):
+        head, comma, last = str(draft).rpartition(",")
+        if last.strip() != LOOKUP:
+            return draft, False
+        return (head.strip() if comma else None), True
+    if not isinstance(draft, (list, tuple)):
+        return draft, False
+    heads = [each for each in draft if not isinstance(each, str) or each != LOOKUP]
+    if len(heads) > 1 or len(draft) - len(heads) != 1:
+        raise InvalidInputError(f'draft={short(draft)}: of lists, allowed are [head, "lookup"] and ["lookup"]')
+    return (heads[0] if heads else None), True
 
 
 def resolve_head(draft: str | Path, target_name: str | None) -> str:

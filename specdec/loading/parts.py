@@ -26,13 +26,13 @@ from specdec.loading.backends import (
 )
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.groups import Division, Rows, TokenBytes, divide_cache, token_bytes
-from specdec.loading.heads import check_without_head, load_head
+from specdec.loading.heads import check_without_head, load_head, split_draft
 from specdec.loading.kv_scales import chosen_scales
 from specdec.loading.memory import check_counts, check_page_size, check_sizes_fit, check_tables_fit
 from specdec.loading.objects import check_head_type
 from specdec.loading.pairs import load_pair
 from specdec.loading.progress import log
-from specdec.loading.sizes import long_rope_extras, num_drafts
+from specdec.loading.sizes import long_rope_extras, lookup_extras, num_drafts
 from specdec.loading.sizes import max_model_len as max_model_len_of
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
@@ -58,6 +58,7 @@ def load_parts(
         InvalidInputError: an option that does not fit these; CacheTooSmallError: no room for the caches.
     """
     check_counts(options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len)
+    draft, lookup = split_draft(draft)
     if draft is not None:
         check_head_type(draft)
     opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, group))
@@ -74,7 +75,7 @@ def load_parts(
     log.info("loading the head")
     with pair.explained():
         head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
-    parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group)
+    parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup)
     if isinstance(draft, (str, Path)):
         self_test_head(head, model, tokenizer, parts.config.num_speculative_tokens)
     return parts
@@ -124,6 +125,7 @@ def _sized(
     backend: AttentionBackend,
     options: LoadOptions,
     group: Group,
+    lookup: bool,
 ) -> Parts:
     """The sizes of an engine for these parts, and the features that are on. Raises where memory cannot hold them."""
     device, page_size = probed.model.device, options.page_size
@@ -134,13 +136,14 @@ def _sized(
     format = kv_format(options.kv_cache_dtype, *scales)
     check_format_fits(probed, format)
     k, seqs, most = options.num_speculative_tokens, options.max_num_seqs, options.max_num_batched_tokens
-    rows = Rows(num_drafts(k, head), longest, seqs, most, page_size)
+    rows = Rows(num_drafts(k, head, lookup), longest, seqs, most, page_size)
     sizes = token_bytes(probed, head, format, longest, options.hybrid_kv_cache)
     states, extras = _states(probed, rows)
     cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
     tokens, *others = group.least([cache.tokens, *cache.windowed])  # their schedules must be the same
     cache = Division(tokens, tuple(others))
     extras += (*long_rope_extras(probed.model, longest), ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
+    extras += lookup_extras(options) if lookup else ()
     config = _config(rows, cache, sizes, extras, options)
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))

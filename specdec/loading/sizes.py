@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attention.hf.model_specific import dense_up_to
 from drafters.base import Head
 from specdec.errors import InvalidInputError
+from specdec.options import LoadOptions
 from specdec.rounds.extras import RoundExtra
 from specdec.user_warnings import warn_user
 from specdec.values import short
@@ -63,16 +64,20 @@ def _cuda_devices() -> str:
     return "".join([", cuda", *(f", cuda:{i}" for i in range(count))]) if count else " (there is no CUDA device here)"
 
 
-DEFAULT_DRAFTS = 5
+DEFAULT_DRAFTS, LOOKUP_DRAFTS = 5, 8
 
 
-def num_drafts(asked: int | None, head: Head | None) -> int:
-    """K: the given one, else 5 with a head and 0 without. Raises InvalidInputError: drafts without a head."""
-    if head is None and asked:
-        raise InvalidInputError(f"num_speculative_tokens={asked} needs a draft head: give draft=…")
-    if asked is None:
-        return 0 if head is None else DEFAULT_DRAFTS
-    return asked
+def num_drafts(asked: int | None, head: Head | None, lookup: bool = False) -> int:
+    """K: the given one, else 5 with a head, 8 with drafts by lookup alone, and 0 without drafts.
+
+    Raises:
+        InvalidInputError: drafts that nothing makes.
+    """
+    if asked and head is None and not lookup:
+        raise InvalidInputError(f'num_speculative_tokens={asked} needs a draft head, or "lookup": give draft=…')
+    if asked is not None:
+        return asked
+    return DEFAULT_DRAFTS if head is not None else LOOKUP_DRAFTS if lookup else 0
 
 
 def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
@@ -125,6 +130,18 @@ def long_rope_extras(model: PreTrainedModel, longest: int) -> tuple[RoundExtra, 
     from specdec.extras.long_factors import LongFactors
 
     return (LongFactors(found.rule),)
+
+
+def lookup_extras(options: LoadOptions) -> tuple[RoundExtra, ...]:
+    """The extra of drafts by lookup. Raises InvalidInputError: its longest match is shorter than its shortest."""
+    from specdec.extras.lookup_drafts import LookupDrafts
+
+    if options.lookup_max < options.lookup_min:
+        raise InvalidInputError(
+            f"lookup_max={options.lookup_max}: allowed is lookup_min={options.lookup_min} or more, up to which tokens "
+            "of a match are compared"
+        )
+    return (LookupDrafts(options.lookup_min, options.lookup_max),)
 
 
 def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:

@@ -82,11 +82,11 @@ def _model_rows(model: Any) -> list[tuple[str, str]]:
     served = ("served", f"{tau_words(stats.tau)} in {stats.requests} requests" if stats.requests else "no requests yet")
     if "engine" not in vars(model):
         return [("target", name), ("state", "closed"), served]
-    head = "no head" if model.head is None else type(model.head).__name__
+    heads = [] if model.head is None else [type(model.head).__name__]
     return [
         ("target", name),
-        ("head", head),
-        ("drafts", f"K={config.num_speculative_tokens if model.head is not None else 0}"),
+        ("head", " and ".join([*heads, *(e.drafts for e in config.extras if e.drafts)]) or "no head"),
+        ("drafts", f"K={config.num_speculative_tokens}"),
         ("runs as", device),
         ("attention", model.backend_name),
         served,

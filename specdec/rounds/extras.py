@@ -64,10 +64,12 @@ class RoundExtra:
         refuses_handoff: why a request cannot go on in another engine, in words; "" where all that it needs there is
             moved, or follows from its tokens.
         rewrites: whether it has a `rewrite`.
+        drafts: its name, where its columns give rows drafts (`RowTable.give`); else "".
     """
 
     refuses_handoff: ClassVar[str] = ""
     rewrites: ClassVar[bool] = False
+    drafts: ClassVar[str] = ""
 
     @property
     def rereads(self) -> bool:

@@ -102,6 +102,8 @@ class RowTable:
         longest [R]: positions that rounds of the row may reach: max_model_len, but where the row is read again beyond
             a length. variant [R]: of its keys and values; for both see `specdec.rounds.extras.RoundExtra`.
         drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
+        given [R, n] int32, num_given [R]: drafts of the row's next round that the host knows, see `give`. awaited [R]
+            bool: there may be some for the round after it.
         key [R] uint64: randomness. eos [R, E] int64: ids that end it, then -1. temperature, top_k, top_p, min_p [R].
         extras: the columns of the engine's extras.
     """
@@ -120,6 +122,8 @@ class RowTable:
         self.variant = np.zeros(max_rows, np.int64)
         self.drafts = np.zeros(max_rows, np.int64)
         self.previous = np.full(max_rows, -1, np.int64)
+        self.given, self.num_given = np.zeros((max_rows, 0), np.int32), np.zeros(max_rows, np.int64)
+        self.awaited = np.zeros(max_rows, np.bool_)
         self.key = np.zeros(max_rows, np.uint64)
         self.eos = np.full((max_rows, 1), -1, np.int64)
         self._sampling = SamplingArrays.of([SamplingParams()] * max_rows)
@@ -159,6 +163,7 @@ class RowTable:
         self.computed[row] = self.begin[row] = self.head_computed[row] = begin
         self.prefill[row] = len(tokens) if prefill is None else prefill
         self.drafts[row], self.previous[row], self.key[row] = drafts, -1, key
+        self.num_given[row], self.awaited[row] = 0, False
         self._set_eos(row, eos_ids)
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(self._sampling, name)[row] = getattr(params, name)
@@ -173,13 +178,28 @@ class RowTable:
         self.eos[row] = -1
         self.eos[row, : len(eos_ids)] = eos_ids
 
+    def give(self, row: int, token_ids: Sequence[int], awaited: bool) -> None:
+        """Drafts of the row's next round, after its last committed token; an extra gives them anew after each commit.
+
+        Without a head they are the row's drafts, with one they replace as many of the head's.
+
+        awaited: whether there may be some after that round, too. A round without drafts is launched before the last one
+            is read where no row awaits any: so a row that did not await drafts must not be given them, in any engine.
+        """
+        self.awaited[row] = awaited
+        count = len(token_ids)
+        if count > self.given.shape[1]:
+            self.given = np.pad(self.given, ((0, 0), (0, count - self.given.shape[1])))
+        self.given[row, :count] = token_ids
+        self.num_given[row] = count
+
     def leave_unfiltered(self, row: int) -> None:
         """Rounds apply no filter to this row's distribution, only its temperature: an extra filters its logits."""
         self._sampling.top_k[row], self._sampling.top_p[row], self._sampling.min_p[row] = 0, 1.0, 0.0
 
     def close(self, row: int) -> None:
         """Give a row back."""
-        self.previous[row] = -1
+        self.previous[row], self.num_given[row], self.awaited[row] = -1, 0, False
         for columns in self.extras:
             columns.close(row)
         self._free.append(row)

@@ -116,6 +116,7 @@ class TargetArrays:
         begins: [B] the first position that each row reads itself, see `RowTable.begin`; None where all begin at 0.
         num_arrived: see `Schedule.num_arrived`.
         extras: arrays of each of the engine's extras or None; see `ExtraColumns.scheduled`.
+        given: [R, n] int32 drafts that the host knows, -1 where the row's drafts are on the device; None where all are.
     """
 
     start: np.ndarray
@@ -133,6 +134,7 @@ class TargetArrays:
     begins: np.ndarray | None = None
     extras: tuple[BatchExtra | None, ...] = ()
     num_arrived: int = 0
+    given: np.ndarray | None = None
 
     @cached_property
     def lens(self) -> np.ndarray:
@@ -185,11 +187,17 @@ class TargetArrays:
             batch = replace(batch, extras=extras)
         indices = np.repeat(bonus - first, counts) + np.arange(int(counts.sum()))
         more = [extra.more_logits for extra in extras if isinstance(extra, NeedsLogits)]
+        places = np.flatnonzero(drafted)
+        sources = np.flatnonzero(width <= self.drafts[: self.num_drafting, None])
+        if self.given is not None:
+            given = self.given.reshape(-1)[sources]
+            token_ids[places[given >= 0]] = given[given >= 0]
+            places, sources = places[given < 0], sources[given < 0]
         return TargetInputs(
             batch=batch,
             token_ids=token_ids,
-            draft_places=np.flatnonzero(drafted),
-            draft_sources=np.flatnonzero(width <= self.drafts[: self.num_drafting, None]),
+            draft_places=places,
+            draft_sources=sources,
             logits_indices=np.concatenate([indices, *more]) if more else indices,
             logit_index=logit_index,
             num_drafts=self.num_drafts,
@@ -227,6 +235,7 @@ def target_arrays(
         begins=table.begin[rows],
         extras=tuple([None if columns.idle else columns.scheduled(table, schedule) for columns in table.extras]),
         num_arrived=schedule.num_arrived,
+        given=_given(schedule, table),
     )
     lens, num_drafts = schedule.num_new + schedule.num_drafts, schedule.num_drafts
     vars(target).update(  # which the next steps read anyway
@@ -236,6 +245,17 @@ def target_arrays(
         max_drafts=int(num_drafts.max(initial=0)),
     )
     return target
+
+
+def _given(schedule: Schedule, table: RowTable) -> np.ndarray | None:
+    """See `TargetArrays.given`: of rows that have been given as many drafts as they may have."""
+    drafts = schedule.num_drafts[: schedule.num_drafting]
+    rows = schedule.rows[: len(drafts)]
+    taken = table.num_given[rows] >= drafts
+    taken[len(drafts) - schedule.num_arrived :] = False  # they have brought their own
+    if not taken.any():
+        return None
+    return np.where(taken[:, None], table.given[rows, : drafts.max()], -1)
 
 
 def target_after(

@@ -1,0 +1,129 @@
+"""TokenIndex: where the last tokens of a text have stood before, and what followed them. Neither numpy nor torch.
+
+The last place of every n-gram of the least length stands in a dictionary, the place before that in a list: a chain of
+places, from the last one back. A match is looked for at the first few places of a chain, by comparing tokens backwards.
+So what is found depends on the text alone, and never on when it was looked for: a request that is read again drafts as
+it would have.
+
+Source: prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding); the number of drafts by length and count
+of the match after SuffixDecoding (Oliaro et al. 2024, section 4); chains of places as in RFC 1951, section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+PLACES = 8
+"""Places of an n-gram that are compared, from the last one back: it bounds the time of a look."""
+END = -1
+"""Stands between two texts of an index: no token id, so that no match reaches from one into the other."""
+_BASE = 1 << 32
+"""Larger than every token id, so that two n-grams never have one key."""
+
+
+class Match(NamedTuple):
+    """The longest match of the last tokens of a text.
+
+    Attributes:
+        place: where its last token stands in the index; -1 for none. length: tokens that are equal, at most `longest`.
+        agreeing: how many of the places that match so far go on with the same token, this one included; 1 of the longest.
+    """
+
+    place: int
+    length: int
+    agreeing: int
+
+
+class TokenIndex:
+    """The n-grams of a text that grows at its end.
+
+    Appending a token and looking for a match take the same time however long the text is; a token takes 150 bytes.
+
+    Attributes:
+        tokens: the text.
+    """
+
+    def __init__(self, least: int, longest: int) -> None:
+        """least: tokens of the shortest match. longest: longer matches are not told apart."""
+        self.tokens: list[int] = []
+        self._least, self._longest = least, longest
+        self._modulus = _BASE ** (least - 1)
+        self._key = 0
+        self._last: dict[int, int] = {}
+        self._before: list[int] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens.
+
+        >>> index = TokenIndex(2, 8)
+        >>> index.extend([5, 6, 7, 5, 6])
+        >>> index.longest(index.tokens), index.propose(4)
+        (Match(place=1, length=2, agreeing=1), [7, 5])
+        """
+        key, modulus, last, before = self._key, self._modulus, self._last, self._before
+        first = len(self.tokens)
+        self.tokens.extend(tokens)
+        for place, token in enumerate(tokens, first):
+            key = (key % modulus) * _BASE + token
+            before.append(last.get(key, -1))
+            last[key] = place
+        self._key = key
+
+    def longest(self, text: Sequence[int]) -> Match:
+        """The longest match of the last tokens of `text`: this index's own, or any other; the last one of several."""
+        own, end = text is self.tokens, len(text) - 1
+        if own:
+            place = self._before[end] if end + 1 >= self._least else -1
+        elif end + 1 < self._least:
+            place = -1
+        else:
+            key = 0
+            for token in text[end + 1 - self._least :]:
+                key = key * _BASE + token
+            place = self._last.get(key, -1)
+        found: list[tuple[int, int]] = []
+        while place >= 0 and len(found) < PLACES:
+            found.append((self._common(text, place), place))
+            if found[-1][0] == self._longest:
+                break
+            place = self._before[place]
+        return self._best(found)
+
+    def propose(self, most: int, text: Sequence[int] | None = None) -> list[int]:
+        """At most `most` tokens that followed the longest match of the last tokens, one for each token of it and place
+        that agrees; [] without a match. A match that reaches into what follows it is a period: it goes on.
+
+        text: whose last tokens; default this index's own.
+
+        >>> index = TokenIndex(2, 8)
+        >>> index.extend([1, 2, 3, 1, 2, 3, 1])
+        >>> index.propose(6)
+        [2, 3, 1, 2]
+        """
+        match = self.longest(self.tokens if text is None else text)
+        return self.following(match, min(most, match.length * match.agreeing))
+
+    def following(self, match: Match, count: int) -> list[int]:
+        """The next `count` tokens after a match, fewer where another text begins."""
+        first, end = match.place + 1, len(self.tokens)
+        found = self.tokens[first : first + count]
+        while len(found) < count and end > first:
+            found += self.tokens[first:end][: count - len(found)]
+        return found[: found.index(END)] if END in found else found
+
+    def _common(self, text: Sequence[int], place: int) -> int:
+        """How many tokens up to `place` are those at the end of `text`, at most `longest`."""
+        tokens, i, most = self.tokens, len(text) - 1, min(self._longest, place + 1, len(text))
+        count = 0
+        while count < most and tokens[place - count] == text[i - count]:
+            count += 1
+        return count
+
+    def _best(self, found: Sequence[tuple[int, int]]) -> Match:
+        """The longest of (length, place)."""
+        length, place = max(found, default=(0, -1))
+        if length < self._least or place + 1 >= len(self.tokens):
+            return Match(-1, 0, 0)
+        token = self.tokens[place + 1]
+        return Match(place, length, sum(self.tokens[p + 1] == token for n, p in found if n == length))

@@ -1,0 +1,311 @@
+"""Drafts by lookup in an engine: greedy tokens of `generate`, drafts of an index made anew, distributions, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import (
+    bigram_logits,
+    engine_of,
+    free_everywhere,
+    hf_greedy,
+    launch_ahead,
+    random_prompts,
+    scheduler_of,
+    table_head,
+    tiny_llama,
+    wrap,
+)
+from scipy import stats
+
+from drafters.loops.lookup import TokenIndex
+from specdec.acceptance import judge
+from specdec.errors import InvalidInputError
+from specdec.execution import eager
+from specdec.extras.lookup_drafts import LookupColumns
+from specdec.requests.sampling import SamplingParams
+from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
+
+NEW = 30
+ASKED = random_prompts((5, 9, 1, 7, 4, 11))
+QUOTES = [[*prompt, *hf_greedy(prompt, 12), *prompt] for prompt in ASKED]
+"""Prompts whose answers stand in them."""
+GREEDY = SamplingParams(NEW, return_drafts=True)
+LEAST, LONGEST = 2, 8
+LOOKUP: dict[str, Any] = {"lookup_min": LEAST, "lookup_max": LONGEST}
+
+
+def looking_up(draft: Any = "lookup", **options: Any) -> Any:
+    return wrap(tiny_llama(), draft, **{**LOOKUP, "num_speculative_tokens": 4, **options})
+
+
+def proposed(text: list[int], k: int, least: int = LEAST) -> list[int]:
+    """What an index made anew proposes after a text; nothing at the first token of a match."""
+    index = TokenIndex(least, LONGEST)
+    index.extend(text[:-1])
+    if not index.propose(1):
+        return []
+    index.extend(text[-1:])
+    return index.propose(k)
+
+
+def wrong_drafts(prompt: list[int], completion: Any, k: int, least: int = LEAST) -> list[int]:
+    """The rounds whose drafts are not those of an index made anew of the tokens before them."""
+    text, found = [*prompt, completion.token_ids[0]], []
+    left = len(prompt) + NEW
+    for number, own in enumerate(completion.drafts):
+        if list(own) != proposed(text, k, least)[: max(left - len(text) - 1, 0)]:
+            found.append(number)
+        text += completion.token_ids[len(text) - len(prompt) :][: completion.stats.rounds[number].accepted + 1]
+    return found
+
+
+def acceptance(completions: list[Any]) -> tuple[int, int]:
+    rounds = [r for completion in completions for r in completion.stats.rounds]
+    return sum(r.accepted for r in rounds), sum(r.drafted for r in rounds)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("k", "least"), [(1, 1), (4, 2), (7, 3)])
+def test_greedy_tokens_and_drafts_are_exact(k: int, least: int, ahead: bool) -> None:
+    """With prompts in chunks, rows that wait for a row, and pages of each other's prompts."""
+    model = looking_up(num_speculative_tokens=k, lookup_min=least, max_num_batched_tokens=max(24, 3 * (k + 1)))
+    launch_ahead(model, ahead)
+    prompts = [*QUOTES, *ASKED, *QUOTES[:2]]
+    found = model.generate(prompts, GREEDY)
+    for prompt, completion in zip(prompts, found, strict=True):
+        assert completion.token_ids == hf_greedy(prompt, NEW)
+        assert wrong_drafts(prompt, completion, k, least) == []
+    accepted, drafted = acceptance(found)
+    assert accepted > 100 and drafted > accepted and free_everywhere(model)
+    assert any(r.drafted == 0 for c in found for r in c.stats.rounds), "rows without a match have no drafts"
+
+
+@pytest.mark.parametrize("pages", [84, 400])
+def test_preempted_requests_draft_as_they_would_have(pages: int) -> None:
+    """Their index is made anew, and sampled tokens depend on each round's drafts."""
+    params = [replace(GREEDY, temperature=0.4 * (i % 2), seed=i) for i in range(len(QUOTES))]
+    alone = looking_up(max_num_seqs=1, max_model_len=60)
+    right = [alone.generate([p], [own])[0] for p, own in zip(QUOTES, params, strict=True)]
+    model = looking_up(kv_cache_tokens=pages, max_model_len=60, enable_prefix_caching=False)
+    found = model.generate(QUOTES, params)
+    assert [(c.token_ids, c.drafts) for c in found] == [(c.token_ids, c.drafts) for c in right]
+    assert (model.engine_stats.preemptions > 0) == (pages == 84)
+
+
+def test_an_interrupt_at_any_round_changes_nothing() -> None:
+    model = looking_up()
+    right = [(c.token_ids, c.drafts) for c in model.generate(QUOTES[:3], GREEDY)]
+    engine = engine_of(model)
+    for at in range(2, 9):
+        numbers, ends, plain, left = [engine.submit(q, GREEDY) for q in QUOTES[:3]], {}, model.executor.verify, [at]
+
+        def verify(*given: Any, plain: Any = plain, left: list[int] = left) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            return plain(*given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model.executor, "verify", verify, raising=False)
+            while engine.has_work:
+                try:
+                    updates = engine.step()
+                except KeyboardInterrupt:
+                    updates = engine.reported
+                ends |= {update.request_id: update.completion for update in updates if update.completion}
+        assert left[0] < 0 and [(ends[n].token_ids, ends[n].drafts) for n in numbers] == right
+
+
+def test_rounds_from_graphs(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
+    """Rounds without drafts are launched before the last is read; one round after a match, none is."""
+    options = {**LOOKUP, "num_speculative_tokens": 4}
+    params = [replace(GREEDY, temperature=0.4 * (i % 2), seed=i) for i in range(len(QUOTES))]
+    model = with_graphs("lookup", **options)
+    for own in ([GREEDY] * len(QUOTES), params):
+        right = looking_up().generate(QUOTES, own)
+        found = model.generate(QUOTES, own)
+        assert [c.token_ids for c in found] == [c.token_ids for c in right]
+    assert acceptance(found)[0] > 20
+    chained = [r.drafted for c in found for r in c.stats.rounds].count(0)
+    assert chained > 3 and model.describe()["graphs"]["state"] == "on"
+
+
+def test_rounds_ahead_while_nothing_matches(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
+    model = with_graphs("lookup", **LOOKUP, num_speculative_tokens=4, max_num_seqs=1)
+    plain = with_graphs(None, max_num_seqs=1)
+    ids = [list(range(3, 33))]
+    for each in (model, plain):
+        launched: list[Any] = []
+        chain = each.executor.launch_next
+        each.executor.launch_next = lambda *given, chain=chain, seen=launched: (seen.append(1), chain(*given))[1]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TokenIndex, "propose", lambda self, most: [])
+            assert each.generate(ids, SamplingParams(20))[0].token_ids == hf_greedy(ids[0], 20)
+        assert len(launched) == 18
+
+
+def transitions(model: Any, prompts: list[list[int]], vocab: int) -> np.ndarray:
+    """[V, V]: how often each token followed each, in sampled answers."""
+    counts = np.zeros((vocab, vocab))
+    params = [SamplingParams(40, temperature=1.0, seed=i) for i in range(len(prompts))]
+    for prompt, completion in zip(prompts, model.generate(prompts, params), strict=True):
+        text = [prompt[-1], *completion.token_ids]
+        np.add.at(counts, (text[:-1], text[1:]), 1)
+    return counts
+
+
+def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
+    """Of all rows of a table of transitions, cells with fewer than 5 expected ones together."""
+    expected = probs * counts.sum(1, keepdims=True)
+    small = expected < 5
+    cells = [(counts[~small], expected[~small])]
+    if expected[small].sum() >= 5:
+        cells.append((np.array([counts[small].sum()]), np.array([expected[small].sum()])))
+    found, right = (np.concatenate(each) for each in zip(*cells, strict=True))
+    return float(stats.chi2.sf(float(((found - right) ** 2 / right).sum()), len(found) - len(counts)))
+
+
+def keep_q_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = judge.filled_drafts
+    monkeypatch.setattr(eager, "filled_drafts", lambda *given: replace(plain(*given), replaced=None))
+
+
+def drafts_are_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepted whatever the target thinks of them."""
+    plain = judge.accept_sampled
+    monkeypatch.setattr(
+        judge,
+        "accept_sampled",
+        lambda drafts, n, inputs: plain(drafts, n, replace(inputs, accept_uniform=inputs.accept_uniform * 0.5)),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("beside", "plant"), [(False, None), (True, None), (True, keep_q_of_the_head), (False, drafts_are_certain)]
+)
+def test_sampled_tokens_have_the_targets_distribution(
+    beside: bool, plant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 answers of 40 tokens, each token after the one before it: a bigram model says what follows what."""
+    vocab = 16
+    target = tiny_llama(vocab, context=0.0)
+    probs = torch.softmax(bigram_logits(target).double() / 1.0, 1).numpy()
+    draft = [table_head(target, disturbance=2.0), "lookup"] if beside else "lookup"
+    model = wrap(target, draft, lookup_min=1, lookup_max=4, num_speculative_tokens=1 if beside else 3, max_num_seqs=6)
+    if plant is not None:
+        plant(monkeypatch)
+    prompts = random_prompts([9] * 300, vocab_size=vocab)
+    counts = transitions(model, prompts, vocab)
+    assert counts.sum() == 12_000 and model.engine_stats.tau > 1.05
+    assert (p_value(counts, probs) > 1e-3) == (plant is None)
+
+
+@pytest.mark.parametrize("k", [3, 6])
+def test_a_long_match_replaces_the_drafts_of_a_head(k: int) -> None:
+    """Where there are as many as the row may have; other rows keep the head's."""
+    model = wrap(
+        tiny_llama(),
+        [table_head(tiny_llama()), "lookup"],
+        **LOOKUP,
+        num_speculative_tokens=k,
+        max_num_batched_tokens=24,
+    )
+    head = wrap(tiny_llama(), table_head(tiny_llama()), num_speculative_tokens=k, max_num_batched_tokens=24)
+    prompts = [*QUOTES, *ASKED]
+    found, of_head = model.generate(prompts, GREEDY), head.generate(prompts, GREEDY)
+    looked_up = 0
+    for prompt, completion, own in zip(prompts, found, of_head, strict=True):
+        assert completion.token_ids == hf_greedy(prompt, NEW) == own.token_ids
+        text = [*prompt, completion.token_ids[0]]
+        for number, drafts in enumerate(completion.drafts):
+            if len(proposed(text, k)) >= len(drafts) > 0:
+                assert list(drafts) == proposed(text, k)[: len(drafts)]
+                looked_up += 1
+            text += completion.token_ids[len(text) - len(prompt) :][: completion.stats.rounds[number].accepted + 1]
+    assert looked_up > 20 and any(a.drafts != b.drafts for a, b in zip(found, of_head, strict=True))
+    assert "TableHead and lookup" in repr(model) and free_everywhere(model)
+
+
+def advanced_by_rejected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = LookupColumns.commit
+
+    def planted(self: Any, table: Any, rows: Any, committed: Any, notes: Any) -> None:
+        for row in rows.tolist():
+            if self._indexes[row] is not None and table.num_given[row] > 1:
+                self._indexes[row].extend([int(table.given[row, 1])])
+        plain(self, table, rows, committed, notes)
+
+    monkeypatch.setattr(LookupColumns, "commit", planted)
+
+
+def of_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LookupColumns, "close", lambda self, row: None)
+    plain = LookupColumns.open
+
+    def planted(self: Any, table: Any, row: int, params: Any) -> None:
+        if self._indexes[row] is None:
+            plain(self, table, row, params)
+
+    monkeypatch.setattr(LookupColumns, "open", planted)
+
+
+def one_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = TokenIndex.propose
+    monkeypatch.setattr(TokenIndex, "propose", lambda self, most: plain(self, most)[1:])
+
+
+@pytest.mark.parametrize("plant", [advanced_by_rejected_tokens, of_another_request, one_behind])
+def test_planted_defects_change_no_token_and_are_seen_in_the_drafts(
+    plant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right_propose = TokenIndex.propose
+    plant(monkeypatch)
+    model = looking_up(max_num_seqs=2)
+    found = model.generate(QUOTES, GREEDY)
+    monkeypatch.setattr(TokenIndex, "propose", right_propose)
+    assert [c.token_ids for c in found] == [hf_greedy(p, NEW) for p in QUOTES]
+    assert any(wrong_drafts(p, c, 4) for p, c in zip(QUOTES, found, strict=True))
+
+
+def test_requests_without_drafts_have_no_index_and_n_samples_have_their_own() -> None:
+    model = looking_up()
+    columns = next(each for each in scheduler_of(model)._table.extras if isinstance(each, LookupColumns))
+    assert model.generate(QUOTES[:1], SamplingParams(6, num_speculative_tokens=0))[0].stats.rounds[-1].drafted == 0
+    params = SamplingParams(NEW, temperature=0.5, seed=3, n=3, return_drafts=True)
+    found = model.generate(QUOTES[:1], params)
+    assert len({tuple(c.token_ids) for c in found}) > 1
+    for completion in found:
+        assert wrong_drafts(QUOTES[0], completion, 4) == []
+    assert columns._indexes == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "message"),
+    [
+        ("lookup", {"lookup_min": 4, "lookup_max": 3}, r"lookup_max=3: allowed is lookup_min=4 or more"),
+        (["lookup", "lookup"], {}, r'of lists, allowed are \[head, "lookup"\] and \["lookup"\]'),
+        (["a", "b"], {}, "of lists, allowed are"),
+        (None, {"num_speculative_tokens": 2}, 'num_speculative_tokens=2 needs a draft head, or "lookup"'),
+        ("lookup", {"lookup_min": 0}, "lookup_min=0"),
+    ],
+)
+def test_what_cannot_be_is_refused(draft: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        wrap(tiny_llama(), draft, **options)
+
+
+def test_what_describes_it() -> None:
+    model = looking_up(num_speculative_tokens=None, max_num_batched_tokens=27)
+    assert "lookup" in repr(model) and "K=8" in repr(model)
+    assert model.describe()["engine"]["lookup"] == {"min": LEAST, "max": LONGEST}
+
+
+def test_beside_a_head_there_are_no_graphs(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
+    with pytest.raises(InvalidInputError, match="drafts by lookup beside a head's run without CUDA graphs"):
+        with_graphs([table_head(tiny_llama()), "lookup"], **LOOKUP, num_speculative_tokens=3)
