@@ -120,6 +120,7 @@ class SpeculativeModel:
         head_overrides: Mapping[str, Any] | None = None,
         lookup_min: int = 3,
         lookup_max: int = 32,
+        lookup_shared: bool = False,
         generation_config: Use = "model",
         draft_sampling: str = "probabilistic",
         tensor_parallel_size: int = 1,
@@ -167,16 +168,15 @@ class SpeculativeModel:
                 its family's order), and the input of its next step, "post_norm" or "pre_norm".
             head_overrides: corrections to an EAGLE head's config.json by its keys ("rope_theta", …; None removes one),
                 or "aux_layers", "feedback" ("pre_norm", "post_norm"). Facts that the tensors show cannot be overridden.
-            lookup_min, lookup_max: tokens of a lookup's shortest match, and up to which matches are compared.
+            lookup_min, lookup_max, lookup_shared: where drafts by lookup are looked for, see docs/lookup.md.
             generation_config: "model": the model's own applies as in transformers' `generate`; the first request
                 refuses settings that change greedy tokens and cannot be served. "ignore": only its eos ids apply.
             draft_sampling: how a head drafts for sampled requests: "probabilistic" or "greedy"; answers stay the same.
             tensor_parallel_size: N GPUs of this machine (on a CPU, N processes) that share the target; see
                 docs/parallel.md. seed: of requests without one: 64 bits, signed or not.
             adapter: a peft adapter (LoRA and the like), by folder or hub name, for a target given by name.
-            merge_adapter: "auto" or True: add the adapter to the weights at loading, as by peft's merge_and_unload; in
-                half precision the sum is rounded once. On quantised or shared (tied) weights "auto" runs it live, True
-                is an error. False: live, as the PeftModel: more launches, nothing fused.
+            merge_adapter: "auto" or True: add the adapter to the weights at loading, as by peft's merge_and_unload; on
+                quantised or shared (tied) weights "auto" runs it live, True is an error. False: live: more launches.
             trust_remote_code: run the checkpoint's Python files (on the hub, anybody's). revision: branch, tag, commit.
 
         Raises:

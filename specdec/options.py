@@ -162,6 +162,12 @@ class LoadOptions:
     lookup_max: int = field(
         default=32, metadata=_about(Whole(1), "Tokens up to which its matches are compared.", _NO_TRAINING)
     )
+    lookup_shared: bool = field(
+        default=False,
+        metadata=_about(
+            Flag(), "Look into ended requests' texts, too; seeds then repeat no run.", _NO_TRAINING
+        ),
+    )
     generation_config: Use = field(
         default="model",
         metadata=_about(

@@ -27,7 +27,7 @@ class Match(NamedTuple):
 
     Attributes:
         place: where its last token stands in the index; -1 for none. length: tokens that are equal, at most `longest`.
-        agreeing: how many of the places that match so far go on with the same token, this one included; 1 of the longest.
+        agreeing: how many of the places that match so far go on alike, this one included; 1 where `longest` match.
     """
 
     place: int
@@ -127,3 +127,36 @@ class TokenIndex:
             return Match(-1, 0, 0)
         token = self.tokens[place + 1]
         return Match(place, length, sum(self.tokens[p + 1] == token for n, p in found if n == length))
+
+
+class SharedTexts:
+    """Texts of several requests, the last ones: at least half of `capacity` tokens, at most all of them.
+
+    Two indexes, of which the older one is dropped when the newer one has half of the tokens.
+    """
+
+    def __init__(self, least: int, longest: int, capacity: int) -> None:
+        """least, longest: see `TokenIndex`."""
+        self._least, self._longest, self._half = least, longest, capacity // 2
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        self._old, self._new = (TokenIndex(self._least, self._longest) for _ in range(2))
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all texts and what stands between them."""
+        return len(self._old.tokens) + len(self._new.tokens)
+
+    def add(self, text: Sequence[int]) -> None:
+        """Add a text; of one that is too long its last tokens."""
+        own = text[-(self._half - 1) :]
+        if len(self._new.tokens) + len(own) + 1 > self._half:
+            self._old, self._new = self._new, TokenIndex(self._least, self._longest)
+        self._new.extend([*own, END])
+
+    def propose(self, most: int, text: Sequence[int], longer_than: int) -> list[int]:
+        """As `TokenIndex.propose`, of a match of more than `longer_than` tokens."""
+        index = max((self._new, self._old), key=lambda each: each.longest(text).length)
+        return index.propose(most, text) if index.longest(text).length > longer_than else []

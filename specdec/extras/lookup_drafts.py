@@ -14,23 +14,32 @@ from typing import Any, ClassVar
 import numpy as np
 
 from attention.batch.host import BatchExtra
-from drafters.loops.lookup import TokenIndex
+from drafters.loops.lookup import SharedTexts, TokenIndex
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.extras import RoundExtra
 from specdec.rounds.rows import ExtraColumns, RowTable
 
+SHARED_TOKENS = 1 << 18
+"""Most tokens of ended requests that are looked into."""
+
 
 @dataclass(frozen=True)
 class LookupDrafts(RoundExtra):
-    """An engine whose requests draft by lookup. least, longest: tokens of a match, see `TokenIndex`."""
+    """An engine whose requests draft by lookup.
+
+    Attributes:
+        least, longest: tokens of a match, see `TokenIndex`.
+        shared: look into the texts of requests that have ended, too, but those with `cache_prefix=False`.
+    """
 
     least: int
     longest: int
+    shared: bool = False
     drafts: ClassVar[str] = "lookup"
 
     def facts(self) -> dict[str, Any]:
         """See `RoundExtra.facts`."""
-        return {"lookup": {"min": self.least, "max": self.longest}}
+        return {"lookup": {"min": self.least, "max": self.longest, "shared": self.shared}}
 
     def columns(self, max_rows: int) -> LookupColumns:
         """See `RoundExtra.columns`."""
@@ -43,16 +52,21 @@ class LookupColumns(ExtraColumns):
     def __init__(self, lookup: LookupDrafts, max_rows: int) -> None:
         self._lookup = lookup
         self._indexes: list[TokenIndex | None] = [None] * max_rows
+        self._shared = SharedTexts(lookup.least, lookup.longest, SHARED_TOKENS) if lookup.shared else None
+        self._private = np.zeros(max_rows, np.bool_)
 
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
         """See `ExtraColumns.open`."""
         if table.drafts[row]:
             self._indexes[row] = TokenIndex(self._lookup.least, self._lookup.longest)
+            self._private[row] = not params.cache_prefix
             self._propose(table, row)
 
     def close(self, row: int) -> None:
         """See `ExtraColumns.close`."""
-        self._indexes[row] = None
+        index, self._indexes[row] = self._indexes[row], None
+        if index is not None and self._shared is not None and not self._private[row]:
+            self._shared.add(index.tokens)
 
     def commit(
         self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None, notes: Sequence[np.ndarray]
@@ -69,7 +83,15 @@ class LookupColumns(ExtraColumns):
         new = table.tokens[row, len(index.tokens) : table.length[row]].tolist()
         if new:
             index.extend(new[:-1])
-            before = index.propose(1)
+            before = self._found(index, 1)
             index.extend(new[-1:])
-            found = index.propose(int(table.drafts[row]))
+            found = self._found(index, int(table.drafts[row]))
             table.give(row, found if before else (), bool(found))
+
+    def _found(self, index: TokenIndex, most: int) -> list[int]:
+        """What follows the longest match of a row's last tokens, in its own text where others have none longer."""
+        if self._shared is not None and index.tokens:
+            found = self._shared.propose(most, index.tokens, index.longest(index.tokens).length)
+            if found:
+                return found
+        return index.propose(most)

@@ -54,7 +54,7 @@ class Arrivals:
     def enter(self, batch: Engine, schedule: Schedule, tensors: RowTensors) -> Schedule:
         """See `Guests.enter`. Open rows before other requests get theirs, since these hold pages already.
 
-        Each verifies its bonus token at once, and the drafts that it has brought.
+        Each verifies its bonus token at once, and the drafts that it has brought, or that it is given here.
         """
         in_turn = sorted(self._waiting, key=lambda request: request.turn)
         waiting = [request for request in in_turn if self._may_go_on(batch, request)]
@@ -64,9 +64,12 @@ class Arrivals:
         tokens, promised, pages = schedule.num_tokens, 0, scheduler.target_pages
         for request in waiting:
             computed = len(request.committed) - 1
-            drafts = min(self._waiting[request].num_drafts, scheduler.drafts_of(request, computed))
-            tokens += 1 + drafts
-            more = pages.pages_for(computed + 1 + drafts) - pages.pages_for(computed)
+            most = scheduler.drafts_of(request, computed)
+            drafts = min(self._waiting[request].num_drafts, most)
+            if scheduler.head_pages is not None:
+                most = drafts
+            tokens += 1 + most
+            more = pages.pages_for(computed + 1 + most) - pages.pages_for(computed)
             free = min(pool.allocator.num_free for pool in (pages, *scheduler.windowed_pages))
             if not table.num_free or tokens > config.max_num_batched_tokens or promised + more > free:
                 break
@@ -76,15 +79,19 @@ class Arrivals:
         new, old = self._entered, schedule
         counts = np.array([one.num_drafts for one in new], np.int64)
         rows = np.array([one.row for one in new], np.int64)
-        scheduler.reserve(rows, table.computed[rows] + 1 + counts, False)
-        places = tensors.places(table.previous[old.rows[old.num_drafts > 0]], int(np.count_nonzero(counts)))
+        arrived = int(np.count_nonzero(counts))
+        places = tensors.places(table.previous[old.rows[old.num_drafts > 0]], arrived)
         if places is not None:
             table.previous[rows[counts > 0]] = places
+        if scheduler.head_pages is None:
+            limits = table.drafts[rows], table.limit[rows], table.longest[rows]
+            counts = np.minimum(scheduler.drafts_at(table.computed[rows], *limits), table.num_given[rows])
+        scheduler.reserve(rows, table.computed[rows] + 1 + counts, False)
         return Schedule(
             np.concatenate([old.rows, rows]),
             np.concatenate([old.num_new, np.ones_like(rows)]),
             np.concatenate([old.num_drafts, counts]),
-            int(np.count_nonzero(counts)),
+            arrived,
         )
 
     def _may_go_on(self, batch: Engine, request: Request) -> bool:

@@ -305,6 +305,7 @@ def fingerprint(model: Any, weights: str, shares: list[str]) -> dict[str, Any]:
         "recurrent states": None if states is None else [list(shape) for shape in states.moved_shapes],
         "draft_sampling": None if head is None else model.config.draft_sampling,
         "modules of the head": None if head is None else modules,
+        "drafts without a head": [str(extra) for extra in model.config.extras if extra.drafts] or None,
     }
     if head is not None:
         form = (repr(getattr(head, "spec", "")), head.attention_specs, head.aux_layers, head.draft_vocab_size)

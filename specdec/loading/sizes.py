@@ -141,7 +141,7 @@ def lookup_extras(options: LoadOptions) -> tuple[RoundExtra, ...]:
             f"lookup_max={options.lookup_max}: allowed is lookup_min={options.lookup_min} or more, up to which tokens "
             "of a match are compared"
         )
-    return (LookupDrafts(options.lookup_min, options.lookup_max),)
+    return (LookupDrafts(options.lookup_min, options.lookup_max, options.lookup_shared),)
 
 
 def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:

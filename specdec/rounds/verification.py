@@ -252,7 +252,6 @@ def _given(schedule: Schedule, table: RowTable) -> np.ndarray | None:
     drafts = schedule.num_drafts[: schedule.num_drafting]
     rows = schedule.rows[: len(drafts)]
     taken = table.num_given[rows] >= drafts
-    taken[len(drafts) - schedule.num_arrived :] = False  # they have brought their own
     if not taken.any():
         return None
     return np.where(taken[:, None], table.given[rows, : drafts.max()], -1)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import drafters.loops.lookup as module
-from drafters.loops.lookup import END, TokenIndex
+from drafters.loops.lookup import END, SharedTexts, TokenIndex
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -71,6 +71,22 @@ def test_no_match_reaches_from_one_text_into_the_next() -> None:
     assert index.propose(4, [9, 2, 3]) == []
     assert index.propose(4, [9, 1, 2]) == [3], "and nothing of the next text follows"
     assert index.propose(4, [3, 4]) == []
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(TEXTS, max_size=12), TEXTS)
+def test_shared_texts_are_the_last_ones_and_bounded(texts: list[list[int]], asked: list[int]) -> None:
+    shared = SharedTexts(2, 8, 80)
+    for text in texts:
+        shared.add(text)
+        assert shared.num_tokens <= 80
+    found = shared.propose(3, asked, 0)
+    kept = [text[-39:] for text in texts]
+    joined = [each for text in kept for each in (*text, END)]
+    if found:
+        assert any(joined[i : i + len(found)] == found for i in range(len(joined))) or len(set(found)) < len(found)
+    if kept and len(kept[-1]) > 4:
+        assert shared.propose(9, kept[-1][:3], 2)[:1] != [] or len(kept[-1]) < 4
 
 
 @pytest.mark.slow

@@ -24,10 +24,11 @@ from scipy import stats
 
 from drafters.loops.lookup import TokenIndex
 from specdec.acceptance import judge
-from specdec.errors import InvalidInputError
+from specdec.errors import HandoffMismatchError, InvalidInputError
 from specdec.execution import eager
 from specdec.extras.lookup_drafts import LookupColumns
 from specdec.requests.sampling import SamplingParams
+from tests.hybrids import tiny_hybrid
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 
 NEW = 30
@@ -303,9 +304,63 @@ def test_what_cannot_be_is_refused(draft: Any, options: dict[str, Any], message:
 def test_what_describes_it() -> None:
     model = looking_up(num_speculative_tokens=None, max_num_batched_tokens=27)
     assert "lookup" in repr(model) and "K=8" in repr(model)
-    assert model.describe()["engine"]["lookup"] == {"min": LEAST, "max": LONGEST}
+    assert model.describe()["engine"]["lookup"] == {"min": LEAST, "max": LONGEST, "shared": False}
 
 
 def test_beside_a_head_there_are_no_graphs(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
     with pytest.raises(InvalidInputError, match="drafts by lookup beside a head's run without CUDA graphs"):
         with_graphs([table_head(tiny_llama()), "lookup"], **LOOKUP, num_speculative_tokens=3)
+
+
+HANDED = [replace(GREEDY, temperature=0.4 * (i % 2), seed=i) for i in range(len(QUOTES))]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_requests_that_move_draft_as_they_would_have(beside: bool) -> None:
+    def make(**more: Any) -> Any:
+        draft = [table_head(tiny_llama()), "lookup"] if beside else "lookup"
+        return looking_up(draft, kv_cache_layout="HND", **more)
+
+    right = make().generate(QUOTES, HANDED)
+    reads, goes_on = make(), make()
+    for each in (reads, goes_on):
+        each.open_transfer("local")
+    found = goes_on.resume(reads.prefill(QUOTES, HANDED))
+    assert [(c.token_ids, c.drafts) for c in found] == [(c.token_ids, c.drafts) for c in right]
+    assert acceptance(found)[0] > 20 and free_everywhere(goes_on)
+    other = make(lookup_min=LEAST + 1)
+    other.open_transfer("local")
+    with pytest.raises(HandoffMismatchError, match="drafts without a head"):
+        other.resume(reads.prefill(QUOTES[:1], GREEDY))
+    reads.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
+def test_targets_with_recurrent_layers(kind: str) -> None:
+    """Rejected drafts leave their states as they were."""
+    target, params = tiny_hybrid(kind), SamplingParams(24)
+    plain = wrap(target, max_model_len=64)
+    prompts = [p[:6] for p in QUOTES]
+    prompts = [[*p, *c.token_ids[:9], *p] for p, c in zip(prompts, plain.generate(prompts, params), strict=True)]
+    model = wrap(target, "lookup", max_model_len=64, num_speculative_tokens=4, **LOOKUP)
+    found = model.generate(prompts, params)
+    assert [c.token_ids for c in found] == [c.token_ids for c in plain.generate(prompts, params)]
+    accepted, drafted = acceptance(found)
+    assert 0 < accepted < drafted
+
+
+def test_shared_texts_are_those_of_ended_requests() -> None:
+    """Not of private ones, nor of any by default; tokens stay."""
+    prompt, right = ASKED[1], hf_greedy(ASKED[1], NEW)
+
+    def drafted(model: Any, first: SamplingParams) -> int:
+        assert model.generate([prompt], first)[0].token_ids == right
+        (found,) = model.generate([prompt], GREEDY)
+        assert found.token_ids == right
+        return found.stats.rounds[1].accepted
+
+    shared = {"lookup_shared": True, "lookup_min": 1}
+    assert drafted(looking_up(**shared), GREEDY) == 4
+    assert drafted(looking_up(**shared), replace(GREEDY, cache_prefix=False)) == 0
+    assert drafted(looking_up(lookup_min=1), GREEDY) == 0
