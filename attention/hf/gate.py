@@ -113,6 +113,7 @@ def unguard(configs: Sequence[Any], hooks: Sequence[RemovableHandle]) -> None:
     with gate_of(configs[0] if configs else None).held():
         for hook in hooks:
             hook.remove()
+        use_own_threads()  # the next forward does not pass them
 
 
 @contextmanager

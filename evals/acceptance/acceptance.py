@@ -238,6 +238,10 @@ def definitions() -> dict[str, str]:
     }
 
 
+_UNDRAFTED = 0.1
+"""Most rounds without drafts in a prediction: those of a head are the last ones of answers."""
+
+
 def _prediction(executor: Executor, plan: Plan, kept: dict[str, list[Answer]], summaries: Sequence[Json]) -> Json:
     """The speed-up table, from the acceptance of the largest K and the round times of the run or of a calibration."""
     times = {plan.batch_size: {arm.k: seconds_a_round(kept[arm.name]) for arm in plan.arms}}
@@ -246,9 +250,12 @@ def _prediction(executor: Executor, plan: Plan, kept: dict[str, list[Answer]], s
         arms, question, asking = plan.arms, plan.data.questions[0], plan.asking
         times |= executor.on_one(lambda worker: worker.step_times(sizes, arms, question, asking))
     if not all(math.isfinite(seconds) and seconds > 0 for row in times.values() for seconds in row.values()):
-        # A configuration without rounds: there is nothing to predict from.
-        return {"round_seconds": {}, "table": [], "best": {}}
+        return {"round_seconds": {}, "table": [], "best": {}, "reason": "there were no rounds to time"}
     widest = max(summaries, key=lambda summary: summary["k"])
+    rounds = [record.drafted for answer in kept[widest["name"]] for record in answer.rounds]
+    if rounds.count(0) > _UNDRAFTED * len(rounds):
+        reason = f"{rounds.count(0)} of {len(rounds)} rounds had no drafts, and no acceptance tells how many would"
+        return {"round_seconds": {}, "table": [], "best": {}, "reason": reason}
     conditional = [float("nan") if v["estimate"] is None else v["estimate"] for v in widest["conditional"]]
     ks = range(1, max(8, widest["k"]) + 1)
     table = predict(conditional, times, ks)

@@ -145,8 +145,10 @@ def settle(asking: Asking, facts: Mapping[str, Mapping[str, Any]]) -> Asking:
 
 def model_name(options: Mapping[str, Any], draft: str | None) -> str:
     """The target: as given, or the built-in one of its own head. Raises click.UsageError: a head without target."""
+    from specdec.loading.heads import split_draft
+
     given: str | None = options["model"]
-    if given is None and draft not in (None, "auto"):
+    if given is None and draft is not None and split_draft(draft)[0] not in (None, "auto"):
         raise click.UsageError(f"the head {draft!r} needs its target: give --model")
     return given or DEFAULT_MODEL
 

@@ -139,7 +139,7 @@ def print_acceptance(console: Console, document: Json, explain: bool = False) ->
             _print_table(console, title, _prediction_table(prediction))
             _print_best(console, prediction)
         else:
-            console.print("\nspeed-up not predicted: there were no rounds to time")
+            console.print(f"\nspeed-up not predicted: {prediction['reason']}")
     if "differences" in document:
         title = f"{arms[1]['name']} less {arms[0]['name']}, paired"
         _print_table(console, title, _difference_table(document["differences"]))

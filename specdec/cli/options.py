@@ -28,7 +28,10 @@ SAMPLING_OPTIONS = (
 )
 DEFAULT_MODEL = "gsm-llama"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_DRAFT_HELP = "Folder or hub name; auto: a built-in target's own; mtp: the module in the target's checkpoint; none."
+_DRAFT_HELP = (
+    "Folder or hub name; auto: a built-in target's own; mtp: the module in the target's checkpoint; lookup: the "
+    "request's own text; HEAD,lookup: both; none."
+)
 
 
 def examples(*lines: str) -> str:

@@ -155,6 +155,22 @@ def test_forks_at_random_moments(episodes: int) -> None:
     assert [entry for entry in found if entry[2] != "right"] == []
 
 
+@pytest.mark.slow
+def test_a_child_that_has_closed_the_model_waits_for_no_thread_of_the_parents() -> None:
+    """Two threads of OpenMP have helped the parent: GNU's waits for them in the child, where they are not."""
+    model = wrap(target := tiny_llama(), table_head(target), num_speculative_tokens=3)
+    torch.set_num_threads(2)
+    try:
+        x = torch.randn(600, 600)
+        products = [x @ x for _ in range(3)] + [torch.nn.functional.softmax(x, 1)]
+        expected = logits_of(model, 1)
+        assert len(products) == 4
+        jobs = child_jobs(model, expected)
+        assert [said_by_child(jobs["close"]) for _ in range(4)] == ["right"] * 4
+    finally:
+        torch.set_num_threads(1)
+
+
 class Forking(LetterTokenizer):
     """Calls `hook` once, inside a round."""
 
