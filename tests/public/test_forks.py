@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import signal
@@ -44,17 +45,18 @@ def logits_of(model: Any, i: int) -> torch.Tensor:
 
 
 def said_by_child(job: Callable[[], str], limit: float | None = None) -> str:
-    """What `job` returns in a fork of this process, the name of the error of ours that it raises, or "killed".
+    """What `job` returns in a fork of this process, the name of the error of ours that it raises, or "killed" and where.
 
     limit: default LIMIT, longer on a busy machine.
     """
     if limit is None:
         limit = LIMIT * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
-    reader, writer = os.pipe()
+    (reader, writer), (stacks, at_last) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         said = "nothing"
         try:
+            faulthandler.dump_traceback_later(0.9 * limit, file=at_last)
             said = job()
         except SpecdecError as error:
             said = f"{type(error).__name__}: {error}"
@@ -64,6 +66,7 @@ def said_by_child(job: Callable[[], str], limit: float | None = None) -> str:
             os.write(writer, said[:4000].encode())
             os.kill(os.getpid(), signal.SIGKILL)  # no handlers of the parent, of pytest for example
     os.close(writer)
+    os.close(at_last)
     until, ended = time.monotonic() + limit, 0
     while not ended and time.monotonic() < until:
         ended, _ = os.waitpid(child, os.WNOHANG)
@@ -71,9 +74,10 @@ def said_by_child(job: Callable[[], str], limit: float | None = None) -> str:
     if not ended:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    said = os.read(reader, 4096).decode()
+    said = os.read(reader, 4096).decode() if ended else f"killed at {os.read(stacks, 4096).decode()}"
     os.close(reader)
-    return said if ended else "killed"
+    os.close(stacks)
+    return said
 
 
 def busy(model: Any, generating: int, calling: int) -> list[Callable[[], object]]:
