@@ -199,7 +199,8 @@ class RowTable:
 
     def close(self, row: int) -> None:
         """Give a row back."""
-        self.previous[row], self.num_given[row], self.awaited[row] = -1, 0, False
+        self.num_given[row], self.awaited[row] = 0, False
+        self.previous[row] = -1
         for columns in self.extras:
             columns.close(row)
         self._free.append(row)

@@ -193,7 +193,7 @@ def drafts_are_certain(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sampled_tokens_have_the_targets_distribution(
     beside: bool, plant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """300 answers of 40 tokens, each token after the one before it: a bigram model says what follows what."""
+    """200 answers of 40 tokens, each token after the one before it: a bigram model says what follows what."""
     vocab = 16
     target = tiny_llama(vocab, context=0.0)
     probs = torch.softmax(bigram_logits(target).double() / 1.0, 1).numpy()
@@ -201,9 +201,9 @@ def test_sampled_tokens_have_the_targets_distribution(
     model = wrap(target, draft, lookup_min=1, lookup_max=4, num_speculative_tokens=1 if beside else 3, max_num_seqs=6)
     if plant is not None:
         plant(monkeypatch)
-    prompts = random_prompts([9] * 300, vocab_size=vocab)
+    prompts = random_prompts([9] * 200, vocab_size=vocab)
     counts = transitions(model, prompts, vocab)
-    assert counts.sum() == 12_000 and model.engine_stats.tau > 1.05
+    assert counts.sum() == 8_000 and model.engine_stats.tau > 1.05
     assert (p_value(counts, probs) > 1e-3) == (plant is None)
 
 
@@ -343,7 +343,7 @@ def test_targets_with_recurrent_layers(kind: str) -> None:
     plain = wrap(target, max_model_len=64)
     prompts = [p[:6] for p in QUOTES]
     prompts = [[*p, *c.token_ids[:9], *p] for p, c in zip(prompts, plain.generate(prompts, params), strict=True)]
-    model = wrap(target, "lookup", max_model_len=64, num_speculative_tokens=4, **LOOKUP)
+    model = wrap(target, "lookup", max_model_len=64, num_speculative_tokens=4, lookup_min=1, lookup_max=8)
     found = model.generate(prompts, params)
     assert [c.token_ids for c in found] == [c.token_ids for c in plain.generate(prompts, params)]
     accepted, drafted = acceptance(found)

@@ -82,3 +82,18 @@ def test_they_get_what_one_process_gives_them(two_ranks: Any, folders: Callable[
     assert found == right
     for ours, theirs in zip(others, numbers, strict=True):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_drafts_by_lookup(two_ranks: Any, folders: Callable[[str], Path]) -> None:
+    """Each rank looks them up for itself, in the same tokens."""
+    sizes: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 4, "kv_cache_tokens": 240}
+    given = {"tokenizer": LetterTokenizer(), "num_speculative_tokens": 4, "lookup_min": 1, "device": "cpu", **sizes}
+    params = [SamplingParams(20, return_drafts=True, temperature=0.3 * (i % 2), seed=i) for i in range(len(PROMPTS))]
+    said = []
+    for size in (1, 2):
+        path = folders("two-kv-heads")
+        with SpeculativeModel.from_pretrained(path, "lookup", tensor_parallel_size=size, **given) as model:
+            found = model.generate([prompt * 2 for prompt in PROMPTS], params)
+            said.append([(completion.token_ids, completion.drafts) for completion in found])
+    assert said[0] == said[1] and any(round_.accepted for completion in found for round_ in completion.stats.rounds)
