@@ -3,9 +3,10 @@
     python -m benchmarks.bench_lookup --data gsm8k/test.jsonl [--questions 8] [--out lookup.json]
 
 Three tasks of GSM8K questions: "quoting", where the answer stands in the prompt (the question, the target's own answer,
-the question once more); "few-shot", with three other questions and answers before it; "plain", the question alone. Then what
-looking up costs where nothing matches (shortest match 16), and where one row in so many has a match. Configurations take
-turns; medians of tokens a second, and of the ratios to plain rounds of the same turn. Ends in one JSON line.
+the question once more); "few-shot", with three other questions and answers before it; "plain", the question alone. Then
+what looking up costs where nothing matches (shortest match 16), and where one row in so many has a match.
+Configurations take turns; medians of tokens a second, and of the ratios to plain rounds of the same turn. Ends in one
+JSON line.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def prompt_lookup(model: SpeculativeModel, new: int) -> Run:
     return run
 
 
-def compared(runs: dict[str, Run], prompts: list[list[int]], new: int, turns: int) -> dict[str, dict[str, float | None]]:
+def compared(
+    runs: dict[str, Run], prompts: list[list[int]], new: int, turns: int
+) -> dict[str, dict[str, float | None]]:
     """Tokens a second of each, tokens a round, and the ratio of its speed to "plain" in the same turn: medians."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     rounds = {name: run(prompts)[0] for name, run in runs.items()}  # also warms up

@@ -118,7 +118,7 @@ class SpeculativeModel:
         mtp_concat: Concat = "auto",
         mtp_feedback: Feedback = "post_norm",
         head_overrides: Mapping[str, Any] | None = None,
-        lookup_min: int = 3,
+        lookup_min: int = 2,
         lookup_max: int = 32,
         lookup_shared: bool = False,
         generation_config: Use = "model",

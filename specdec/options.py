@@ -157,16 +157,14 @@ class LoadOptions:
         ),
     )
     lookup_min: int = field(
-        default=3, metadata=_about(Whole(1, 16), "Tokens of the shortest match of draft=lookup.", _NO_TRAINING)
+        default=2, metadata=_about(Whole(1, 16), "Tokens of the shortest match of draft=lookup.", _NO_TRAINING)
     )
     lookup_max: int = field(
         default=32, metadata=_about(Whole(1), "Tokens up to which its matches are compared.", _NO_TRAINING)
     )
     lookup_shared: bool = field(
         default=False,
-        metadata=_about(
-            Flag(), "Look into ended requests' texts, too; seeds then repeat no run.", _NO_TRAINING
-        ),
+        metadata=_about(Flag(), "Look into ended requests' texts, too; seeds then repeat no run.", _NO_TRAINING),
     )
     generation_config: Use = field(
         default="model",

@@ -45,7 +45,7 @@ def logits_of(model: Any, i: int) -> torch.Tensor:
 
 
 def said_by_child(job: Callable[[], str], limit: float | None = None) -> str:
-    """What `job` returns in a fork of this process, the name of the error of ours that it raises, or "killed" and where.
+    """What `job` returns in a fork of this process, the error of ours that it raises, or where it is when it is killed.
 
     limit: default LIMIT, longer on a busy machine.
     """

@@ -44,9 +44,9 @@ def looking_up(draft: Any = "lookup", **options: Any) -> Any:
     return wrap(tiny_llama(), draft, **{**LOOKUP, "num_speculative_tokens": 4, **options})
 
 
-def proposed(text: list[int], k: int, least: int = LEAST) -> list[int]:
+def proposed(text: list[int], k: int, least: int = LEAST, longest: int = LONGEST) -> list[int]:
     """What an index made anew proposes after a text; nothing at the first token of a match."""
-    index = TokenIndex(least, LONGEST)
+    index = TokenIndex(least, longest)
     index.extend(text[:-1])
     if not index.propose(1):
         return []
