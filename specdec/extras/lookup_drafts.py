@@ -77,11 +77,14 @@ class LookupColumns(ExtraColumns):
                 self._propose(table, row)
 
     def _propose(self, table: RowTable, row: int) -> None:
-        """Index the row's new tokens, and give it the drafts that follow them."""
+        """Index the row's new tokens, and give it the drafts that follow them; of a prompt what was read so far."""
         index = self._indexes[row]
         assert index is not None
-        new = table.tokens[row, len(index.tokens) : table.length[row]].tolist()
-        if new:
+        reads = table.computed[row] < table.prefill[row]
+        new = table.tokens[row, len(index.tokens) : (table.computed if reads else table.length)[row]].tolist()
+        if reads:
+            index.extend(new)
+        elif new:
             index.extend(new[:-1])
             before = self._found(index, 1)
             index.extend(new[-1:])
