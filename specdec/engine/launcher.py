@@ -215,8 +215,9 @@ class Lookahead:
         return self._launcher.launched(current.schedule, target, device, None, following)
 
     def before_commit(self, current: VerifyingRound, outcome: Outcome, draft: Draft | None) -> LaunchedRound | None:
-        """Launch the round that verifies `draft`, if all rows go on: none meets an eos id, each has a draft."""
-        if draft is None or self._reserved is None:
+        """Launch the round that verifies `draft`, if all rows go on: none meets an eos id, each has a draft, and none
+        awaits drafts of the host."""
+        if draft is None or self._reserved is None or self._table.awaited[current.schedule.rows].any():
             return None
         rows, accepted = current.schedule.rows, outcome.num_accepted
         drafts = drafts_after(current.target, accepted)

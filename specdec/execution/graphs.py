@@ -242,7 +242,7 @@ class GraphExecutor:
         logits = rewritten(self._extras, extras, bucket.logits, device)
         if logits is not bucket.logits:
             draft = None if self._loop is None else Draft(self._loop.drafts, None)
-            bucket.result.packed.copy_(self._decide(logits, device, draft, round_.sampling).packed)
+            bucket.result.packed.copy_(self._decide(logits, device, draft, round_.sampling, device.sources).packed)
         elif round_.sampling is not None:
             self._send_sampling(round_.sampling)
             bucket.decide.replay()
@@ -261,13 +261,13 @@ class GraphExecutor:
         device = round_.sent.verification
         if draft is not None and self._loop is not None:
             self._target.group.share(self._loop.drafts)
-        token_ids = fill_from_loop(device, draft)
+        token_ids, sources = fill_from_loop(device, draft), device.sources
         if round_.target.given is not None:
-            draft = filled_drafts(device, token_ids, draft)
+            draft, device = filled_drafts(device, token_ids, draft), replace(device, sources=None)
         logits = self._ragged.logits(token_ids, device.metadata, device.logits_indices)
         extras = round_.target.extras
         changed = rewritten(self._extras, extras, adjusted(self._extras, logits, device), device)
-        result = self._decide(changed, device, draft, round_.sampling)
+        result = self._decide(changed, device, draft, round_.sampling, sources)
         decision = Decision(logits, changed, device.logit_index, result.tokens)
         read = self.reads.start(result, device.num_drafts, noted(self._extras, extras, decision))
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))
@@ -281,8 +281,14 @@ class GraphExecutor:
         return DraftedVerification(read, aux_hidden_states, partial(self._draft_on, round_))
 
     def _decide(
-        self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None, sent: SamplingRound | None
+        self,
+        logits: torch.Tensor,
+        device: DeviceRound,
+        draft: Draft | None,
+        sent: SamplingRound | None,
+        sources: torch.Tensor | None,
     ) -> PackedResult:
+        """sources: [R] int64, rows of the loop's drafts, and of what they were drawn from, for the drafting rows."""
         greedy = greedy_ids(logits)
         result = judge_from_loop(greedy, device, draft)
         rows = result.num_rows
@@ -291,10 +297,10 @@ class GraphExecutor:
         if sent is not None and rows:
             sampling, proposal = self._sampling.device.first(rows), None
             if self._drawn is not None:
-                sources = torch.arange(rows, device=logits.device)
-                if device.sources is not None:
-                    sources[: len(device.sources)] = device.sources
-                proposal = self._drawn.proposal(sources)
+                places = torch.arange(rows, device=logits.device)
+                if sources is not None:
+                    places[: len(sources)] = sources
+                proposal = self._drawn.proposal(places)
             decide_sampled(logits, greedy, device.logit_index, device.num_drafts, sampling, result, proposal)
         return result
 

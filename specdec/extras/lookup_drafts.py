@@ -30,11 +30,13 @@ class LookupDrafts(RoundExtra):
     Attributes:
         least, longest: tokens of a match, see `TokenIndex`.
         shared: look into the texts of requests that have ended, too, but those with `cache_prefix=False`.
+        greedy: requests that sample draft by a head alone: its graphs keep what drafts were drawn from for every row.
     """
 
     least: int
     longest: int
     shared: bool = False
+    greedy: bool = False
     drafts: ClassVar[str] = "lookup"
 
     def facts(self) -> dict[str, Any]:
@@ -57,7 +59,7 @@ class LookupColumns(ExtraColumns):
 
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
         """See `ExtraColumns.open`."""
-        if table.drafts[row]:
+        if table.drafts[row] and not (self._lookup.greedy and params.temperature):
             self._indexes[row] = TokenIndex(self._lookup.least, self._lookup.longest)
             self._private[row] = not params.cache_prefix
             self._propose(table, row)

@@ -154,8 +154,6 @@ def assemble(parts: Parts, cuda_graphs: bool | Literal["auto"], group: Group = A
         from specdec.loading.states import uncapturable
 
         prevented = uncapturable(probed) or prevented
-    if loop is not None and (beside := [extra.drafts for extra in config.extras if extra.drafts]):
-        prevented = f"drafts by {beside[0]} beside a head's run without CUDA graphs"
     choice = choose_graphs(parts.backend, loop, cuda_graphs, prevented)
     if group.size > 1:  # one without graphs among others with them would wait for sums that never come
         choice = replace(choice, required=choice.wanted)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from attention.backends.base import AttentionBackend
+from attention.backends.base import AttentionBackend, GraphBackend
 from drafters.base import Head
 from drafters.mtp.convention import MtpConvention
 from specdec.config import EngineConfig
@@ -143,7 +143,9 @@ def _sized(
     tokens, *others = group.least([cache.tokens, *cache.windowed])  # their schedules must be the same
     cache = Division(tokens, tuple(others))
     extras += (*long_rope_extras(probed.model, longest), ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
-    extras += lookup_extras(options) if lookup else ()
+    if lookup:
+        graphs = options.cuda_graphs is not False and isinstance(backend, GraphBackend)
+        extras += lookup_extras(options, greedy=graphs and head is not None)
     config = _config(rows, cache, sizes, extras, options)
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))

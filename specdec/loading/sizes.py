@@ -132,8 +132,12 @@ def long_rope_extras(model: PreTrainedModel, longest: int) -> tuple[RoundExtra, 
     return (LongFactors(found.rule),)
 
 
-def lookup_extras(options: LoadOptions) -> tuple[RoundExtra, ...]:
-    """The extra of drafts by lookup. Raises InvalidInputError: its longest match is shorter than its shortest."""
+def lookup_extras(options: LoadOptions, greedy: bool) -> tuple[RoundExtra, ...]:
+    """The extra of drafts by lookup, `greedy` for greedy requests alone.
+
+    Raises:
+        InvalidInputError: its longest match is shorter than its shortest.
+    """
     from specdec.extras.lookup_drafts import LookupDrafts
 
     if options.lookup_max < options.lookup_min:
@@ -141,7 +145,7 @@ def lookup_extras(options: LoadOptions) -> tuple[RoundExtra, ...]:
             f"lookup_max={options.lookup_max}: allowed is lookup_min={options.lookup_min} or more, up to which tokens "
             "of a match are compared"
         )
-    return (LookupDrafts(options.lookup_min, options.lookup_max, options.lookup_shared),)
+    return (LookupDrafts(options.lookup_min, options.lookup_max, options.lookup_shared, greedy),)
 
 
 def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:

@@ -17,11 +17,12 @@ NEW, K, LEAST = 96, 8, 2
 
 
 @cache
-def answers(backend: str, k: int, alone: bool = False) -> tuple[list[Any], int]:
-    """Of questions, each with its answer before it; greedy and sampled. And how many rounds were launched ahead."""
+def answers(backend: str, k: int, alone: bool = False, draft: str = "lookup") -> tuple[list[Any], int]:
+    """Of questions, each with its answer before it; greedy and sampled. And how many rounds without a head were launched
+    ahead."""
     load = SpeculativeModel.from_pretrained
     options: dict[str, Any] = {"max_num_seqs": 1 if alone else 16, "dtype": torch.float16, "backend": backend}
-    with load("gsm-llama", "lookup", num_speculative_tokens=K, lookup_min=LEAST, **options) as model:
+    with load("gsm-llama", draft, num_speculative_tokens=K, lookup_min=LEAST, **options) as model:
         executor, ahead = model.executor, []
         launch = executor.launch_next  # type: ignore[attr-defined]
         executor.launch_next = lambda *given: (ahead.append(1), launch(*given))[1]  # type: ignore[attr-defined]
@@ -59,3 +60,21 @@ def test_with_other_kernels_most_tokens_agree(backend: str) -> None:
     found, plain = answers(backend, K)[0], answers(backend, 0)[0]
     same = [a.token_ids[:16] == b.token_ids[:16] for a, b in zip(found[::2], plain[::2], strict=True)]
     assert sum(same) >= len(same) - 1
+
+
+def test_beside_a_head() -> None:
+    """Matches replace the drafts of greedy requests."""
+    both, lookup = answers("batch_invariant", K, False, "auto,lookup")[0], answers("batch_invariant", K)[0]
+    assert [c.token_ids for c in both[::2]] == [c.token_ids for c in lookup[::2]]
+    rounds = [[sum(len(c.stats.rounds) for c in found[::2])] for found in (both, lookup)]
+    assert rounds[0] < rounds[1]
+    replaced = 0
+    for completion in both[::2]:
+        text, prompt = [*completion.prompt_token_ids, completion.token_ids[0]], completion.prompt_token_ids
+        for own, round_ in zip(completion.drafts, completion.stats.rounds, strict=True):
+            found = proposed(text, K, LEAST, 32)
+            if len(found) >= len(own) > 0:
+                assert list(own) == found[: len(own)]
+                replaced += 1
+            text += completion.token_ids[len(text) - len(prompt) :][: round_.accepted + 1]
+    assert replaced > 5

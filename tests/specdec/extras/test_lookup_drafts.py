@@ -307,9 +307,27 @@ def test_what_describes_it() -> None:
     assert model.describe()["engine"]["lookup"] == {"min": LEAST, "max": LONGEST, "shared": False}
 
 
-def test_beside_a_head_there_are_no_graphs(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
-    with pytest.raises(InvalidInputError, match="drafts by lookup beside a head's run without CUDA graphs"):
-        with_graphs([table_head(tiny_llama()), "lookup"], **LOOKUP, num_speculative_tokens=3)
+def test_beside_a_head_in_graphs_matches_replace_the_drafts_of_greedy_requests(
+    graphs_on_cpu: list[Any],  # noqa: F811
+) -> None:
+    """With rows that sample beside them, which have the head's drafts, as without lookups."""
+    make = lambda draft, **more: with_graphs(draft, num_speculative_tokens=3, max_num_seqs=5, **more)  # noqa: E731
+    both, head = make([table_head(tiny_llama()), "lookup"], **LOOKUP), make(table_head(tiny_llama()))
+    params = [replace(GREEDY, temperature=0.8 * (i % 3 == 2), seed=i) for i in range(len(QUOTES))]
+    found, of_head = both.generate(QUOTES, params), head.generate(QUOTES, params)
+    assert [c.token_ids for c in found] == [c.token_ids for c in of_head]
+    looked_up = 0
+    for prompt, completion, own, asked in zip(QUOTES, found, of_head, params, strict=True):
+        if asked.temperature:
+            assert completion.drafts == own.drafts
+            continue
+        text = [*prompt, completion.token_ids[0]]
+        for number, drafts in enumerate(completion.drafts):
+            if len(proposed(text, 3)) >= len(drafts) > 0:
+                assert list(drafts) == proposed(text, 3)[: len(drafts)]
+                looked_up += 1
+            text += completion.token_ids[len(text) - len(prompt) :][: completion.stats.rounds[number].accepted + 1]
+    assert looked_up > 5 and both.describe()["graphs"]["state"] == "on"
 
 
 HANDED = [replace(GREEDY, temperature=0.4 * (i % 2), seed=i) for i in range(len(QUOTES))]
