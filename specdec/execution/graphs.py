@@ -295,12 +295,8 @@ class GraphExecutor:
         if sent is not None:
             self._send_sampling(sent)
         if sent is not None and rows:
-            sampling, proposal = self._sampling.device.first(rows), None
-            if self._drawn is not None:
-                places = torch.arange(rows, device=logits.device)
-                if sources is not None:
-                    places[: len(sources)] = sources
-                proposal = self._drawn.proposal(places)
+            sampling = self._sampling.device.first(rows)
+            proposal = None if self._drawn is None else self._drawn.proposal_of(rows, sources)
             decide_sampled(logits, greedy, device.logit_index, device.num_drafts, sampling, result, proposal)
         return result
 

@@ -86,6 +86,13 @@ class SampledDrafts:
         """Draft distributions of rows [J]; sources: [J] int64 their rows here. None before the first draft."""
         return None if self._logits is None else Proposal(self._logits, self._filtered, self._inverse, sources)
 
+    def proposal_of(self, rows: int, sources: torch.Tensor | None) -> Proposal | None:
+        """The same of J rows; sources: [R] int64, the rows here of the first R; None where row i is row i."""
+        places = torch.arange(rows, device=self._drafts.device)
+        if sources is not None:
+            places[: len(sources)] = sources
+        return self.proposal(places)
+
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
         if self._logits is None:
             with torch.inference_mode(False):

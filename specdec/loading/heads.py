@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,8 @@ def resolve_head(draft: str | Path, target_name: str | None) -> str:
         HeadLoadError: it has none; or the name is a misspelt one of a built-in head.
     """
     if str(draft) != AUTO_HEAD:
+        if get_close_matches(str(draft), [LOOKUP], 1, 0.8) and not Path(draft).exists():
+            raise HeadLoadError(f"there is no head {str(draft)!r}; did you mean {LOOKUP!r}, drafts without a head?")
         if reason := misspelt(draft):
             raise HeadLoadError(f"cannot load the head {str(draft)!r}: {reason}")
         return resolve(draft)

@@ -255,7 +255,8 @@ def _refuse_unsupported(config: GenerationConfig, merged: GenerationConfig) -> N
     own = [name for name in odd if getattr(config, name, None) is None]
     where = f"; {', '.join(sorted(own))}: from the model's own generation_config: {_WAY_OUT}" if own else ""
     served = ", ".join(sorted(_HONOURED | _OPTIONS & known))
-    raise InvalidInputError(f"not supported in GenerationConfig: {named(odd)}; supported are {served}{where}")
+    instead = '; drafts by lookup are chosen at loading: draft="lookup"' if "prompt_lookup_num_tokens" in odd else ""
+    raise InvalidInputError(f"not supported in GenerationConfig: {named(odd)}{instead}; supported are {served}{where}")
 
 
 def _asked_for(config: GenerationConfig) -> dict[str, Any]:

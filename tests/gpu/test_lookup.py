@@ -18,7 +18,7 @@ NEW, K, LEAST = 96, 8, 2
 
 @cache
 def answers(backend: str, k: int, alone: bool = False, draft: str = "lookup") -> tuple[list[Any], int]:
-    """Of questions, each with its answer before it; greedy and sampled. And the rounds launched ahead without a head."""
+    """Of questions, each with its answer before it; greedy and sampled. And rounds launched ahead, of no head."""
     load = SpeculativeModel.from_pretrained
     options: dict[str, Any] = {"max_num_seqs": 1 if alone else 16, "dtype": torch.float16, "backend": backend}
     with load("gsm-llama", draft, num_speculative_tokens=K, lookup_min=LEAST, **options) as model:

@@ -21,10 +21,11 @@ from fakes import (
     wrap,
 )
 from scipy import stats
+from transformers import GenerationConfig
 
 from drafters.loops.lookup import TokenIndex
 from specdec.acceptance import judge
-from specdec.errors import HandoffMismatchError, InvalidInputError
+from specdec.errors import HandoffMismatchError, HeadLoadError, InvalidInputError
 from specdec.execution import eager
 from specdec.extras.lookup_drafts import LookupColumns
 from specdec.requests.sampling import SamplingParams
@@ -294,11 +295,17 @@ def test_requests_without_drafts_have_no_index_and_n_samples_have_their_own() ->
         (["a", "b"], {}, "of lists, allowed are"),
         (None, {"num_speculative_tokens": 2}, 'num_speculative_tokens=2 needs a draft head, or "lookup"'),
         ("lookup", {"lookup_min": 0}, "lookup_min=0"),
+        ("lokup", {}, "did you mean 'lookup', drafts without a head"),
     ],
 )
 def test_what_cannot_be_is_refused(draft: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
+    with pytest.raises((InvalidInputError, HeadLoadError), match=message):
         wrap(tiny_llama(), draft, **options)
+
+
+def test_transformers_own_option_is_answered_with_the_right_call() -> None:
+    with pytest.raises(InvalidInputError, match=r'prompt_lookup_num_tokens=4; drafts by lookup.*draft="lookup"'):
+        looking_up().generate(QUOTES[:1], GenerationConfig(max_new_tokens=4, prompt_lookup_num_tokens=4))
 
 
 def test_what_describes_it() -> None:
