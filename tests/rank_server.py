@@ -33,6 +33,10 @@ IMPORTED = ("accelerate", "transformers.models.auto.modeling_auto", "transformer
 """What every rank imports when it loads a model, besides `specdec.parallel.worker`."""
 
 
+SERVER_GONE = 77
+"""Exit code of a process whose server has ended, and which ends with it: seen once, on a machine of CI."""
+
+
 class Forked:
     """What `specdec.parallel.processes` uses of a `subprocess.Popen`."""
 
@@ -56,7 +60,7 @@ class Forked:
         """As `Popen.poll`."""
         with self._lock:  # once the code is there the other end is closed: select finds the socket ready for ever
             if self._code is None and select.select([self._status], [], [], 0)[0]:
-                self._code = int(self._status.recv(64) or -signal.SIGKILL)
+                self._code = int(self._status.recv(64) or SERVER_GONE)
             return self._code
 
     def kill(self) -> None:

@@ -57,6 +57,15 @@ class LookupColumns(ExtraColumns):
         self._shared = SharedTexts(lookup.least, lookup.longest, SHARED_TOKENS) if lookup.shared else None
         self._private = np.zeros(max_rows, np.bool_)
 
+    @property
+    def num_indexed(self) -> int:
+        """Rows with an index."""
+        return sum(index is not None for index in self._indexes)
+
+    def index(self, row: int) -> TokenIndex | None:
+        """Of the request in this row."""
+        return self._indexes[row]
+
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
         """See `ExtraColumns.open`."""
         if table.drafts[row] and not (self._lookup.greedy and params.temperature):

@@ -138,7 +138,9 @@ def split_draft(draft: Any) -> tuple[Any, bool]:
     if not isinstance(draft, (list, tuple)):
         return draft, False
     heads = [each for each in draft if not isinstance(each, str) or each != LOOKUP]
-    if len(heads) > 1 or len(draft) - len(heads) != 1:
+    if len(heads) == len(draft):
+        return draft, False
+    if len(heads) > 1 or len(draft) - len(heads) > 1:
         raise InvalidInputError(f'draft={short(draft)}: of lists, allowed are [head, "lookup"] and ["lookup"]')
     return (heads[0] if heads else None), True
 

@@ -74,7 +74,9 @@ def num_drafts(asked: int | None, head: Head | None, lookup: bool = False) -> in
         InvalidInputError: drafts that nothing makes.
     """
     if asked and head is None and not lookup:
-        raise InvalidInputError(f'num_speculative_tokens={asked} needs a draft head, or "lookup": give draft=…')
+        raise InvalidInputError(
+            f'num_speculative_tokens={asked} needs a draft head: give draft=… ("lookup" needs none)'
+        )
     if asked is not None:
         return asked
     return DEFAULT_DRAFTS if head is not None else LOOKUP_DRAFTS if lookup else 0

@@ -15,7 +15,6 @@ from fakes import (
     hf_greedy,
     launch_ahead,
     random_prompts,
-    scheduler_of,
     table_head,
     tiny_llama,
     wrap,
@@ -239,8 +238,8 @@ def advanced_by_rejected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def planted(self: Any, table: Any, rows: Any, committed: Any, notes: Any) -> None:
         for row in rows.tolist():
-            if self._indexes[row] is not None and table.num_given[row] > 1:
-                self._indexes[row].extend([int(table.given[row, 1])])
+            if self.index(row) is not None and table.num_given[row] > 1:
+                self.index(row).extend([int(table.given[row, 1])])
         plain(self, table, rows, committed, notes)
 
     monkeypatch.setattr(LookupColumns, "commit", planted)
@@ -251,7 +250,7 @@ def of_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = LookupColumns.open
 
     def planted(self: Any, table: Any, row: int, params: Any) -> None:
-        if self._indexes[row] is None:
+        if self.index(row) is None:
             plain(self, table, row, params)
 
     monkeypatch.setattr(LookupColumns, "open", planted)
@@ -277,14 +276,14 @@ def test_planted_defects_change_no_token_and_are_seen_in_the_drafts(
 
 def test_requests_without_drafts_have_no_index_and_n_samples_have_their_own() -> None:
     model = looking_up()
-    columns = next(each for each in scheduler_of(model)._table.extras if isinstance(each, LookupColumns))
+    columns = next(each for each in engine_of(model).table.extras if isinstance(each, LookupColumns))
     assert model.generate(QUOTES[:1], SamplingParams(6, num_speculative_tokens=0))[0].stats.rounds[-1].drafted == 0
     params = SamplingParams(NEW, temperature=0.5, seed=3, n=3, return_drafts=True)
     found = model.generate(QUOTES[:1], params)
     assert len({tuple(c.token_ids) for c in found}) > 1
     for completion in found:
         assert wrong_drafts(QUOTES[0], completion, 4) == []
-    assert columns._indexes == [None] * 3
+    assert columns.num_indexed == 0
 
 
 @pytest.mark.parametrize(
@@ -292,8 +291,13 @@ def test_requests_without_drafts_have_no_index_and_n_samples_have_their_own() ->
     [
         ("lookup", {"lookup_min": 4, "lookup_max": 3}, r"lookup_max=3: allowed is lookup_min=4 or more"),
         (["lookup", "lookup"], {}, r'of lists, allowed are \[head, "lookup"\] and \["lookup"\]'),
-        (["a", "b"], {}, "of lists, allowed are"),
-        (None, {"num_speculative_tokens": 2}, 'num_speculative_tokens=2 needs a draft head, or "lookup"'),
+        (["a", "b", "lookup"], {}, "of lists, allowed are"),
+        (["a", "b"], {}, "is no draft head"),
+        (
+            None,
+            {"num_speculative_tokens": 2},
+            "num_speculative_tokens=2 needs a draft head: give draft=… .*lookup. needs none",
+        ),
         ("lookup", {"lookup_min": 0}, "lookup_min=0"),
         ("lokup", {}, "did you mean 'lookup', drafts without a head"),
     ],
