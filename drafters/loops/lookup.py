@@ -101,12 +101,11 @@ class TokenIndex:
         >>> index.propose(6)
         [2, 3, 1, 2]
         """
-        match = self.longest(self.tokens if text is None else text)
-        return self.following(match, min(most, match.length * match.agreeing))
+        return self.proposed(self.longest(self.tokens if text is None else text), most)
 
-    def following(self, match: Match, count: int) -> list[int]:
-        """The next `count` tokens after a match, fewer where another text begins."""
-        first, end = match.place + 1, len(self.tokens)
+    def proposed(self, match: Match, most: int) -> list[int]:
+        """See `propose`; fewer tokens where another text begins."""
+        first, end, count = match.place + 1, len(self.tokens), min(most, match.length * match.agreeing)
         found = self.tokens[first : first + count]
         while len(found) < count and end > first:
             found += self.tokens[first:end][: count - len(found)]
@@ -138,11 +137,7 @@ class SharedTexts:
     def __init__(self, least: int, longest: int, capacity: int) -> None:
         """least, longest: see `TokenIndex`."""
         self._least, self._longest, self._half = least, longest, capacity // 2
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all texts."""
-        self._old, self._new = (TokenIndex(self._least, self._longest) for _ in range(2))
+        self._old, self._new = TokenIndex(least, longest), TokenIndex(least, longest)
 
     @property
     def num_tokens(self) -> int:
@@ -158,5 +153,7 @@ class SharedTexts:
 
     def propose(self, most: int, text: Sequence[int], longer_than: int) -> list[int]:
         """As `TokenIndex.propose`, of a match of more than `longer_than` tokens."""
-        index = max((self._new, self._old), key=lambda each: each.longest(text).length)
-        return index.propose(most, text) if index.longest(text).length > longer_than else []
+        index, match = self._new, self._new.longest(text)
+        if (other := self._old.longest(text)).length > match.length:
+            index, match = self._old, other
+        return index.proposed(match, most) if match.length > longer_than else []
