@@ -126,7 +126,8 @@ def main(data: Path, questions: int, new: int, turns: int, rows: int, out: Path 
     found[f"one of {rows} rows matches"] = compared(
         {"plain": runs["plain"], "nothing matches": nothing, "lookup": runs["lookup"]}, one, new, turns
     )
-    publish({"benchmark": "lookup", "K": K, "new_tokens": new, "turns": turns, "results": found}, out)
+    rows_of = [{"task": task, "drafts": name, **own} for task, each in found.items() for name, own in each.items()]
+    publish({"benchmark": "lookup", "K": K, "new_tokens": new, "turns": turns, "results": rows_of}, out)
 
 
 def one_by_one(run: Run) -> Run:
