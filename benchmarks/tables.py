@@ -172,6 +172,13 @@ COLUMNS: dict[str, dict[str, str]] = {
         "p99": "{p99_us:,}",
         "abort µs per request": "{abort_us_per_request:,}",
     },
+    "lookup": {
+        "task": "{task}",
+        "drafts": "{drafts}",
+        "tokens/s": "{tokens_per_s:,}",
+        "speed-up": "{speedup:.2f}",
+        "tokens a round": "{tokens_per_round:.2f}",
+    },
 }
 """By `benchmark` of a line: the table's columns, each with the form of its cells. What a line lacks is left out."""
 
@@ -275,6 +282,7 @@ _CELLS: dict[str, Callable[[Line], Iterable[Line]]] = {
     "draft_sampling": lambda line: [line | each for each in line["lines"]],
     "start": _start,
     "host_queue": lambda line: line["results"],
+    "lookup": lambda line: line["results"],
 }
 """What the columns of a kind name beside a line's own values; of some kinds a line makes several rows."""
 
