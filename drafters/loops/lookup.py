@@ -120,12 +120,13 @@ class TokenIndex:
         return count
 
     def _best(self, found: Sequence[tuple[int, int]]) -> Match:
-        """The longest of (length, place)."""
-        length, place = max(found, default=(0, -1))
-        if length < self._least or place + 1 >= len(self.tokens):
+        """The longest of (length, place) that a token follows."""
+        tokens = self.tokens
+        going_on = [(n, p) for n, p in found if n >= self._least and tokens[p + 1] != END]
+        if not going_on:
             return Match(-1, 0, 0)
-        token = self.tokens[place + 1]
-        return Match(place, length, sum(self.tokens[p + 1] == token for n, p in found if n == length))
+        length, place = max(going_on)
+        return Match(place, length, sum(tokens[p + 1] == tokens[place + 1] for n, p in going_on if n == length))
 
 
 class SharedTexts:
