@@ -152,7 +152,7 @@ def _judge_sampled(
         q = p.new_zeros(num_rows, width - 1, p.shape[2])
         q[: len(draft.probs)] = vocab.scatter(draft.probs)
         if draft.replaced is not None:
-            certain = torch.zeros_like(q).scatter_(2, drafts[:, :, None], 1.0)[: len(draft.probs)]
-            q[: len(draft.probs)] = torch.where(draft.replaced[:, :, None], certain, q[: len(draft.probs)])
+            own, replaced = q[: len(draft.probs)], draft.replaced[:, :, None].to(q.dtype)
+            own.mul_(1 - replaced).scatter_add_(2, drafts[: len(own), :, None], replaced)
     inputs = SampledInputs(p, q, sampling.accept_uniform, sampling.next_uniform)
     return accept_sampled(drafts, round_.num_drafts, inputs)

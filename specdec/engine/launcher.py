@@ -202,7 +202,7 @@ class Lookahead:
         vain; its pages are reused only after that round.
         """
         verification, rows = current.verification, current.schedule.rows
-        if isinstance(verification, ChainedVerification) and self._table.awaited[rows].any():
+        if isinstance(verification, ChainedVerification) and self._table.awaits(rows):
             return None
         self._reserved = self._reserve(current.schedule)
         if self._reserved is None or not isinstance(verification, ChainedVerification):
@@ -217,7 +217,7 @@ class Lookahead:
     def before_commit(self, current: VerifyingRound, outcome: Outcome, draft: Draft | None) -> LaunchedRound | None:
         """Launch the round that verifies `draft`, if all rows go on: none meets an eos id, each has a draft, and none
         awaits drafts of the host."""
-        if draft is None or self._reserved is None or self._table.awaited[current.schedule.rows].any():
+        if draft is None or self._reserved is None or self._table.awaits(current.schedule.rows):
             return None
         rows, accepted = current.schedule.rows, outcome.num_accepted
         drafts = drafts_after(current.target, accepted)

@@ -354,9 +354,9 @@ class GraphExecutor:
 
         Before position M-1 a request has no rows yet for the later ones of M modules; a fixed shape has them all.
         """
-        if not target.only_bonus_tokens or (self._num_modules > 1 and target.start.min() < self._num_modules - 1):
+        if not target.only_bonus_tokens or target.given is not None:
             return None
-        if target.given is not None:
+        if self._num_modules > 1 and target.start.min() < self._num_modules - 1:
             return None
         return self._fitting(len(target.start))
 

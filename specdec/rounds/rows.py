@@ -103,7 +103,7 @@ class RowTable:
             a length. variant [R]: of its keys and values; for both see `specdec.rounds.extras.RoundExtra`.
         drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
         given [R, n] int32, num_given [R]: drafts of the row's next round that the host knows, see `give`. awaited [R]
-            bool: there may be some for the round after it.
+            bool: there may be some for the round after it. gives: whether any row has been asked for ever.
         key [R] uint64: randomness. eos [R, E] int64: ids that end it, then -1. temperature, top_k, top_p, min_p [R].
         extras: the columns of the engine's extras.
     """
@@ -123,7 +123,7 @@ class RowTable:
         self.drafts = np.zeros(max_rows, np.int64)
         self.previous = np.full(max_rows, -1, np.int64)
         self.given, self.num_given = np.zeros((max_rows, 0), np.int32), np.zeros(max_rows, np.int64)
-        self.awaited = np.zeros(max_rows, np.bool_)
+        self.awaited, self.gives = np.zeros(max_rows, np.bool_), False
         self.key = np.zeros(max_rows, np.uint64)
         self.eos = np.full((max_rows, 1), -1, np.int64)
         self._sampling = SamplingArrays.of([SamplingParams()] * max_rows)
@@ -186,12 +186,16 @@ class RowTable:
         awaited: whether there may be some after that round, too. A round without drafts is launched before the last one
             is read where no row awaits any: so a row that did not await drafts must not be given them, in any engine.
         """
-        self.awaited[row] = awaited
+        self.awaited[row], self.gives = awaited, True
         count = len(token_ids)
         if count > self.given.shape[1]:
             self.given = np.pad(self.given, ((0, 0), (0, count - self.given.shape[1])))
         self.given[row, :count] = token_ids
         self.num_given[row] = count
+
+    def awaits(self, rows: np.ndarray) -> bool:
+        """Whether any of these rows awaits drafts. Called every round: engines without such drafts look at no row."""
+        return self.gives and bool(self.awaited[rows].any())
 
     def leave_unfiltered(self, row: int) -> None:
         """Rounds apply no filter to this row's distribution, only its temperature: an extra filters its logits."""

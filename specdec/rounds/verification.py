@@ -249,6 +249,8 @@ def target_arrays(
 
 def _given(schedule: Schedule, table: RowTable) -> np.ndarray | None:
     """See `TargetArrays.given`: of rows that have been given as many drafts as they may have."""
+    if not table.gives:
+        return None
     drafts = schedule.num_drafts[: schedule.num_drafting]
     rows = schedule.rows[: len(drafts)]
     taken = table.num_given[rows] >= drafts
