@@ -238,10 +238,6 @@ def definitions() -> dict[str, str]:
     }
 
 
-_UNDRAFTED = 0.1
-"""Most rounds without drafts in a prediction: those of a head are the last ones of answers."""
-
-
 def _prediction(executor: Executor, plan: Plan, kept: dict[str, list[Answer]], summaries: Sequence[Json]) -> Json:
     """The speed-up table, from the acceptance of the largest K and the round times of the run or of a calibration."""
     times = {plan.batch_size: {arm.k: seconds_a_round(kept[arm.name]) for arm in plan.arms}}
@@ -252,9 +248,10 @@ def _prediction(executor: Executor, plan: Plan, kept: dict[str, list[Answer]], s
     if not all(math.isfinite(seconds) and seconds > 0 for row in times.values() for seconds in row.values()):
         return {"round_seconds": {}, "table": [], "best": {}, "reason": "there were no rounds to time"}
     widest = max(summaries, key=lambda summary: summary["k"])
-    rounds = [record.drafted for answer in kept[widest["name"]] for record in answer.rounds]
-    if rounds.count(0) > _UNDRAFTED * len(rounds):
-        reason = f"{rounds.count(0)} of {len(rounds)} rounds had no drafts, and no acceptance tells how many would"
+    turns = [turn for answer in kept[widest["name"]] for turn in answer.turns]
+    undrafted = sum(not record.drafted for turn in turns for record in turn.rounds[:-1])
+    if undrafted:  # a head's are the last ones of answers
+        reason = f"{undrafted} rounds inside answers had no drafts, and no acceptance tells how many would have"
         return {"round_seconds": {}, "table": [], "best": {}, "reason": reason}
     conditional = [float("nan") if v["estimate"] is None else v["estimate"] for v in widest["conditional"]]
     ks = range(1, max(8, widest["k"]) + 1)

@@ -139,7 +139,8 @@ def print_acceptance(console: Console, document: Json, explain: bool = False) ->
             _print_table(console, title, _prediction_table(prediction))
             _print_best(console, prediction)
         else:
-            console.print(f"\nspeed-up not predicted: {prediction['reason']}")
+            reason = prediction.get("reason", "there were no rounds to time")  # documents of before say none
+            console.print(f"\nspeed-up not predicted: {reason}")
     if "differences" in document:
         title = f"{arms[1]['name']} less {arms[0]['name']}, paired"
         _print_table(console, title, _difference_table(document["differences"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from evals.report.terminal import RunProgress, cautions, headline, print_accepta
 from evals.runs.conversations import Configuration, ModelSpec, Worker
 from evals.runs.executor import LocalExecutor
 from evals.runs.store import RunStore
+from specdec.requests.stats import RoundRecord
 
 pytest.importorskip("matplotlib")
 CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
@@ -108,6 +110,29 @@ def test_comparison_without_a_baseline_renders_too(plant: SimpleNamespace, tmp_p
     document = document_of(plant, tmp_path, (Configuration("one", 1), Configuration("three", 3)))
     assert "three less one, paired" in printed(document)
     assert "three less one, paired" in page.render(document)
+
+
+def test_nothing_is_predicted_from_rounds_that_had_no_drafts(plant: SimpleNamespace, tmp_path: Path) -> None:
+    """Drafts by lookup. A head's last rounds, before the limit, have none either, and do not count."""
+
+    class LooksUp(plant.Model):  # type: ignore[misc, name-defined]
+        def _round(self, rng: random.Random, k: int, left: int) -> RoundRecord:
+            return RoundRecord(0, 0, 1) if rng.random() < 0.05 else super()._round(rng, k, left)
+
+    found = {}
+    for name, kind in (("lookup", LooksUp), ("head", plant.Model)):
+        executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": kind(length=5)})))
+        plan = Plan(plant.questions(24), sweep((3,)), plant.asking(), warmup=0, worst=0)
+        store = RunStore(tmp_path / name, settings(plan, executor.facts()))
+        found[name] = run(executor, plan, store, lambda answers: None)
+        last = [answer.rounds[-1].drafted for answer in store.answers.values() if answer.arm == "K=3"]
+        assert last.count(0) > 5
+    assert found["head"]["timing"]["prediction"]["table"]
+    empty = found["lookup"]["timing"]["prediction"]
+    assert empty["table"] == [] and "rounds inside answers had no drafts" in printed(found["lookup"])
+    assert page.render(found["lookup"])
+    del empty["reason"]  # a document of before
+    assert "speed-up not predicted: there were no rounds to time" in printed(found["lookup"])
 
 
 def told(speedup: tuple[float, float | None, float | None], same: int = 8, **more: Any) -> dict[str, Any]:
