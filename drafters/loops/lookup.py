@@ -72,16 +72,9 @@ class TokenIndex:
 
     def longest(self, text: Sequence[int]) -> Match:
         """The longest match of the last tokens of `text`: this index's own, or any other; the last one of several."""
-        own, end = text is self.tokens, len(text) - 1
-        if own:
-            place = self._before[end] if end + 1 >= self._least else -1
-        elif end + 1 < self._least:
-            place = -1
-        else:
-            key = 0
-            for token in text[end + 1 - self._least :]:
-                key = key * _BASE + token
-            place = self._last.get(key, -1)
+        place = -1
+        if len(text) >= self._least:
+            place = self._before[-1] if text is self.tokens else self._last.get(self._key_of(text), -1)
         found: list[tuple[int, int]] = []
         while place >= 0 and len(found) < PLACES:
             found.append((self._common(text, place), place))
@@ -90,18 +83,16 @@ class TokenIndex:
             place = self._before[place]
         return self._best(found)
 
-    def propose(self, most: int, text: Sequence[int] | None = None) -> list[int]:
+    def propose(self, most: int) -> list[int]:
         """At most `most` tokens that followed the longest match of the last tokens, one for each token of it and place
         that agrees; [] without a match. A match that reaches into what follows it is a period: it goes on.
-
-        text: whose last tokens; default this index's own.
 
         >>> index = TokenIndex(2, 8)
         >>> index.extend([1, 2, 3, 1, 2, 3, 1])
         >>> index.propose(6)
         [2, 3, 1, 2]
         """
-        return self.proposed(self.longest(self.tokens if text is None else text), most)
+        return self.proposed(self.longest(self.tokens), most)
 
     def proposed(self, match: Match, most: int) -> list[int]:
         """See `propose`; fewer tokens where another text begins."""
@@ -110,6 +101,13 @@ class TokenIndex:
         while len(found) < count and end > first:
             found += self.tokens[first:end][: count - len(found)]
         return found[: found.index(END)] if END in found else found
+
+    def _key_of(self, text: Sequence[int]) -> int:
+        """Of the last n-gram, as `extend` makes it."""
+        key = 0
+        for token in text[-self._least :]:
+            key = key * _BASE + token
+        return key
 
     def _common(self, text: Sequence[int], place: int) -> int:
         """How many tokens up to `place` are those at the end of `text`, at most `longest`."""

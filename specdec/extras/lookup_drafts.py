@@ -49,33 +49,27 @@ class LookupDrafts(RoundExtra):
 
 
 class LookupColumns(ExtraColumns):
-    """The index of each row's tokens; after every commit the row is given what it proposes (`RowTable.give`)."""
+    """After every commit each row is given what its index proposes (`RowTable.give`).
+
+    indexes: of the tokens of each row's request; None where it does not draft by lookup.
+    """
 
     def __init__(self, lookup: LookupDrafts, max_rows: int) -> None:
         self._lookup = lookup
-        self._indexes: list[TokenIndex | None] = [None] * max_rows
+        self.indexes: list[TokenIndex | None] = [None] * max_rows
         self._shared = SharedTexts(lookup.least, lookup.longest, SHARED_TOKENS) if lookup.shared else None
         self._private = np.zeros(max_rows, np.bool_)
-
-    @property
-    def num_indexed(self) -> int:
-        """Rows with an index."""
-        return sum(index is not None for index in self._indexes)
-
-    def index(self, row: int) -> TokenIndex | None:
-        """Of the request in this row."""
-        return self._indexes[row]
 
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
         """See `ExtraColumns.open`."""
         if table.drafts[row] and not (self._lookup.greedy and params.temperature):
-            self._indexes[row] = TokenIndex(self._lookup.least, self._lookup.longest)
+            self.indexes[row] = index = TokenIndex(self._lookup.least, self._lookup.longest)
             self._private[row] = not params.cache_prefix
-            self._propose(table, row)
+            self._propose(table, row, index)
 
     def close(self, row: int) -> None:
         """See `ExtraColumns.close`."""
-        index, self._indexes[row] = self._indexes[row], None
+        index, self.indexes[row] = self.indexes[row], None
         if index is not None and self._shared is not None and not self._private[row]:
             self._shared.add(index.tokens)
 
@@ -84,13 +78,11 @@ class LookupColumns(ExtraColumns):
     ) -> None:
         """See `ExtraColumns.commit`."""
         for row in rows.tolist():
-            if self._indexes[row] is not None:
-                self._propose(table, row)
+            if (index := self.indexes[row]) is not None:
+                self._propose(table, row, index)
 
-    def _propose(self, table: RowTable, row: int) -> None:
+    def _propose(self, table: RowTable, row: int, index: TokenIndex) -> None:
         """Index the row's new tokens, and give it the drafts that follow them; of a prompt what was read so far."""
-        index = self._indexes[row]
-        assert index is not None
         reads = table.computed[row] < table.prefill[row]
         new = table.tokens[row, len(index.tokens) : (table.computed if reads else table.length)[row]].tolist()
         if reads:
@@ -104,8 +96,7 @@ class LookupColumns(ExtraColumns):
 
     def _found(self, index: TokenIndex, most: int) -> list[int]:
         """What follows the longest match of a row's last tokens, in its own text where others have none longer."""
-        if self._shared is not None and index.tokens:
-            found = self._shared.propose(most, index.tokens, index.longest(index.tokens).length)
-            if found:
-                return found
-        return index.propose(most)
+        if self._shared is None:
+            return index.propose(most)
+        own = index.longest(index.tokens)
+        return self._shared.propose(most, index.tokens, own.length) or index.proposed(own, most)

@@ -45,6 +45,7 @@ class ScriptedModel:
         length: new tokens of an answer, the end token included. seconds: a round takes 1 + seconds x drafts.
         defect: with drafts, every fourth token is another one. poison: prompts with this text raise.
         overshoot: the last round accepts drafts beyond the end (which are then trimmed).
+        undrafted: a round has no drafts with this probability, as where they are looked up.
     """
 
     rates: tuple[float, ...] = (0.8, 0.6, 0.5)
@@ -52,6 +53,7 @@ class ScriptedModel:
     seconds: float = 0.1
     defect: bool = False
     overshoot: bool = False
+    undrafted: float = 0.0
     poison: str | None = None
     max_k: int = 8
     calls: list[int] = field(default_factory=list)
@@ -107,6 +109,8 @@ class ScriptedModel:
         return ids[: params.max_new_tokens]
 
     def _round(self, rng: random.Random, k: int, left: int) -> RoundRecord:
+        if self.undrafted and rng.random() < self.undrafted:
+            return RoundRecord(0, 0, 1)
         accepted = 0
         while accepted < k and rng.random() < self.rates[min(accepted, len(self.rates) - 1)]:
             accepted += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import random
 import re
 import shutil
 import subprocess
@@ -23,7 +22,6 @@ from evals.report.terminal import RunProgress, cautions, headline, print_accepta
 from evals.runs.conversations import Configuration, ModelSpec, Worker
 from evals.runs.executor import LocalExecutor
 from evals.runs.store import RunStore
-from specdec.requests.stats import RoundRecord
 
 pytest.importorskip("matplotlib")
 CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
@@ -114,14 +112,10 @@ def test_comparison_without_a_baseline_renders_too(plant: SimpleNamespace, tmp_p
 
 def test_nothing_is_predicted_from_rounds_that_had_no_drafts(plant: SimpleNamespace, tmp_path: Path) -> None:
     """Drafts by lookup. A head's last rounds, before the limit, have none either, and do not count."""
-
-    class LooksUp(plant.Model):  # type: ignore[misc, name-defined]
-        def _round(self, rng: random.Random, k: int, left: int) -> RoundRecord:
-            return RoundRecord(0, 0, 1) if rng.random() < 0.05 else super()._round(rng, k, left)
-
     found = {}
-    for name, kind in (("lookup", LooksUp), ("head", plant.Model)):
-        executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": kind(length=5)})))
+    for name, undrafted in (("lookup", 0.05), ("head", 0.0)):
+        model = plant.Model(length=5, undrafted=undrafted)
+        executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": model})))
         plan = Plan(plant.questions(24), sweep((3,)), plant.asking(), warmup=0, worst=0)
         store = RunStore(tmp_path / name, settings(plan, executor.facts()))
         found[name] = run(executor, plan, store, lambda answers: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -54,15 +55,30 @@ def proposed(text: list[int], k: int, least: int = LEAST, longest: int = LONGEST
     return index.propose(k)
 
 
-def wrong_drafts(prompt: list[int], completion: Any, k: int, least: int = LEAST) -> list[int]:
+def rounds_of(completion: Any) -> Iterator[tuple[list[int], list[int]]]:
+    """The tokens before each round, and its drafts."""
+    prompt, new = completion.prompt_token_ids, 1
+    for drafts, round_ in zip(completion.drafts, completion.stats.rounds, strict=True):
+        yield [*prompt, *completion.token_ids[:new]], list(drafts)
+        new += round_.accepted + 1
+
+
+def wrong_drafts(completion: Any, k: int, least: int = LEAST, longest: int = LONGEST, new: int = NEW) -> list[int]:
     """The rounds whose drafts are not those of an index made anew of the tokens before them."""
-    text, found = [*prompt, completion.token_ids[0]], []
-    left = len(prompt) + NEW
-    for number, own in enumerate(completion.drafts):
-        if list(own) != proposed(text, k, least)[: max(left - len(text) - 1, 0)]:
-            found.append(number)
-        text += completion.token_ids[len(text) - len(prompt) :][: completion.stats.rounds[number].accepted + 1]
-    return found
+    limit = len(completion.prompt_token_ids) + new
+    rounds = enumerate(rounds_of(completion))
+    return [i for i, (text, own) in rounds if own != proposed(text, k, least, longest)[: max(limit - len(text) - 1, 0)]]
+
+
+def replaced_drafts(completion: Any, k: int, least: int = LEAST, longest: int = LONGEST) -> int:
+    """Rounds beside a head with drafts by lookup: all for which an index made anew proposes as many as they have."""
+    count = 0
+    for text, own in rounds_of(completion):
+        found = proposed(text, k, least, longest)
+        if len(found) >= len(own) > 0:
+            assert own == found[: len(own)]
+            count += 1
+    return count
 
 
 def acceptance(completions: list[Any]) -> tuple[int, int]:
@@ -80,7 +96,7 @@ def test_greedy_tokens_and_drafts_are_exact(k: int, least: int, ahead: bool) -> 
     found = model.generate(prompts, GREEDY)
     for prompt, completion in zip(prompts, found, strict=True):
         assert completion.token_ids == hf_greedy(prompt, NEW)
-        assert wrong_drafts(prompt, completion, k, least) == []
+        assert wrong_drafts(completion, k, least) == []
     accepted, drafted = acceptance(found)
     assert accepted > 100 and drafted > accepted and free_everywhere(model)
     assert any(r.drafted == 0 for c in found for r in c.stats.rounds), "rows without a match have no drafts"
@@ -223,12 +239,7 @@ def test_a_long_match_replaces_the_drafts_of_a_head(k: int) -> None:
     looked_up = 0
     for prompt, completion, own in zip(prompts, found, of_head, strict=True):
         assert completion.token_ids == hf_greedy(prompt, NEW) == own.token_ids
-        text = [*prompt, completion.token_ids[0]]
-        for number, drafts in enumerate(completion.drafts):
-            if len(proposed(text, k)) >= len(drafts) > 0:
-                assert list(drafts) == proposed(text, k)[: len(drafts)]
-                looked_up += 1
-            text += completion.token_ids[len(text) - len(prompt) :][: completion.stats.rounds[number].accepted + 1]
+        looked_up += replaced_drafts(completion, k)
     assert looked_up > 20 and any(a.drafts != b.drafts for a, b in zip(found, of_head, strict=True))
     assert "TableHead and lookup" in repr(model) and free_everywhere(model)
 
@@ -238,8 +249,8 @@ def advanced_by_rejected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def planted(self: Any, table: Any, rows: Any, committed: Any, notes: Any) -> None:
         for row in rows.tolist():
-            if self.index(row) is not None and table.num_given[row] > 1:
-                self.index(row).extend([int(table.given[row, 1])])
+            if self.indexes[row] is not None and table.num_given[row] > 1:
+                self.indexes[row].extend([int(table.given[row, 1])])
         plain(self, table, rows, committed, notes)
 
     monkeypatch.setattr(LookupColumns, "commit", planted)
@@ -250,7 +261,7 @@ def of_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = LookupColumns.open
 
     def planted(self: Any, table: Any, row: int, params: Any) -> None:
-        if self.index(row) is None:
+        if self.indexes[row] is None:
             plain(self, table, row, params)
 
     monkeypatch.setattr(LookupColumns, "open", planted)
@@ -271,7 +282,7 @@ def test_planted_defects_change_no_token_and_are_seen_in_the_drafts(
     found = model.generate(QUOTES, GREEDY)
     monkeypatch.setattr(TokenIndex, "propose", right_propose)
     assert [c.token_ids for c in found] == [hf_greedy(p, NEW) for p in QUOTES]
-    assert any(wrong_drafts(p, c, 4) for p, c in zip(QUOTES, found, strict=True))
+    assert any(wrong_drafts(c, 4) for c in found)
 
 
 def test_requests_without_drafts_have_no_index_and_n_samples_have_their_own() -> None:
@@ -282,8 +293,8 @@ def test_requests_without_drafts_have_no_index_and_n_samples_have_their_own() ->
     found = model.generate(QUOTES[:1], params)
     assert len({tuple(c.token_ids) for c in found}) > 1
     for completion in found:
-        assert wrong_drafts(QUOTES[0], completion, 4) == []
-    assert columns.num_indexed == 0
+        assert wrong_drafts(completion, 4) == []
+    assert columns.indexes == [None] * 3
 
 
 @pytest.mark.parametrize(
@@ -328,16 +339,11 @@ def test_beside_a_head_in_graphs_matches_replace_the_drafts_of_greedy_requests(
     found, of_head = both.generate(QUOTES, params), head.generate(QUOTES, params)
     assert [c.token_ids for c in found] == [c.token_ids for c in of_head]
     looked_up = 0
-    for prompt, completion, own, asked in zip(QUOTES, found, of_head, params, strict=True):
+    for completion, own, asked in zip(found, of_head, params, strict=True):
         if asked.temperature:
             assert completion.drafts == own.drafts
-            continue
-        text = [*prompt, completion.token_ids[0]]
-        for number, drafts in enumerate(completion.drafts):
-            if len(proposed(text, 3)) >= len(drafts) > 0:
-                assert list(drafts) == proposed(text, 3)[: len(drafts)]
-                looked_up += 1
-            text += completion.token_ids[len(text) - len(prompt) :][: completion.stats.rounds[number].accepted + 1]
+        else:
+            looked_up += replaced_drafts(completion, 3)
     assert looked_up > 5 and both.describe()["graphs"]["state"] == "on"
 
 
