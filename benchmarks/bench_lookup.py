@@ -11,6 +11,7 @@ JSON line.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,8 +99,6 @@ def tasks_of(model: SpeculativeModel, questions: list[str], count: int, new: int
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the JSON there.")
 def main(data: Path, questions: int, new: int, turns: int, rows: int, out: Path | None) -> None:
     """Measure all tasks and costs."""
-    import json
-
     texts = [json.loads(line)["question"] for line in data.read_text("utf-8").splitlines()[: max(questions + 3, rows)]]
     load = SpeculativeModel.from_pretrained
     plain = load("gsm-llama", device="cpu")

@@ -34,7 +34,7 @@ IMPORTED = ("accelerate", "transformers.models.auto.modeling_auto", "transformer
 
 
 SERVER_GONE = 77
-"""Exit code of a process whose server has ended, and which ends with it: seen once, on a machine of CI."""
+"""Exit code of a process whose server has ended, and which ends with it: no signal killed it."""
 
 
 class Forked:

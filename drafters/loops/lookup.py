@@ -38,7 +38,7 @@ class Match(NamedTuple):
 class TokenIndex:
     """The n-grams of a text that grows at its end.
 
-    Appending a token and looking for a match take the same time however long the text is; a token takes 150 bytes.
+    Appending a token and looking for a match take the same time however long the text is; a token takes 160 bytes.
 
     Attributes:
         tokens: the text.
