@@ -66,6 +66,28 @@ def decide(model: SpeculativeModel, draws: DrawnAcceptance) -> None:
     model.executor.reads.before_read = draws.before_read
 
 
+@torch.no_grad()
+def follow(target: Any, seed: int = 0) -> list[int]:
+    """From now on the model's next token depends on the last one alone: all tokens in one circle, which is returned.
+
+    What attention and MLP add is zero, and the row of the output embeddings of the token to come is the input embedding
+    of the last: all matmuls and kernels run as before, and greedy text is known beforehand. For Llama's layers.
+
+    Raises:
+        ValueError: input and output embeddings are one.
+    """
+    into, out = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    if into.data_ptr() == out.data_ptr():
+        raise ValueError("the target's embeddings are tied: its output cannot be another order of its input")
+    circle = torch.from_numpy(np.random.default_rng(seed).permutation(len(into))).to(into.device)
+    torch.nn.init.normal_(into)
+    out[circle.roll(-1)] = into[circle]
+    for layer in target.get_decoder().layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    return circle.tolist()
+
+
 class Tokenizer:
     """Decodes to nothing: text is not part of the measurement."""
 

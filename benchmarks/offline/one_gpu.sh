@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A visit to one GPU: CARRY=folder OUT=results benchmarks/offline/one_gpu.sh tests [FILES]|rounds
+# A visit to one GPU: CARRY=folder OUT=results benchmarks/offline/one_gpu.sh tests [FILES]|rounds|lookup
 #
 # `rounds` takes 8 minutes. All GPU tests take more than the 7 that they get here: name files.
 . "$(dirname "$0")/setup.sh"
@@ -13,6 +13,9 @@ tests)
   PYTHONPATH=$PYTHONPATH:/tmp/quant tests 420 11 "${@:2}"
   wait
   tail -n 12 "$OUT/gsm.log"
+  ;;
+lookup)
+  timeout 500 python3 -m benchmarks.bench_lookup --shape llama-3.1-8b --questions 2 --new 192 --turns 3 --out "$OUT/lookup.json"
   ;;
 rounds)
   held half benchmarks.bench_round --drafts 3 --rows 1,8,32 --sampled --greedy-share 1,0.5,0 --trace "" --repeats 7 --out "$OUT/round.jsonl"
