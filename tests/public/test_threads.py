@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -367,7 +368,7 @@ def test_an_interrupt_in_one_thread_costs_the_others_nothing(place: str, options
 
 
 @pytest.mark.slow
-def test_interrupts_at_any_moment() -> None:
+def test_interrupts_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A real signal, at random moments, in the thread that runs most of the rounds."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         pytest.skip("signals are delivered to the main thread")
@@ -387,16 +388,18 @@ def test_interrupts_at_any_moment() -> None:
         raise KeyboardInterrupt
 
     right(0)
+    lost = list[type[BaseException]]()  # struck in a finalizer, where Python says so and goes on
+    monkeypatch.setattr(sys, "unraisablehook", lambda given: lost.append(given.exc_type))
     before = signal.signal(signal.SIGALRM, on_alarm)
     neighbours = [threading.Thread(target=neighbour, args=(k,), daemon=True) for k in (1, 4)]
     struck = 0
     try:
         for worker in neighbours:
             worker.start()
-        for _ in range(60):
+        for done in range(60):
             try:
                 signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.001, 0.08))
-                while True:
+                while struck + len(lost) == done:
                     tokens_of(model, 0)
             except KeyboardInterrupt:
                 struck += 1
@@ -407,7 +410,7 @@ def test_interrupts_at_any_moment() -> None:
     for worker in neighbours:
         worker.join(PATIENCE)
     assert not any(worker.is_alive() for worker in neighbours), "a thread waits for ever"
-    assert struck == 60 and not errors and found and all(found)
+    assert struck + len(lost) == 60 and struck > 50 and not errors and found and all(found)
     assert tokens_of(model, 0) == right(0)
     gc.collect()
     assert free_everywhere(model)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specdec import ClosedModelError
 from tests.rank_server import forked_ranks, real_ranks
 
 __all__ = ["forked_ranks", "real_ranks"]
@@ -33,6 +34,35 @@ def two_ranks(every_self_test: None, packages: None) -> Iterator[Any]:
     link = start_ranks(2, torch.device("cpu"))
     yield link
     link.close()
+
+
+@pytest.fixture(scope="module")
+def keep() -> Iterator[Callable[[str, Callable[[], Sequence[Any]]], Sequence[Any]]]:
+    """(name, load) -> models that the tests of a module share, loaded anew where one is closed or has lost a rank.
+
+    Idle workers steal tests from the end of others' lists: any test of the module may have run before.
+    """
+    made: dict[str, Sequence[Any]] = {}
+
+    def kept(name: str, load: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        if name not in made or any(map(is_gone, made[name])):
+            for model in made.pop(name, ()):
+                model.close()
+            made[name] = load()
+        return made[name]
+
+    yield kept
+    for models in made.values():
+        for model in models:
+            model.close()
+
+
+def is_gone(model: Any) -> bool:
+    """Whether a model is closed, or a process of its ranks is lost."""
+    try:
+        return model.ranks is not None and bool(model.ranks.channel.workers.is_lost)
+    except ClosedModelError:
+        return True
 
 
 @pytest.fixture(scope="module")

@@ -68,13 +68,19 @@ def load_ends_all(words: str, loading: Callable[[], Any], pids: list[int]) -> No
     assert alive(pids) == []
 
 
-@pytest.fixture(scope="module")
-def model(two_ranks: Any, folders: Callable[[str], Path]) -> Iterator[Any]:
-    with load(folders("one-kv-head")) as loaded:
-        yield loaded
+@pytest.fixture
+def new_processes() -> None:
+    """None are open yet: what other tests of the module share is lost, and loaded anew when they ask for it."""
+    if workers.are_open():
+        workers.open_workers(2)[0].end()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def model(two_ranks: Any, folders: Callable[[str], Path], keep: Callable[..., Any]) -> Any:
+    return keep("model", lambda: [load(folders("one-kv-head"))])[0]
+
+
+@pytest.fixture
 def answer(model: Any) -> list[int]:
     return list(model.generate(PROMPT, PARAMS)[0].token_ids)
 
@@ -183,7 +189,7 @@ def test_a_process_killed_while_nothing_runs(folders: Callable[[str], Path], eve
 
 @pytest.mark.slow
 def test_a_process_killed_before_the_ranks_meet(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, every_self_test: None
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, every_self_test: None, new_processes: None
 ) -> None:
     """gloo would wait two minutes for it, NCCL without end."""
     killed: list[float] = []
@@ -368,8 +374,8 @@ def test_the_garbage_collector_ends_the_processes(folders: Callable[[str], Path]
         inner(torch.tensor([[1, 2]]))
 
 
-@pytest.fixture(scope="module")
-def built_in(every_self_test: None) -> Iterator[Any]:
+@pytest.fixture
+def built_in(every_self_test: None, new_processes: None) -> Iterator[Any]:
     """The built-in pair, on processes of its own."""
     with SpeculativeModel.from_pretrained(
         "gsm-llama", "auto", device="cpu", tensor_parallel_size=2, max_model_len=64, max_num_seqs=2
@@ -402,7 +408,6 @@ def test_wrong_drafts_of_a_rank_are_counted_and_harmless(built_in: Any) -> None:
 
 @pytest.mark.slow
 def test_close_ends_the_processes(built_in: Any) -> None:
-    """Last of those that use the pair."""
     pids = pids_of(built_in)
     assert alive(pids) == pids and len(pids) == 1
     started = time.monotonic()

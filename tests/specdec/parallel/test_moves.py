@@ -66,12 +66,10 @@ def held(table: Any, name: str) -> list[tuple[int, int]]:
     return [(region.head0, region.heads) for region in regions]
 
 
-@pytest.fixture(scope="module")
-def pair(two_ranks: Any) -> Iterator[tuple[Any, Any]]:
+@pytest.fixture
+def pair(two_ranks: Any, keep: Callable[..., Any]) -> Any:
     """gsm-llama with its EAGLE-3 head, of one rank and of two. Without prefix caching: spoiled pages would be found."""
-    off = {"enable_prefix_caching": False}
-    with load("gsm-llama", 1, **off) as one, load("gsm-llama", 2, **off) as two:
-        yield one, two
+    return keep("pair", lambda: [load("gsm-llama", size, enable_prefix_caching=False) for size in (1, 2)])
 
 
 @pytest.fixture
