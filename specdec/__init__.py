@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from specdec.handoff.moved import Handoff
     from specdec.model import SpeculativeModel
+    from specdec.requests.grammar import Grammar
     from specdec.requests.request import Completion
     from specdec.requests.sampling import SamplingParams
     from specdec.requests.scores import Score
@@ -49,6 +50,7 @@ __all__ = [
     "CacheTooSmallError",
     "ClosedModelError",
     "Completion",
+    "Grammar",
     "Handoff",
     "HandoffMismatchError",
     "HeadLoadError",
@@ -86,6 +88,7 @@ _HOMES = {
     "attach": "specdec.attached.attach",
     "custom_generate": "specdec.attached.custom",
     "Completion": "specdec.requests.request",
+    "Grammar": "specdec.requests.grammar",
     "Handoff": "specdec.handoff.moved",
     "SamplingParams": "specdec.requests.sampling",
     "Score": "specdec.requests.scores",

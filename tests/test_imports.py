@@ -139,6 +139,7 @@ ROOMS = [
     "specdec/rounds",
     "specdec/extras",
     "specdec/logits",
+    "specdec/grammars",
     "specdec/acceptance",
     "specdec/execution",
     "specdec/engine",
@@ -253,6 +254,7 @@ PUBLIC_NAMES = [
     "CacheTooSmallError",
     "ClosedModelError",
     "Completion",
+    "Grammar",
     "Handoff",
     "HandoffMismatchError",
     "HeadLoadError",
@@ -298,7 +300,7 @@ def test_the_public_names_exist_and_no_others() -> None:
     assert sorted(specdec.__all__) == specdec.__all__ == PUBLIC_NAMES
     assert {getattr(specdec, name).__name__ for name in specdec.__all__} == set(specdec.__all__)
     others = {"Completion", "Handoff", "SamplingParams", "Score", "SpeculativeModel", "StreamUpdate"}
-    others |= {"Attachment", "attach", "custom_generate"}
+    others |= {"Attachment", "Grammar", "attach", "custom_generate"}
     assert set(specdec.__all__) == others | set(specdec.errors.__all__)
     with pytest.raises(AttributeError, match="module 'specdec' has no attribute 'Engine'"):
         specdec.Engine  # noqa: B018

@@ -5,12 +5,14 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from attention.cache.windowed import WindowedTables
 from specdec.config import EngineConfig
 from specdec.errors import CacheTooSmallError, InvalidInputError
+from specdec.requests.grammar import DECIDED_ELSEWHERE
 from specdec.requests.logprobs import MOST_ROW_BYTES
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
@@ -71,6 +73,7 @@ class Admission:
                 "leave strict_length out: then the request ends there"
             )
         self._check_rows(params, limit - len(token_ids))
+        self._with_grammar(params, self._eos)
         self.check_cache(len(token_ids), len(token_ids) if prompt_alone else limit)
         return limit
 
@@ -86,9 +89,9 @@ class Admission:
         """A waiting request. limit: as `check` returned it; all else: see `Engine.submit`."""
         config = self.config
         seed, index = (config.seed, request_id) if params.seed is None else (params.seed, sample_index)
-        params = params.of_request(0, self._target.hf_model.device)
-        asked = 0 if params.not_drafted else params.num_speculative_tokens
         eos = self._eos if eos_token_ids is None else tuple(eos_token_ids)
+        params = self._with_grammar(params.of_request(0, self._target.hf_model.device), eos)
+        asked = 0 if params.not_drafted else params.num_speculative_tokens
         return Request(
             id=request_id,
             params=params,
@@ -102,6 +105,20 @@ class Admission:
             eos_token_ids=() if params.ignore_eos else eos,
             times=Times(time.perf_counter()),
         )
+
+    def _with_grammar(self, params: SamplingParams, eos_token_ids: Sequence[int]) -> SamplingParams:
+        """With the grammar as the request follows it.
+
+        Raises:
+            InvalidInputError: see `specdec.grammars.following.followed`.
+        """
+        if params.grammar is None or params.grammar is DECIDED_ELSEWHERE:
+            return params
+        from specdec.grammars.following import followed
+
+        ends = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
+        vocabulary = self.vocabulary.tokenizer, self._target.vocab_size
+        return replace(params, grammar=followed(params.grammar, *vocabulary, ends, params.ignore_eos))
 
     def _check_rows(self, params: SamplingParams, new_tokens: int) -> None:
         """Raises InvalidInputError: the logits and scores that it asks for are too large."""

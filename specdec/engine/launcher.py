@@ -198,11 +198,11 @@ class Lookahead:
     def before_read(self, current: VerifyingRound) -> LaunchedRound | None:
         """Reserve the round after a drafted or a chained one while the device verifies; after a chained one, launch it.
 
-        Where a row awaits drafts of the host, the read comes first. A row that the read ends is computed once more in
-        vain; its pages are reused only after that round.
+        Where a row awaits drafts of the host, or its tokens decide what comes next, the read comes first. A row that
+        the read ends is computed once more in vain; its pages are reused only after that round.
         """
         verification, rows = current.verification, current.schedule.rows
-        if isinstance(verification, ChainedVerification) and self._table.awaits(rows):
+        if isinstance(verification, ChainedVerification) and self._table.must_be_read(rows):
             return None
         self._reserved = self._reserve(current.schedule)
         if self._reserved is None or not isinstance(verification, ChainedVerification):

@@ -19,7 +19,7 @@ from specdec.config import EngineConfig
 from specdec.execution.base import Drafter, Verification
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
-from specdec.rounds.extras import Decision, adjusted, adjusting, noted, rewritten
+from specdec.rounds.extras import Decision, adjusted, adjusting, noted, read_early, rewritten
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import RoundTransfer
 from specdec.rounds.verification import TargetArrays
@@ -77,13 +77,15 @@ class EagerExecutor:
         token_ids = fill_drafts(device, draft)
         if round_.target.given is not None:
             draft = filled_drafts(device, token_ids, draft)
+        extras = round_.target.extras
+        early = read_early(self._extras, extras, lambda: draft)
         output = self.target.forward(token_ids, planned, device.logits_indices)
-        logits, extras = output.logits, round_.target.extras
+        logits = output.logits
         notes: tuple[torch.Tensor, ...] = ()
         if self._adjusting:
             logits = adjusted(self._adjusting, logits, device)
         if any(extras):
-            logits = rewritten(self._extras, extras, logits, device)
+            logits = rewritten(self._extras, extras, logits, device, early)
         result = judge(logits, device, draft, self._vocab)
         if any(extras):
             notes = noted(self._extras, extras, Decision(output.logits, logits, device.logit_index, result.tokens))

@@ -3,9 +3,8 @@
 Rounds in which every row verifies have a fixed shape; others run by segments (`ragged.py`), and then the same steps.
 
 The draft prefill is launched right after the verification, before the host knows what was accepted (see
-`drafters/loops/chain_passes.py` and `module_passes.py`). So the device is busy while the host reads the result and lays
-out the draft steps; each step is planned while the one before runs; commit, schedule and the next verification follow
-while the steps run. This takes two transfers per round instead of one, three with sampled rows.
+`drafters/loops/chain_passes.py` and `module_passes.py`): the device is busy while the host lays out the draft steps; it
+plans each while the one before runs. This takes two transfers per round instead of one, three with sampled rows.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 
 from attention.hf.gate import gate_of
 from drafters.loops.base import Draft, DraftInput, GraphLoop, StaticLoop, StaticSteps
-from specdec.acceptance.judge import fill_from_loop, filled_drafts, judge_from_loop
+from specdec.acceptance.judge import fill_from_loop, filled_drafts, in_order, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.compiling import (
     compiled,
@@ -65,7 +64,7 @@ from specdec.ops.experts import mixtures, using_capturable_experts
 from specdec.ops.greedy_rows import greedy_drafts, greedy_ids
 from specdec.rounds.buckets import graph_rows, loop_limits, static_shape
 from specdec.rounds.drafting import accepted_by_row, ahead_inputs, rows_after
-from specdec.rounds.extras import Decision, adjusted, noted, rewritten
+from specdec.rounds.extras import Decision, adjusted, noted, read_early, rewritten
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.static import FixedSampling, fixed_target
 from specdec.rounds.transfer import AheadTransfer, DeviceRound
@@ -237,11 +236,12 @@ class GraphExecutor:
         if round_.bucket is None:
             return self._verify_ragged(round_, draft)
         bucket = self._buckets[round_.bucket]
-        bucket.verify.replay()
         device, extras = bucket.device, round_.target.extras
-        logits = rewritten(self._extras, extras, bucket.logits, device)
+        draft = None if self._loop is None else Draft(self._loop.drafts, None)
+        early = read_early(self._extras, extras, partial(in_order, draft, device))
+        bucket.verify.replay()
+        logits = rewritten(self._extras, extras, bucket.logits, device, early)
         if logits is not bucket.logits:
-            draft = None if self._loop is None else Draft(self._loop.drafts, None)
             bucket.result.packed.copy_(self._decide(logits, device, draft, round_.sampling, device.sources).packed)
         elif round_.sampling is not None:
             self._send_sampling(round_.sampling)
@@ -264,9 +264,10 @@ class GraphExecutor:
         token_ids, sources = fill_from_loop(device, draft), device.sources
         if round_.target.given is not None:
             draft, device = filled_drafts(device, token_ids, draft), replace(device, sources=None)
-        logits = self._ragged.logits(token_ids, device.metadata, device.logits_indices)
         extras = round_.target.extras
-        changed = rewritten(self._extras, extras, adjusted(self._extras, logits, device), device)
+        early = read_early(self._extras, extras, partial(in_order, draft, device))
+        logits = self._ragged.logits(token_ids, device.metadata, device.logits_indices)
+        changed = rewritten(self._extras, extras, adjusted(self._extras, logits, device), device, early)
         result = self._decide(changed, device, draft, round_.sampling, sources)
         decision = Decision(logits, changed, device.logit_index, result.tokens)
         read = self.reads.start(result, device.num_drafts, noted(self._extras, extras, decision))
@@ -301,7 +302,7 @@ class GraphExecutor:
         return result
 
     def _send_sampling(self, sampling: SamplingRound) -> None:
-        """While the device verifies: it takes the host as long as all else between a read and the next launch."""
+        """While the device verifies: it takes the host as long as all else up to the next launch."""
         self._sampling.send(sampling)
         self._sent += 1
 
@@ -394,8 +395,7 @@ def _is_invariant(target: Target) -> bool:
     """Whether the attention backend is batch-invariant. Raises UnsupportedModelError if it is and the model is not."""
     if target.runner.batch_invariant and mixtures(target.hf_model):
         raise UnsupportedModelError(
-            f"{type(target.hf_model).__name__} is a mixture of experts, whose matmuls are not batch-invariant; "
-            "use backend='flashinfer'"
+            f"the matmuls of a mixture, {type(target.hf_model).__name__}, depend on the batch; use backend='flashinfer'"
         )
     return target.runner.batch_invariant
 

@@ -106,6 +106,11 @@ class MovingRequests(Guests):
                 f"{', '.join(request.params.user_code)}: code of the caller's does not move to another engine; "
                 "generate such requests where they are submitted"
             )
+        if request.params.grammar is not None:
+            raise HandoffMismatchError(
+                "grammar: where a request stands in it does not move to another engine; generate such requests where they "
+                "are submitted"
+            )
         if request.params.told:
             raise HandoffMismatchError(
                 f"{', '.join(request.params.told)}: what the first round tells does not move to another engine; leave "

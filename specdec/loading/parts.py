@@ -13,6 +13,7 @@ from attention.backends.base import AttentionBackend, GraphBackend
 from drafters.base import Head
 from drafters.mtp.convention import MtpConvention
 from specdec.config import EngineConfig
+from specdec.grammars.masks import GrammarMasks
 from specdec.loading.assembly import Parts, choose_cascade, choose_prefix_caching
 from specdec.loading.backends import (
     begin_kernels,
@@ -142,7 +143,8 @@ def _sized(
     cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
     tokens, *others = group.least([cache.tokens, *cache.windowed])  # their schedules must be the same
     cache = Division(tokens, tuple(others))
-    extras += (*long_rope_extras(probed.model, longest), ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
+    of_requests = GrammarMasks(), ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size))
+    extras += (*long_rope_extras(probed.model, longest), *of_requests)
     if lookup:
         graphs = options.cuda_graphs is not False and isinstance(backend, GraphBackend)
         extras += lookup_extras(options, greedy=graphs and head is not None)

@@ -15,7 +15,7 @@ from specdec.logits.prefixes import Prefixes
 from specdec.logits.processing import Filters, Rows, Subject, on_device, process
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.user_code import RequestProcessors
-from specdec.rounds.extras import DecidedRows, RoundExtra, drafted_prefixes
+from specdec.rounds.extras import DecidedRows, EarlyDrafts, RoundExtra, drafted_prefixes
 from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
 
 
@@ -53,7 +53,9 @@ class ChangedLogits(RoundExtra):
         """See `RoundExtra.columns`."""
         return OptionColumns(max_rows)
 
-    def rewrite(self, logits: torch.Tensor, round_: DecidedRows, own: BatchExtra) -> torch.Tensor:
+    def rewrite(
+        self, logits: torch.Tensor, round_: DecidedRows, own: BatchExtra, drafts: EarlyDrafts | None
+    ) -> torch.Tensor:
         """See `RoundExtra.rewrite`. One copy of all logits in float32, in which rows with options are changed."""
         assert isinstance(own, ChangedRows)
         rows, vocab = logits.shape

@@ -206,7 +206,8 @@ class Request:
         if end is not None:
             del self.new_tokens[end:]
             self.finish_reason = "stop"
-        if self.params.logits_processor is not None or self.params.prefix_allowed_tokens_fn is not None:
+        own = self.params
+        if not own.logits_processor is own.prefix_allowed_tokens_fn is own.grammar is None:
             self._check_user_code(before)
         emitted = len(self.new_tokens) - before
         if self.params.logprobs is not None and round_.notes is not None:

@@ -14,6 +14,7 @@ from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
 from specdec.logits.options import OFF, LogitsOptions
 from specdec.requests.arguments import only_known, right_call
+from specdec.requests.grammar import DECIDED_ELSEWHERE, grammar
 from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode, PromptLogprobs, TokenRows
 from specdec.requests.shown import changed_fields
 from specdec.requests.user_code import (
@@ -79,6 +80,9 @@ class SamplingParams(LogitsOptions):
             (`RequestStats.not_drafted`). Functions are taken to have no state. What one raises ends its request alone.
         prefix_allowed_tokens_fn: (batch_id, tokens [L]) -> the ids that may follow, as in transformers; batch_id is
             the completion's place in its call.
+        grammar: what the new tokens must spell: a `Grammar`, OpenAI's `response_format` as a dict, or an object with
+            fill, advance and rollback. Exact at every position of a verification, drafts included; before options,
+            temperature and filters. A request ends where its grammar does.
         stopping_criteria: a transformers StoppingCriteria, or a list of them: called once for each new token, in order,
             with all tokens [1, L] and None for scores; the request ends where one is true. Copied for each request; one
             that cannot be copied is shared by all requests that have it (a SpecdecWarning says so).
@@ -116,6 +120,7 @@ class SamplingParams(LogitsOptions):
     logits_processor: Sequence[Processor] | RequestProcessors | None = None
     prefix_allowed_tokens_fn: PrefixFunction | RequestProcessors | None = None
     stopping_criteria: Sequence[Criterion] | RequestCriteria | None = None
+    grammar: Any = None
     logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw"
     prompt_logprobs: int | PromptLogprobs | None = None
@@ -174,6 +179,8 @@ class SamplingParams(LogitsOptions):
             given = getattr(self, name)
             if given is not None and not isinstance(given, (RequestProcessors, RequestCriteria)):
                 found[name] = read(name, given)
+        if self.grammar is not None and not hasattr(self.grammar, "error_at"):
+            found["grammar"] = grammar("grammar", self.grammar)
         for kind, option in overlapping(found.get("logits_processor", ()), self.settings):
             raise InvalidInputError(
                 f"logits_processor has a {kind.__name__} and {option}={short(getattr(self, option))} is set: give "
@@ -221,6 +228,7 @@ class SamplingParams(LogitsOptions):
         user's code."""
         drafts = 0 if self.not_drafted else self.num_speculative_tokens
         code: dict[str, Any] = dict.fromkeys(_USER_CODE)
+        code["grammar"] = None if self.grammar is None else DECIDED_ELSEWHERE
         return replace(self, stop=(), max_time=None, num_speculative_tokens=drafts, **code)
 
     @property
@@ -236,6 +244,9 @@ class SamplingParams(LogitsOptions):
             return UserCodeError(error, "its prefix_allowed_tokens_fn")
         if isinstance(own, RequestProcessors) and (error := own.error_at(length)) is not None:
             return UserCodeError(error, "its logits processor")
+        follows = getattr(self.grammar, "error_at", None)
+        if follows is not None and (error := follows(length)) is not None:
+            return UserCodeError(error, "its grammar")
         return None
 
     def of_request(self, batch_id: int, device: torch.device) -> SamplingParams:

@@ -56,7 +56,7 @@ class Vocabulary:
     """A tokenizer, and the spellings of tokens, cached."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._known: dict[int, Spelling] = {}
 
     def decode(self, token_ids: list[int], special: bool = False) -> str:
@@ -67,7 +67,7 @@ class Vocabulary:
                 generate more tokens than its tokenizer has, where its vocabulary is padded.
         """
         try:
-            return str(self._tokenizer.decode(token_ids, skip_special_tokens=not special))
+            return str(self.tokenizer.decode(token_ids, skip_special_tokens=not special))
         except _UNDECODABLE as error:
             bad = next((t for t in token_ids if not self._decodes(t)), None)
             which = f"token ids {token_ids}" if bad is None else f"token id {bad}, which the model generated"
@@ -77,7 +77,7 @@ class Vocabulary:
 
     def _decodes(self, token_id: int) -> bool:
         try:
-            self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self.tokenizer.decode([token_id], skip_special_tokens=False)
         except _UNDECODABLE:
             return False
         return True
@@ -89,7 +89,7 @@ class Vocabulary:
             return found
         text, shown = self.decode([token_id]), self.decode([token_id], special=True)
         special, byte = shown if text != shown else None, None
-        convert = getattr(self._tokenizer, "convert_ids_to_tokens", None)
+        convert = getattr(self.tokenizer, "convert_ids_to_tokens", None)
         if special is None and convert is not None:
             name = convert(token_id)
             if name is None:  # a place of the model's vocabulary that the tokenizer does not use
@@ -105,10 +105,10 @@ class Vocabulary:
 
         transformers does not for every kind of tokenizer for which `clean_up_tokenization_spaces` is set.
         """
-        if not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
+        if not getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
             return False
-        ids = list(self._tokenizer.encode(_CLEANED, add_special_tokens=False))
-        plain = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ids = list(self.tokenizer.encode(_CLEANED, add_special_tokens=False))
+        plain = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return bool(plain != self.decode(ids))
 
 

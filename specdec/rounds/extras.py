@@ -7,14 +7,16 @@ again from its start. The round itself names none of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 
 from attention.batch.host import BatchExtra
 from attention.batch.metadata import CommonAttentionMetadata, MakeSection
+from drafters.loops.base import Draft
 from specdec.rounds.rows import ExtraColumns
 
 
@@ -57,18 +59,36 @@ class Decision:
     tokens: torch.Tensor
 
 
+@dataclass(frozen=True)
+class EarlyDrafts:
+    """The drafts of a round on their way to the host, since before its verification was launched.
+
+    host: [R, n] int64, those of the rows that draft, in their order. copied: None where nothing travels (CPU).
+    """
+
+    host: torch.Tensor
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> np.ndarray:
+        """The drafts; the launches after them go on meanwhile."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.host.numpy()
+
+
 class RoundExtra:
     """One extra of an engine. It has no state of its own: columns and device arrays have. This one does nothing.
 
     Attributes:
         refuses_handoff: why a request cannot go on in another engine, in words; "" where all that it needs there is
             moved, or follows from its tokens.
-        rewrites: whether it has a `rewrite`.
+        rewrites: whether it has a `rewrite`. reads_drafts: whether that wants the drafts on the host.
         drafts: its name, where its columns give rows drafts (`RowTable.give`); else "".
     """
 
     refuses_handoff: ClassVar[str] = ""
     rewrites: ClassVar[bool] = False
+    reads_drafts: ClassVar[bool] = False
     drafts: ClassVar[str] = ""
 
     @property
@@ -99,12 +119,15 @@ class RoundExtra:
         """
         return logits
 
-    def rewrite(self, logits: torch.Tensor, round_: DecidedRows, own: BatchExtra) -> torch.Tensor:
+    def rewrite(
+        self, logits: torch.Tensor, round_: DecidedRows, own: BatchExtra, drafts: EarlyDrafts | None
+    ) -> torch.Tensor:
         """As `adjust`, after it, of rounds for which the extra has arrays, and never captured: it may read these.
 
         The tail of a round, from these logits to the decision, is launched anew then where a graph has decided already.
 
-        own: its arrays of the round, see `ExtraColumns.scheduled`. Returns [R', V] float32.
+        own: its arrays of the round, see `ExtraColumns.scheduled`. drafts: None where no row has any, or no extra of
+        the round reads them. Returns [R', V] float32.
         """
         return logits
 
@@ -174,13 +197,36 @@ def adjusted(extras: Sequence[RoundExtra], logits: torch.Tensor, round_: Decided
     return logits
 
 
+def read_early(
+    extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None], in_order: Callable[[], Draft | None]
+) -> EarlyDrafts | None:
+    """Start reading the drafts where an extra wants them. To be called before the verification is launched.
+
+    in_order: makes those of the rows that draft, in their order; None where no row does.
+    """
+    wanted = any(own is not None and extra.reads_drafts for extra, own in zip(extras, arrays, strict=False))
+    if not wanted or (draft := in_order()) is None or not draft.token_ids.numel():
+        return None
+    drafts = draft.token_ids
+    if not drafts.is_cuda:
+        return EarlyDrafts(drafts.clone(), None)
+    host, copied = torch.empty(drafts.shape, dtype=drafts.dtype, pin_memory=True), torch.cuda.Event()
+    host.copy_(drafts, non_blocking=True)
+    copied.record()
+    return EarlyDrafts(host, copied)
+
+
 def rewritten(
-    extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None], logits: torch.Tensor, round_: DecidedRows
+    extras: Sequence[RoundExtra],
+    arrays: Sequence[BatchExtra | None],
+    logits: torch.Tensor,
+    round_: DecidedRows,
+    drafts: EarlyDrafts | None = None,
 ) -> torch.Tensor:
     """See `RoundExtra.rewrite`; the same tensor where no extra has anything to rewrite. arrays: of each extra."""
     for extra, own in zip(extras, arrays, strict=False):
         if own is not None and extra.rewrites:
-            logits = extra.rewrite(logits, round_, own)
+            logits = extra.rewrite(logits, round_, own, drafts)
     return logits
 
 

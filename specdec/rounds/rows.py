@@ -104,6 +104,7 @@ class RowTable:
         drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
         given [R, n] int32, num_given [R]: drafts of the row's next round that the host knows, see `give`. awaited [R]
             bool: there may be some for the round after it. gives: whether any row has been asked for ever.
+        reads_first [R] bool: see `read_first`; any_reads_first: whether any row was one ever.
         key [R] uint64: randomness. eos [R, E] int64: ids that end it, then -1. temperature, top_k, top_p, min_p [R].
         extras: the columns of the engine's extras.
     """
@@ -124,6 +125,7 @@ class RowTable:
         self.previous = np.full(max_rows, -1, np.int64)
         self.given, self.num_given = np.zeros((max_rows, 0), np.int32), np.zeros(max_rows, np.int64)
         self.awaited, self.gives = np.zeros(max_rows, np.bool_), False
+        self.reads_first, self.any_reads_first = np.zeros(max_rows, np.bool_), False
         self.key = np.zeros(max_rows, np.uint64)
         self.eos = np.full((max_rows, 1), -1, np.int64)
         self._sampling = SamplingArrays.of([SamplingParams()] * max_rows)
@@ -163,7 +165,7 @@ class RowTable:
         self.computed[row] = self.begin[row] = self.head_computed[row] = begin
         self.prefill[row] = len(tokens) if prefill is None else prefill
         self.drafts[row], self.previous[row], self.key[row] = drafts, -1, key
-        self.num_given[row], self.awaited[row] = 0, False
+        self.num_given[row], self.awaited[row], self.reads_first[row] = 0, False, False
         self._set_eos(row, eos_ids)
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(self._sampling, name)[row] = getattr(params, name)
@@ -196,6 +198,14 @@ class RowTable:
     def awaits(self, rows: np.ndarray) -> bool:
         """Whether any of these rows awaits drafts. Called every round: engines without such drafts look at no row."""
         return self.gives and bool(self.awaited[rows].any())
+
+    def read_first(self, row: int) -> None:
+        """No round of this row is launched before the last one is read: the host must know its tokens to decide it."""
+        self.reads_first[row] = self.any_reads_first = True
+
+    def must_be_read(self, rows: np.ndarray) -> bool:
+        """Whether a round of these rows must be read before the next is launched: one awaits drafts, or reads first."""
+        return self.awaits(rows) or (self.any_reads_first and bool(self.reads_first[rows].any()))
 
     def leave_unfiltered(self, row: int) -> None:
         """Rounds apply no filter to this row's distribution, only its temperature: an extra filters its logits."""

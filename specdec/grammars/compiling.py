@@ -1,0 +1,243 @@
+"""GrammarCompiler: grammars for the tokens of one tokenizer, by llguidance (extra `[grammar]`); the last ones are kept.
+
+Source: guidance-ai/llguidance, python/llguidance/_lib.pyi; docs/syntax.md ("@name", "<[id]>").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from attention.cached import cached_property
+from specdec.errors import InvalidInputError
+from specdec.grammars.markers import MarkerFinder
+from specdec.requests.grammar import Grammar, Marker
+from specdec.user_warnings import warn_user
+from specdec.values import short
+
+MOST_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
+"""Between two parts of JSON."""
+_KEPT = 256
+_JSON_TEXT = '{}[]":, 0123456789truefalsn'
+Ids = list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGrammar:
+    """A grammar over the tokens of a vocabulary, at its begin.
+
+    Attributes:
+        vocabulary: of its tokens. template: an llguidance matcher, to be copied. begin: its marker, if it has one;
+            returns: whether text is free again after its end.
+    """
+
+    vocabulary: GrammarCompiler
+    template: Any
+    begin: MarkerFinder | None
+    returns: bool
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_free", {})
+
+    def matcher(self, begun: bytes = b"") -> Any | None:
+        """A new one, after this text; None where that cannot begin it."""
+        found = self.template.deep_copy()
+        tokens = self.vocabulary.tokenizer.tokenize_bytes(begun) if begun else []
+        return found if found.try_consume_tokens(tokens) == len(tokens) else None
+
+    def free_mask(self, state: int) -> np.ndarray | None:
+        """Which tokens may come outside of the grammar, [W] int32, None for all: not those whose text ends the marker
+        and then goes on as the grammar cannot."""
+        assert self.begin is not None
+        masks: dict[int, np.ndarray | None] = self._free  # type: ignore[attr-defined]
+        if not self.begin.is_text:
+            return None
+        if state not in masks:
+            found = self.begin.overhanging(state, self.vocabulary.tokens_before_end(self.begin.symbols[-1]))
+            banned = [token_id for token_id, rest in found.items() if self.matcher(rest) is None]
+            masks[state] = self.vocabulary.without(banned) if banned else None
+        return masks[state]
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer.
+
+    Attributes:
+        tokenizer: llguidance's. words: W of a mask, 32 tokens each. eos: the id that stands for the end in masks.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos: int) -> None:
+        """vocab_size: logits of the model. Raises InvalidInputError: no llguidance, or no tokenizer that it reads."""
+        try:
+            import llguidance.hf
+            import llguidance.numpy
+        except ImportError:
+            raise InvalidInputError(
+                "a grammar needs llguidance, which is not installed: pip install 'specdec-hf[grammar]'; or give an "
+                "object with fill, advance and rollback"
+            ) from None
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise InvalidInputError(
+                f"a grammar needs a fast tokenizer (PreTrainedTokenizerFast), not {type(tokenizer).__name__}; or an "
+                "object with fill, advance and rollback"
+            )
+        self._lib, self.eos = llguidance, eos
+        size = max(vocab_size, len(tokenizer))
+        self.words = -(-size // 32)
+        self.tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=eos)
+        self._special = {
+            text: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if (text := str(token))
+        }
+        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._lock, self._before_end = threading.Lock(), dict[int, Ids]()
+        self._executors: dict[int, Any] = {}
+
+    @property
+    def executor(self) -> Any:
+        """llguidance's threads; a forked process has none of its parent's."""
+        pid = os.getpid()
+        if pid not in self._executors:
+            self._executors = {pid: self._lib.LLExecutor()}
+        return self._executors[pid]
+
+    def compiled(self, grammar: Grammar) -> CompiledGrammar:
+        """The grammar, compiled or as it was kept.
+
+        Raises:
+            InvalidInputError: it is none; it has what is not supported; nothing can match it, or no tokens spell it.
+        """
+        with self._lock:
+            found = self._kept.get(grammar)
+            if found is None:
+                found = self._kept[grammar] = self._compile(grammar)
+            self._kept.move_to_end(grammar)
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        named = f"grammar {grammar.kind} {short(grammar.source)}"
+        try:
+            text = self._text(grammar)
+        except ValueError as error:
+            raise InvalidInputError(f"{named}: {error}") from None
+        matcher = self._lib.LLMatcher(self.tokenizer, text, log_level=0)
+        if matcher.is_error():
+            raise InvalidInputError(f"{named}: {str(matcher.get_error()).strip()}")
+        for warning in matcher.get_grammar_warnings():
+            warn_user(f"{named}: {warning}")
+        self._check_spelled(grammar, matcher, named)
+        begin = None if grammar.begin is None else self._finder(grammar.begin)
+        return CompiledGrammar(self, matcher, begin, grammar.end is not None)
+
+    def _check_spelled(self, grammar: Grammar, matcher: Any, named: str) -> None:
+        """Raises InvalidInputError: the vocabulary has no tokens for it."""
+        mask = np.zeros((1, self.words), np.int32)
+        self.fill([(matcher.deep_copy(), 0, [])], mask)
+        texts = (
+            json.loads(grammar.source) if grammar.kind == "choice" else [_JSON_TEXT] if grammar.kind == "json" else []
+        )
+        missing = [
+            t for t in texts if self.tokenizer.decode_bytes(self.tokenizer.tokenize_bytes(t.encode())) != t.encode()
+        ]
+        if not mask.any() or missing:
+            what = short(missing[0]) if missing else "its first character"
+            raise InvalidInputError(f"{named}: the tokenizer has no tokens that spell {what}")
+
+    def fill(self, chains: Sequence[tuple[Any, int, Ids]], masks: np.ndarray) -> None:
+        """Write the masks [N, W] of chains (matcher, first row, drafts): one row before each draft and one after the
+        last. Rows behind a draft that may not come are left as they are.
+
+        All in one call, but those without drafts, which have a call of their own.
+        """
+        numbers = self._lib.numpy
+        drafted = [chain for chain in chains if chain[2]]
+        alone = [(matcher, row) for matcher, row, drafts in chains if not drafts]
+        if drafted:
+            numbers.fill_next_token_bitmask_par_with_draft_tokens(self.executor, drafted, masks)
+        if alone:
+            numbers.fill_next_token_bitmask_par(self.executor, alone, masks)
+
+    def without(self, banned: Ids) -> np.ndarray:
+        """A mask [W] int32 of all tokens but these."""
+        mask = np.full(self.words, -1, np.int32)
+        for token_id in banned:
+            mask[token_id // 32] &= ~np.int32(np.uint32(1 << token_id % 32).view(np.int32))
+        return mask
+
+    def tokens_before_end(self, symbol: int) -> Ids:
+        """Tokens whose text has this byte before its end."""
+        if symbol not in self._before_end:
+            each = enumerate(self.spellings)
+            self._before_end[symbol] = [token_id for token_id, text in each if symbol in text[:-1]]
+        return self._before_end[symbol]
+
+    @cached_property
+    def spellings(self) -> tuple[bytes, ...]:
+        """The text of every token."""
+        return tuple(self.tokenizer.decode_bytes([token_id]) for token_id in range(self.tokenizer.vocab_size))
+
+    def _finder(self, marker: Marker) -> MarkerFinder:
+        if isinstance(marker, str):
+            return MarkerFinder(tuple(marker.encode()), lambda token_id: self.spellings[token_id], True)
+        return MarkerFinder(marker, lambda token_id: (token_id,))
+
+    def _text(self, grammar: Grammar) -> str:
+        """For llguidance: the grammar, and its end marker after it. Raises ValueError."""
+        body = self._body(grammar)
+        if grammar.begin is None:
+            return body
+        try:
+            own = json.loads(body)["grammars"][0]
+        except ValueError:
+            own = {"lark_grammar": body}
+        space = "SPACE " if grammar.kind == "json" else ""
+        lark = f"start: {space}@body {self._written(grammar.end)}\nSPACE: /[ \\t\\r\\n]{{0,8}}/\n"
+        return json.dumps({"grammars": [{"name": "main", "lark_grammar": lark}, own | {"name": "body"}]})
+
+    def _body(self, grammar: Grammar) -> str:
+        make = self._lib.LLMatcher
+        if grammar.kind == "json":
+            return str(make.grammar_from_json_schema(grammar.source, defaults={"whitespace_pattern": MOST_SPACE}))
+        if grammar.kind == "regex":
+            return str(make.grammar_from_regex(grammar.source))
+        if grammar.kind == "choice":
+            return str(self._lib.grammar_from("choice", grammar.source))
+        if grammar.kind == "lark":
+            return str(make.grammar_from_lark(grammar.source))
+        tags = [self._lib.StructTag(grammar=tag.pop("schema"), **tag) for tag in json.loads(grammar.source)]
+        special = all(tag.trigger in self._special for tag in tags)
+        return str(self._lib.StructTag.to_grammar(tags, assume_special=special))
+
+    def _written(self, marker: Marker | None) -> str:
+        """A marker in Lark's syntax."""
+        if marker is None:
+            return ""
+        if isinstance(marker, str):
+            special = self._special.get(marker)
+            return json.dumps(marker) if special is None else f"<[{special}]>"
+        return " ".join(f"<[{token_id}]>" for token_id in marker)
+
+
+_compilers: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], GrammarCompiler]] = weakref.WeakKeyDictionary()
+
+
+def compiler_of(tokenizer: Any, vocab_size: int, eos: int) -> GrammarCompiler:
+    """The compiler of a tokenizer, made once: it takes about a second of a large vocabulary. Raises as it does."""
+    try:
+        own = _compilers.setdefault(tokenizer, {})
+    except TypeError:  # it cannot be referred to weakly
+        own = {}
+    key = vocab_size, eos
+    if key not in own:
+        own[key] = GrammarCompiler(tokenizer, vocab_size, eos)
+    return own[key]

@@ -1,0 +1,189 @@
+"""RequestGrammar: where the tokens of one request stand in its grammar, and what may come at each of its positions.
+
+A request has a state of its committed tokens only; what drafts would lead to is tried and taken back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import InvalidInputError, SpecdecError
+from specdec.grammars.compiling import CompiledGrammar, GrammarCompiler, Ids, compiler_of
+from specdec.requests.grammar import Grammar, TokenMatcher
+
+
+@dataclass
+class RowMasks:
+    """What may come at the positions of a row, one before each draft and one after the last.
+
+    Positions in neither are behind a draft that may not come: it is rejected, so nothing is read of them.
+
+    Attributes:
+        chains: (matcher, first position, drafts) for `GrammarCompiler.fill`.
+        ready: position -> mask [W] int32, None: any token.
+    """
+
+    chains: list[tuple[Any, int, Ids]] = field(default_factory=list)
+    ready: dict[int, np.ndarray | None] = field(default_factory=dict)
+
+
+class RequestGrammar:
+    """The grammar of one request, of any kind. Positions without a possible token are noted: see `error_at`."""
+
+    vocabulary: GrammarCompiler | None = None
+    """Of a compiled grammar."""
+
+    def __init__(self) -> None:
+        self._seen: Ids = []
+        self._errors: dict[int, Exception] = {}
+
+    def follow(self, new_ids: Sequence[int]) -> None:
+        """Take the committed tokens after the prompt, all of them; begins anew where other ones were taken before."""
+        if list(new_ids[: len(self._seen)]) != self._seen:
+            self._restart()
+            self._seen.clear()
+            self._errors.clear()
+        for token_id in new_ids[len(self._seen) :]:
+            self._take(token_id)
+            self._seen.append(token_id)
+
+    def masks(self, drafts: Ids, words: int) -> RowMasks:
+        """What may come before each of the drafts and after the last. words: W. The state stays as it is."""
+        raise NotImplementedError
+
+    def note(self, length: int, reason: str) -> None:
+        """Note that no token may come after so many tokens."""
+        self._errors[length] = SpecdecError(f"the grammar cannot go on after {length} tokens: {reason}")
+
+    def error_at(self, length: int) -> Exception | None:
+        """Why no token could come at, or before, the position after so many tokens; None if there was one."""
+        return next((error for at, error in self._errors.items() if at <= length), None)
+
+    def _restart(self) -> None:
+        raise NotImplementedError
+
+    def _take(self, token_id: int) -> None:
+        raise NotImplementedError
+
+
+class FollowedGrammar(RequestGrammar):
+    """A compiled grammar."""
+
+    def __init__(self, compiled: CompiledGrammar) -> None:
+        super().__init__()
+        self._compiled, self.vocabulary = compiled, compiled.vocabulary
+        self._restart()
+
+    def _restart(self) -> None:
+        self._matcher, self._state = None if self._compiled.begin else self._compiled.matcher(), 0
+
+    def _take(self, token_id: int) -> None:
+        self._matcher, self._state = self._after(self._matcher, self._state, token_id)
+
+    def _after(self, matcher: Any, state: int, token_id: int) -> tuple[Any, int]:
+        """The matcher, None outside of the grammar, and the state of its begin marker, after one more token."""
+        if matcher is None:
+            assert self._compiled.begin is not None
+            state, rest = self._compiled.begin.after(state, token_id)
+            return (None if rest is None else self._compiled.matcher(rest)), state
+        if not matcher.is_stopped():  # never asked to go on after its end
+            matcher.try_consume_tokens([token_id])
+        return (None if self._compiled.returns and matcher.is_stopped() else matcher), 0
+
+    def masks(self, drafts: Ids, words: int) -> RowMasks:
+        """See `RequestGrammar.masks`."""
+        found, at, matcher, state = RowMasks(), 0, self._matcher, self._state
+        while True:
+            if matcher is not None:
+                taken = self._taken_to_the_end(matcher, drafts[at:]) if self._compiled.returns else None
+                chain = drafts[at:] if taken is None else drafts[at : at + taken - 1]
+                found.chains.append((matcher, at, [] if matcher.is_stopped() else chain))
+                if taken is None:
+                    return found
+                matcher, state, at = None, 0, at + taken
+            mask = found.ready[at] = self._compiled.free_mask(state)
+            if at == len(drafts) or (mask is not None and not _allows(mask, drafts[at])):
+                return found
+            matcher, state = self._after(None, state, drafts[at])
+            at += 1
+
+    @staticmethod
+    def _taken_to_the_end(matcher: Any, drafts: Ids) -> int | None:
+        """How many drafts it takes up to the grammar's end; None where they do not come to that."""
+        taken = 0
+        while taken < len(drafts) and matcher.try_consume_tokens([drafts[taken]]):
+            taken += 1
+            if matcher.is_stopped():
+                break
+        ended = taken > 0 and matcher.is_stopped()
+        matcher.rollback(taken)
+        return taken if ended else None
+
+
+class UserGrammar(RequestGrammar):
+    """A user's own matcher, copied for one request."""
+
+    def __init__(self, matcher: TokenMatcher) -> None:
+        """Raises InvalidInputError: it cannot be copied."""
+        super().__init__()
+        try:
+            self._own: TokenMatcher = matcher.fork() if hasattr(matcher, "fork") else copy.deepcopy(matcher)
+        except Exception as error:
+            raise InvalidInputError(
+                f"grammar: {type(matcher).__name__} cannot be copied for its request ({type(error).__name__}: {error})"
+                "; give it a fork or a __deepcopy__"
+            ) from error
+
+    def _restart(self) -> None:
+        self._own.rollback(len(self._seen))
+
+    def _take(self, token_id: int) -> None:
+        self._own.advance(token_id)
+
+    def masks(self, drafts: Ids, words: int) -> RowMasks:
+        """See `RequestGrammar.masks`."""
+        found, taken = RowMasks(), 0
+        for at in range(len(drafts) + 1):
+            mask = found.ready[at] = np.zeros(words, np.int32)
+            self._own.fill(mask)
+            if at == len(drafts) or not self._own.advance(drafts[at]):
+                break
+            taken += 1
+        self._own.rollback(taken)
+        return found
+
+
+def followed(
+    given: Grammar | TokenMatcher | RequestGrammar, tokenizer: Any, vocab_size: int, ends: Sequence[int], endless: bool
+) -> RequestGrammar:
+    """The grammar of one request, with a state of its own.
+
+    Args:
+        tokenizer: of the texts. vocab_size: logits of the model. ends: ids that end the request. endless: the model's
+            own eos ids do not end it.
+
+    Raises:
+        InvalidInputError: it is no grammar, cannot be matched or spelled, or its request could not end with it.
+    """
+    if isinstance(given, RequestGrammar):
+        return given
+    if not isinstance(given, Grammar):
+        return UserGrammar(given)
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if eos is None and ends:
+        eos = ends[0]
+    if eos is None or not (ends or endless):
+        raise InvalidInputError(
+            "a grammar needs an id that ends its request, and neither the model's generation_config nor its tokenizer "
+            "has an eos id: give stop_token_ids"
+        )
+    return FollowedGrammar(compiler_of(tokenizer, vocab_size, int(eos)).compiled(given))
+
+
+def _allows(mask: np.ndarray, token_id: int) -> bool:
+    return bool(mask[token_id // 32] >> token_id % 32 & 1)

@@ -1,0 +1,207 @@
+"""GrammarMasks: the extra of requests with a grammar. Their masks are made on the host while the target verifies.
+
+A position's mask follows from its request's committed tokens and the drafts before it. The drafts are read early,
+before the verification is launched; the masks go back before its decision. So a round of such rows has one read more,
+and none is launched before the last one is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from attention.batch.host import BatchExtra, offsets_within
+from attention.checking import require
+from specdec.grammars.following import RequestGrammar, RowMasks
+from specdec.requests.sampling import SamplingParams
+from specdec.rounds.extras import DecidedRows, EarlyDrafts, RoundExtra
+from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
+
+_BITS = 32
+
+
+@dataclass(frozen=True)
+class GrammarRows:
+    """The decided rows of a round whose requests have a grammar, on the host.
+
+    Attributes:
+        requests: [m] their grammars; ends: [m] the ids that end each. new_ids: [m] committed tokens of each after the
+            prompt, bonus token included; lens: [m] int64 with the prompt.
+        places: [m] int64 where they are among the J decided rows. counts: [m] int64 drafts of each, and one.
+    """
+
+    requests: tuple[RequestGrammar, ...]
+    ends: tuple[tuple[int, ...], ...]
+    new_ids: tuple[list[int], ...]
+    lens: np.ndarray
+    places: np.ndarray
+    counts: np.ndarray
+    what: ClassVar[str] = "grammars of requests"
+
+    def validate(self, query_lens: np.ndarray) -> None:
+        """See `BatchExtra.validate`."""
+        require(len(self.requests) == len(self.new_ids) == len(self.places), "grammars of other rows")
+        require(bool((self.counts >= 1).all()), "grammars of rows that are not decided")
+
+
+@dataclass(frozen=True)
+class GrammarMasks(RoundExtra):
+    """The extra. Rounds without such requests send nothing more and run no other operators."""
+
+    rewrites: ClassVar[bool] = True
+    reads_drafts: ClassVar[bool] = True
+
+    def columns(self, max_rows: int) -> GrammarColumns:
+        """See `RoundExtra.columns`."""
+        return GrammarColumns(max_rows)
+
+    def rewrite(
+        self, logits: torch.Tensor, round_: DecidedRows, own: BatchExtra, drafts: EarlyDrafts | None
+    ) -> torch.Tensor:
+        """See `RoundExtra.rewrite`: -inf for tokens that may not come."""
+        assert isinstance(own, GrammarRows)
+        masks = masks_of(own, drafts, logits.shape[1])
+        scores = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        owner = np.repeat(np.arange(len(own.requests)), own.counts)
+        places = np.stack([own.places[owner], offsets_within(own.counts)])
+        host = torch.from_numpy(masks)
+        bits = host.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else host
+        place, offset = torch.from_numpy(places).to(logits.device, non_blocking=True)
+        at = round_.logit_index[place, offset]
+        allowed = (bits[:, :, None] >> torch.arange(_BITS, device=bits.device, dtype=torch.int32)) & 1
+        banned = allowed.view(len(bits), -1)[:, : scores.shape[1]] == 0
+        if banned.shape[1] < scores.shape[1]:  # places of the model's that the vocabulary does not have
+            banned = torch.nn.functional.pad(banned, (0, scores.shape[1] - banned.shape[1]), value=True)
+        if len(at) == len(scores):  # rows of logits are in the order of the batch
+            return scores.masked_fill_(banned, float("-inf"))
+        return scores.index_put_((at,), scores[at].masked_fill_(banned, float("-inf")))
+
+
+def masks_of(own: GrammarRows, drafts: EarlyDrafts | None, vocab: int) -> np.ndarray:
+    """[N, W] int32 of all positions, those of a row after one another. Waits for the drafts."""
+    vocabulary = next((r.vocabulary for r in own.requests if r.vocabulary is not None), None)
+    words = -(-vocab // _BITS) if vocabulary is None else vocabulary.words
+    masks = np.full((int(own.counts.sum()), words), -1, np.int32)
+    first = np.cumsum(own.counts) - own.counts
+    read = None if drafts is None else drafts.wait()
+    rows: list[RowMasks] = []
+    for request, new_ids, place, count in zip(own.requests, own.new_ids, own.places, own.counts, strict=True):
+        request.follow(new_ids)
+        rows.append(request.masks(read[place, : count - 1].tolist() if read is not None and count > 1 else [], words))
+    chains = [
+        (matcher, int(start) + at, ids)
+        for start, row in zip(first, rows, strict=True)
+        for matcher, at, ids in row.chains
+    ]
+    if vocabulary is not None:
+        vocabulary.fill(chains, masks)
+    for start, row in zip(first, rows, strict=True):
+        for at, ready in row.ready.items():
+            masks[start + at] = -1 if ready is None else ready
+    if vocabulary is not None:
+        _end_as_requests_do(own, rows, first, masks, vocabulary.eos)
+    _note_dead_ends(own, rows, first, masks)
+    return masks
+
+
+def _end_as_requests_do(
+    own: GrammarRows, rows: Sequence[RowMasks], first: np.ndarray, masks: np.ndarray, eos: int
+) -> None:
+    """Where a grammar may end, each request's own ends stand for the id that llguidance knows; nowhere else."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for ends, row, start in zip(own.ends, rows, first.tolist(), strict=True):
+        for _, at, ids in row.chains:
+            groups.setdefault(ends, []).extend(range(start + at, start + at + len(ids) + 1))
+    for ends, found in groups.items():
+        over = (masks[found, eos // _BITS] >> eos % _BITS) & 1
+        if ends and eos not in ends:
+            _set(masks, found, eos, np.zeros_like(over))
+        for end in ends:
+            _set(masks, found, end, over)
+
+
+def _set(masks: np.ndarray, rows: list[int], token_id: int, on: np.ndarray) -> None:
+    word, bit = token_id // _BITS, np.uint32(1 << token_id % _BITS).view(np.int32)
+    if word < masks.shape[1]:
+        masks[rows, word] = np.where(on, masks[rows, word] | bit, masks[rows, word] & ~bit)
+
+
+def _note_dead_ends(own: GrammarRows, rows: Sequence[RowMasks], first: np.ndarray, masks: np.ndarray) -> None:
+    """Positions at which no token may come; their request ends with an error if it comes to them."""
+    empty = np.flatnonzero(~masks.any(1))
+    failed = [j for j, row in enumerate(rows) if any(matcher.is_error() for matcher, _, _ in row.chains)]
+    for j in failed:
+        ((reason, at),) = [(str(m.get_error()).strip(), at) for m, at, _ in rows[j].chains if m.is_error()][:1]
+        own.requests[j].note(int(own.lens[j]) + at, reason)
+    for place in empty.tolist():
+        j = int(np.searchsorted(first, place, side="right")) - 1
+        own.requests[j].note(int(own.lens[j] + place - first[j]), "no token of the vocabulary may come next")
+        masks[place] = -1
+
+
+class GrammarColumns(ExtraColumns):
+    """The grammar of each row's request."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._grammars: list[RequestGrammar | None] = [None] * max_rows
+        self._ends: list[tuple[int, ...]] = [()] * max_rows
+        self.idle = True
+
+    def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
+        """See `ExtraColumns.open`."""
+        if params.grammar is None:
+            return
+        table.read_first(row)
+        if isinstance(params.grammar, RequestGrammar):  # else another rank decides
+            self.idle = False
+            self._grammars[row] = params.grammar
+            self._ends[row] = (*(int(i) for i in table.eos[row] if i >= 0), *params.stop_token_ids)
+
+    def close(self, row: int) -> None:
+        """See `ExtraColumns.close`."""
+        self._grammars[row] = None
+
+    def scheduled(self, table: RowTable, schedule: Schedule) -> GrammarRows | None:
+        """See `ExtraColumns.scheduled`."""
+        decided = np.flatnonzero(table.computed[schedule.rows] + schedule.num_new == table.length[schedule.rows])
+        places = [int(place) for place in decided if self._grammars[schedule.rows[place]] is not None]
+        new_ids = [table.tokens[row, table.prompt[row] : table.length[row]].tolist() for row in schedule.rows[places]]
+        return self._rows(table, schedule, decided, places, new_ids)
+
+    def after(
+        self,
+        table: RowTable,
+        last: BatchExtra | None,
+        schedule: Schedule,
+        start: np.ndarray,
+        num_accepted: np.ndarray,
+        tokens: np.ndarray | None,
+    ) -> GrammarRows | None:
+        """See `ExtraColumns.after`."""
+        if last is None:
+            return None
+        require(tokens is not None, "a round of rows with a grammar was launched before the last one was read")
+        assert tokens is not None
+        places = [place for place in range(len(start)) if self._grammars[schedule.rows[place]] is not None]
+        new_ids = []
+        for place in places:
+            row, count = schedule.rows[place], num_accepted[place]
+            known = table.tokens[row, table.prompt[row] : start[place] - count].tolist()
+            new_ids.append(known + tokens[place, : count + 1].tolist())
+        return self._rows(table, schedule, np.arange(len(start)), places, new_ids)
+
+    def _rows(
+        self, table: RowTable, schedule: Schedule, decided: np.ndarray, places: list[int], new_ids: list[list[int]]
+    ) -> GrammarRows | None:
+        if not places:
+            return None
+        rows = schedule.rows[places]
+        found = tuple(g for row in rows if (g := self._grammars[row]) is not None)
+        lens = table.prompt[rows] + [len(ids) for ids in new_ids]
+        counts = schedule.num_drafts[places] + 1
+        ends = tuple(self._ends[row] for row in rows)
+        return GrammarRows(found, ends, tuple(new_ids), lens, np.searchsorted(decided, places), counts)
