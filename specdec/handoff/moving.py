@@ -108,8 +108,8 @@ class MovingRequests(Guests):
             )
         if request.params.grammar is not None:
             raise HandoffMismatchError(
-                "grammar: where a request stands in it does not move to another engine; generate such requests where they "
-                "are submitted"
+                "grammar: where a request stands in it does not move to another engine; generate such requests where "
+                "they are submitted"
             )
         if request.params.told:
             raise HandoffMismatchError(
