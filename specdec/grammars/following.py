@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import InvalidInputError, SpecdecError
-from specdec.grammars.compiling import CompiledGrammar, GrammarCompiler, Ids, compiler_of
+from specdec.grammars.compiled import CompiledGrammar, GrammarCompiler, Ids, compiler_of
 from specdec.requests.grammar import Grammar, TokenMatcher
 
 
@@ -24,10 +24,11 @@ class RowMasks:
     Positions in neither are behind a draft that may not come: it is rejected, so nothing is read of them.
 
     Attributes:
-        chains: (matcher, first position, drafts) for `GrammarCompiler.fill`.
+        drafts: of the row. chains: (matcher, first position, drafts) for `GrammarCompiler.fill`.
         ready: position -> mask [W] int32, None: any token.
     """
 
+    drafts: Ids
     chains: list[tuple[Any, int, Ids]] = field(default_factory=list)
     ready: dict[int, np.ndarray | None] = field(default_factory=dict)
 
@@ -55,6 +56,15 @@ class RequestGrammar:
     def masks(self, drafts: Ids, words: int) -> RowMasks:
         """What may come before each of the drafts and after the last. words: W. The state stays as it is."""
         raise NotImplementedError
+
+    def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:
+        """The first position of a row at which nothing may come, and why; None where there is none.
+
+        Asked where a matcher of the row has failed: it says nothing more then, not even once drafts are taken back.
+
+        masks: [n+1, W] of the row, written anew.
+        """
+        return None
 
     def note(self, length: int, reason: str) -> None:
         """Note that no token may come after so many tokens."""
@@ -97,7 +107,7 @@ class FollowedGrammar(RequestGrammar):
 
     def masks(self, drafts: Ids, words: int) -> RowMasks:
         """See `RequestGrammar.masks`."""
-        found, at, matcher, state = RowMasks(), 0, self._matcher, self._state
+        found, at, matcher, state = RowMasks(drafts), 0, self._matcher, self._state
         while True:
             if matcher is not None:
                 taken = self._taken_to_the_end(matcher, drafts[at:]) if self._compiled.returns else None
@@ -111,6 +121,24 @@ class FollowedGrammar(RequestGrammar):
                 return found
             matcher, state = self._after(None, state, drafts[at])
             at += 1
+
+    def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:
+        """See `RequestGrammar.dead_end`."""
+        seen, self._seen = self._seen, []
+        self._restart()
+        self.follow(seen)
+        matcher, state = self._matcher and self._matcher.deep_copy(), self._state
+        for at, draft in enumerate([*drafts, None]):
+            if matcher is not None:
+                one = matcher.deep_copy()
+                self._compiled.vocabulary.fill([(one, at, [])], masks)
+                if one.is_error():
+                    masks[at] = -1
+                    return at, str(one.get_error()).partition("\n")[0]
+            if draft is None or not _allows(masks[at], draft):
+                return None
+            matcher, state = self._after(matcher, state, draft)
+        return None
 
     @staticmethod
     def _taken_to_the_end(matcher: Any, drafts: Ids) -> int | None:
@@ -147,7 +175,7 @@ class UserGrammar(RequestGrammar):
 
     def masks(self, drafts: Ids, words: int) -> RowMasks:
         """See `RequestGrammar.masks`."""
-        found, taken = RowMasks(), 0
+        found, taken = RowMasks(drafts), 0
         for at in range(len(drafts) + 1):
             mask = found.ready[at] = np.zeros(words, np.int32)
             self._own.fill(mask)

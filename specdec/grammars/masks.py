@@ -102,9 +102,9 @@ def masks_of(own: GrammarRows, drafts: EarlyDrafts | None, vocab: int) -> np.nda
     for start, row in zip(first, rows, strict=True):
         for at, ready in row.ready.items():
             masks[start + at] = -1 if ready is None else ready
+    _note_dead_ends(own, rows, first, masks)
     if vocabulary is not None:
         _end_as_requests_do(own, rows, first, masks, vocabulary.eos)
-    _note_dead_ends(own, rows, first, masks)
     return masks
 
 
@@ -131,13 +131,14 @@ def _set(masks: np.ndarray, rows: list[int], token_id: int, on: np.ndarray) -> N
 
 
 def _note_dead_ends(own: GrammarRows, rows: Sequence[RowMasks], first: np.ndarray, masks: np.ndarray) -> None:
-    """Positions at which no token may come; their request ends with an error if it comes to them."""
-    empty = np.flatnonzero(~masks.any(1))
-    failed = [j for j, row in enumerate(rows) if any(matcher.is_error() for matcher, _, _ in row.chains)]
-    for j in failed:
-        ((reason, at),) = [(str(m.get_error()).strip(), at) for m, at, _ in rows[j].chains if m.is_error()][:1]
-        own.requests[j].note(int(own.lens[j]) + at, reason)
-    for place in empty.tolist():
+    """Positions at which no token may come; a request ends with an error if it comes to one."""
+    for j, (request, row) in enumerate(zip(own.requests, rows, strict=True)):
+        if any(matcher.is_error() for matcher, _, _ in row.chains):
+            start = int(first[j])
+            found = request.dead_end(row.drafts, masks[start : start + int(own.counts[j])])
+            if found is not None:
+                request.note(int(own.lens[j]) + found[0], found[1])
+    for place in np.flatnonzero(~masks.any(1)).tolist():
         j = int(np.searchsorted(first, place, side="right")) - 1
         own.requests[j].note(int(own.lens[j] + place - first[j]), "no token of the vocabulary may come next")
         masks[place] = -1

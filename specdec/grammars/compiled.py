@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,17 +141,20 @@ class GrammarCompiler:
 
     def _check_spelled(self, grammar: Grammar, matcher: Any, named: str) -> None:
         """Raises InvalidInputError: the vocabulary has no tokens for it."""
-        mask = np.zeros((1, self.words), np.int32)
-        self.fill([(matcher.deep_copy(), 0, [])], mask)
-        texts = (
-            json.loads(grammar.source) if grammar.kind == "choice" else [_JSON_TEXT] if grammar.kind == "json" else []
-        )
-        missing = [
-            t for t in texts if self.tokenizer.decode_bytes(self.tokenizer.tokenize_bytes(t.encode())) != t.encode()
-        ]
-        if not mask.any() or missing:
+        first, mask = matcher.deep_copy(), np.zeros((1, self.words), np.int32)
+        self.fill([(first, 0, [])], mask)
+        texts: list[str] = []
+        if grammar.kind == "json":
+            texts = [_JSON_TEXT, *_strings_of(json.loads(grammar.source))]
+        elif grammar.kind == "choice":
+            texts = json.loads(grammar.source)
+        missing = [text for text in texts if not self._spells(text.encode())]
+        if first.is_error() or not mask.any() or missing:
             what = short(missing[0]) if missing else "its first character"
             raise InvalidInputError(f"{named}: the tokenizer has no tokens that spell {what}")
+
+    def _spells(self, text: bytes) -> bool:
+        return bool(self.tokenizer.decode_bytes(self.tokenizer.tokenize_bytes(text)) == text)
 
     def fill(self, chains: Sequence[tuple[Any, int, Ids]], masks: np.ndarray) -> None:
         """Write the masks [N, W] of chains (matcher, first row, drafts): one row before each draft and one after the
@@ -226,6 +229,19 @@ class GrammarCompiler:
             special = self._special.get(marker)
             return json.dumps(marker) if special is None else f"<[{special}]>"
         return " ".join(f"<[{token_id}]>" for token_id in marker)
+
+
+def _strings_of(schema: Any) -> Iterator[str]:
+    """Names of properties and constant strings: what a schema's JSON has word for word."""
+    if isinstance(schema, list):
+        for each in schema:
+            yield from _strings_of(each)
+    if isinstance(schema, dict):
+        yield from schema.get("properties", ()) if isinstance(schema.get("properties"), dict) else ()
+        constants = [schema.get("const"), *(schema.get("enum") or ())]
+        yield from (own for own in constants if isinstance(own, str))
+        for each in schema.values():
+            yield from _strings_of(each)
 
 
 _compilers: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], GrammarCompiler]] = weakref.WeakKeyDictionary()
