@@ -32,6 +32,7 @@ from benchmarks.bench_round import Moments, full_rounds, prompts
 from benchmarks.document import publish, usage
 from benchmarks.engines import sizes_of
 from benchmarks.gaps import replay_gaps
+from benchmarks.given import wait_for
 from benchmarks.shapes import SHAPES, random_pair
 from benchmarks.synthetic import DrawnAcceptance, Tokenizer, decide, follow
 from specdec.model import SpeculativeModel
@@ -195,16 +196,23 @@ def measured(setting: Setting, new: int, turns: int, rows: int) -> list[dict[str
     runs = {name: generating(model, new) for name, model in setting.models.items()}
     nothing = {"plain": runs["plain"], "nothing matches": runs.pop("nothing matches")}
     own = prompt_lookup(setting.models["plain"], new)
-    found: dict[str, Any] = {}
-    for name, ids in setting.tasks.items():
-        alone = {n: one_by_one(run) for n, run in (runs | {"transformers' prompt lookup": own}).items()}
-        found[f"{name}, 1 row"] = compared(alone, ids, new, turns)
-        found[f"{name}, {len(ids)} rows"] = compared(runs, ids, new, turns)
-    for count in (1, rows):
-        found[f"cost, {count} rows"] = compared(nothing, setting.many[:count], new, turns)
     one = [*setting.many[: rows - 1], setting.tasks["quoting"][-1]]
-    found[f"one of {rows} rows matches"] = compared(nothing | {"lookup": runs["lookup"]}, one, new, turns)
-    return [{"task": task, "drafts": name, **own} for task, each in found.items() for name, own in each.items()]
+    each: dict[str, tuple[dict[str, Run], list[list[int]]]] = {}
+    for count in (1, rows):
+        each[f"cost, {count} rows"] = nothing, setting.many[:count]
+    each[f"one of {rows} rows matches"] = nothing | {"lookup": runs["lookup"]}, one
+    for name, ids in setting.tasks.items():
+        each[f"{name}, 1 row"] = (
+            {n: one_by_one(r) for n, r in (runs | {"transformers' prompt lookup": own}).items()},
+            ids,
+        )
+        each[f"{name}, {len(ids)} rows"] = runs, ids
+    lines = []
+    for task, (measured_runs, ids) in each.items():
+        found = compared(measured_runs, ids, new, turns)
+        lines += [{"task": task, "drafts": name, **numbers} for name, numbers in found.items()]
+        click.echo(lines[-len(found) :])
+    return lines
 
 
 @click.command(help=usage(__doc__))
@@ -215,6 +223,7 @@ def measured(setting: Setting, new: int, turns: int, rows: int) -> list[dict[str
 @click.option("--new", default=64, show_default=True, help="Tokens of an answer.")
 @click.option("--turns", default=5, show_default=True)
 @click.option("--rows", default=32, show_default=True, help="Of the costs in a batch.")
+@click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the JSON there.")
 def main(
     data: Path | None,
@@ -224,12 +233,15 @@ def main(
     new: int,
     turns: int,
     rows: int,
+    hold: Path | None,
     out: Path | None,
 ) -> None:
     """Measure all tasks and costs."""
     if (data is None) == (shape is None):
         raise click.UsageError("give --data for the built-in pair on the CPU, or --shape for a GPU")
     setting = builtin(data, questions, new, rows) if data else circling(shape, device, questions, new, rows)  # type: ignore[arg-type]
+    if hold is not None:
+        wait_for(hold)
     found = {"benchmark": "lookup", "shape": shape or "gsm-llama", "K": K, "new_tokens": new, "turns": turns}
     found["results"] = measured(setting, new, turns, rows)
     if shape and device == "cuda":
