@@ -16,6 +16,7 @@ import torch
 
 from attention.batch.host import BatchExtra, offsets_within
 from attention.checking import require
+from specdec.grammars.compiled import GrammarCompiler
 from specdec.grammars.following import RequestGrammar, RowMasks
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.extras import DecidedRows, EarlyDrafts, RoundExtra
@@ -64,12 +65,14 @@ class GrammarMasks(RoundExtra):
     ) -> torch.Tensor:
         """See `RoundExtra.rewrite`: -inf for tokens that may not come."""
         assert isinstance(own, GrammarRows)
-        masks = masks_of(own, drafts, logits.shape[1])
+        vocabulary = next((r.vocabulary for r in own.requests if r.vocabulary is not None), None)
+        words = -(-logits.shape[1] // _BITS) if vocabulary is None else vocabulary.words
+        host = torch.empty(int(own.counts.sum()), words, dtype=torch.int32, pin_memory=logits.is_cuda)
+        write_masks(own, drafts, vocabulary, host.numpy())
+        bits = host.to(logits.device, non_blocking=True)
         scores = logits.float() if logits.dtype != torch.float32 else logits.clone()
         owner = np.repeat(np.arange(len(own.requests)), own.counts)
         places = np.stack([own.places[owner], offsets_within(own.counts)])
-        host = torch.from_numpy(masks)
-        bits = host.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else host
         place, offset = torch.from_numpy(places).to(logits.device, non_blocking=True)
         at = round_.logit_index[place, offset]
         allowed = (bits[:, :, None] >> torch.arange(_BITS, device=bits.device, dtype=torch.int32)) & 1
@@ -81,17 +84,18 @@ class GrammarMasks(RoundExtra):
         return scores.index_put_((at,), scores[at].masked_fill_(banned, float("-inf")))
 
 
-def masks_of(own: GrammarRows, drafts: EarlyDrafts | None, vocab: int) -> np.ndarray:
-    """[N, W] int32 of all positions, those of a row after one another. Waits for the drafts."""
-    vocabulary = next((r.vocabulary for r in own.requests if r.vocabulary is not None), None)
-    words = -(-vocab // _BITS) if vocabulary is None else vocabulary.words
-    masks = np.full((int(own.counts.sum()), words), -1, np.int32)
+def write_masks(
+    own: GrammarRows, drafts: EarlyDrafts | None, vocabulary: GrammarCompiler | None, masks: np.ndarray
+) -> None:
+    """Write the masks [N, W] int32 of all positions, those of a row after one another. Waits for the drafts."""
+    masks[:] = -1
     first = np.cumsum(own.counts) - own.counts
     read = None if drafts is None else drafts.wait()
     rows: list[RowMasks] = []
     for request, new_ids, place, count in zip(own.requests, own.new_ids, own.places, own.counts, strict=True):
         request.follow(new_ids)
-        rows.append(request.masks(read[place, : count - 1].tolist() if read is not None and count > 1 else [], words))
+        ids = read[place, : count - 1].tolist() if read is not None and count > 1 else []
+        rows.append(request.masks(ids, masks.shape[1]))
     chains = [
         (matcher, int(start) + at, ids)
         for start, row in zip(first, rows, strict=True)
@@ -105,7 +109,6 @@ def masks_of(own: GrammarRows, drafts: EarlyDrafts | None, vocab: int) -> np.nda
     _note_dead_ends(own, rows, first, masks)
     if vocabulary is not None:
         _end_as_requests_do(own, rows, first, masks, vocabulary.eos)
-    return masks
 
 
 def _end_as_requests_do(
