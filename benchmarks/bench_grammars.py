@@ -32,17 +32,21 @@ from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 
 PROMPT, END, TURNS = 512, 0, 3
-_TEXT = {"type": "string", "minLength": 20, "maxLength": 60}
-SCHEMA = {
-    "type": "array",
-    "minItems": 500,
-    "items": {
-        "type": "object",
-        "properties": {"name": _TEXT, "age": {"type": "integer"}, "tags": {"type": "array", "items": _TEXT}},
-        "required": ["name", "age", "tags"],
-        "additionalProperties": False,
-    },
+
+
+def schema(text: dict[str, Any]) -> dict[str, Any]:
+    """An endless list of objects with strings of this kind."""
+    fields = {"name": text, "age": {"type": "integer"}, "tags": {"type": "array", "items": text}}
+    each = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    return {"type": "array", "minItems": 500, "items": each}
+
+
+SCHEMAS = {
+    "plain": schema({"type": "string"}),
+    "at most": schema({"type": "string", "maxLength": 200}),
+    "lengths": schema({"type": "string", "minLength": 20, "maxLength": 60}),
 }
+"""By name. Of strings that must have certain lengths a mask is made token by token: the slowest that llguidance has."""
 
 
 def vocabulary(size: int) -> PreTrainedTokenizerFast:
@@ -85,9 +89,11 @@ class Fills:
         return {"fill_ms_median": float(np.median(each)), "fill_ms_p99": float(np.quantile(each, 0.99))}
 
 
-def filled_with_legal_drafts(compiler: GrammarCompiler, sequences: list[list[int]], drafts: int) -> dict[str, float]:
+def filled_with_legal_drafts(
+    compiler: GrammarCompiler, own: Grammar, sequences: list[list[int]], drafts: int
+) -> dict[str, float]:
     """Filling of a batch's masks where every draft may come: at each place of the texts the tokens that follow."""
-    grammar = compiler.compiled(Grammar.json(SCHEMA))
+    grammar = compiler.compiled(own)
     matchers = [grammar.matcher() for _ in sequences]
     masks = np.full((len(sequences) * (drafts + 1), compiler.words), -1, np.int32)
     with Fills() as fills:
@@ -103,11 +109,11 @@ def filled_with_legal_drafts(compiler: GrammarCompiler, sequences: list[list[int
 
 
 def measured(
-    model: SpeculativeModel, read: Moments, tokenizer: Any, ids: list[list[int]], new_tokens: int
+    model: SpeculativeModel, read: Moments, tokenizer: Any, ids: list[list[int]], new_tokens: int, grammar: Grammar
 ) -> list[dict[str, Any]]:
     """A line for each kind."""
     plain = SamplingParams(new_tokens, ignore_eos=True, cache_prefix=False)
-    own = SamplingParams(new_tokens, grammar=Grammar.json(SCHEMA), stop_token_ids=(END,), cache_prefix=False)
+    own = SamplingParams(new_tokens, grammar=grammar, stop_token_ids=(END,), cache_prefix=False)
     kinds = {"nothing": [plain] * len(ids), "all rows": [own] * len(ids), "one row": [own] + [plain] * (len(ids) - 1)}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
     sequences: list[list[int]] = []
@@ -120,7 +126,7 @@ def measured(
             if name == "all rows":
                 sequences = [each[len(prompt) :] for each, prompt in zip(tokens, ids, strict=True)]
     compiler, drafts = compiler_of(tokenizer, model.hf_model.config.vocab_size, END), model.num_speculative_tokens
-    legal = filled_with_legal_drafts(compiler, sequences, drafts)
+    legal = filled_with_legal_drafts(compiler, grammar, sequences, drafts)
     lines = []
     for name, turns in found.items():
         median = {key: float(np.median([turn[key] for turn in turns])) for key in turns[0] if key != "step_ms_runs"}
@@ -136,15 +142,23 @@ def measured(
 @click.option("--drafts", type=Listed(click.IntRange(0)), default="3,0", show_default=True)
 @click.option("--rows", type=Listed(click.IntRange(1)), default="32", show_default=True)
 @click.option("--new-tokens", type=click.IntRange(32), default=128, show_default=True)
+@click.option("--schema", type=click.Choice(list(SCHEMAS)), default="at most", show_default=True, help="Its strings.")
 @click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
 @click.option("--out", type=ResultFile(), required=True, help="JSON lines are appended.")
 def main(
-    shape: str, device: str, drafts: list[int], rows: list[int], new_tokens: int, hold: Path | None, out: Path
+    shape: str,
+    device: str,
+    drafts: list[int],
+    rows: list[int],
+    new_tokens: int,
+    schema: str,
+    hold: Path | None,
+    out: Path,
 ) -> None:
     """Measure every K and batch."""
     pair = random_pair(shape, torch.bfloat16, torch.device(device))
     vocab = pair.target.config.vocab_size
-    tokenizer = vocabulary(vocab)
+    tokenizer, grammar = vocabulary(vocab), Grammar.json(SCHEMAS[schema])
     graphs: dict[str, Any] = {"cuda_graphs": True} if device == "cuda" else {}
     for k in drafts:
         sizes = sizes_of(k, rows, PROMPT, new_tokens, None)
@@ -156,9 +170,10 @@ def main(
             read = Moments()
             model.executor.reads.after_read = read.note
             for count in rows:
-                for line in measured(model, read, tokenizer, prompts(count, (PROMPT, PROMPT), vocab), new_tokens):
-                    facts = {"benchmark": "grammars", "shape": shape, "drafts": k, "rows": count, "prompt": PROMPT}
-                    text = json.dumps(facts | {"new_tokens": new_tokens} | line | provenance())
+                facts = {"benchmark": "grammars", "shape": shape, "schema": schema, "drafts": k, "rows": count}
+                ids = prompts(count, (PROMPT, PROMPT), vocab)
+                for line in measured(model, read, tokenizer, ids, new_tokens, grammar):
+                    text = json.dumps(facts | {"prompt": PROMPT, "new_tokens": new_tokens} | line | provenance())
                     click.echo(text[:400])
                     with out.open("a") as file:
                         file.write(text + "\n")

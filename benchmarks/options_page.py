@@ -38,6 +38,7 @@ OWN: dict[str, tuple[str, str]] = {
         "the user's code, once for each position of a verification, on the thread of the round",
     ),
     "prefix_allowed_tokens_fn": ("host", "as `logits_processor`"),
+    "grammar": ("host", "masks by llguidance or by the user's object, made while the target verifies"),
     "stopping_criteria": ("host", "the user's code, once for each committed token"),
     "logprobs": ("device", "read with the round's result"),
     "logprobs_mode": ("device", ""),

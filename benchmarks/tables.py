@@ -172,6 +172,18 @@ COLUMNS: dict[str, dict[str, str]] = {
         "p99": "{p99_us:,}",
         "abort µs per request": "{abort_us_per_request:,}",
     },
+    "grammars": {
+        "schema": "{schema}",
+        "K": "{drafts}",
+        "rows": "{rows}",
+        "with a grammar": "{grammar}",
+        "step ms": "{step_ms_median:.2f}",
+        "mean": "{step_ms_mean:.2f}",
+        "× nothing": "{over_nothing:.3f}",
+        "filling ms, median": "{fill_ms_median:.2f}",
+        "p99": "{fill_ms_p99:.1f}",
+        "of legal drafts": "{legal_drafts_fill_ms_median:.2f}",
+    },
     "lookup": {
         "task": "{task}",
         "drafts": "{drafts}",

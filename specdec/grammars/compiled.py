@@ -210,7 +210,12 @@ class GrammarCompiler:
     def _body(self, grammar: Grammar) -> str:
         make = self._lib.LLMatcher
         if grammar.kind == "json":
-            return str(make.grammar_from_json_schema(grammar.source, defaults={"whitespace_pattern": MOST_SPACE}))
+            own = json.loads(grammar.source)
+            told = own.get("x-guidance", {}) if isinstance(own, dict) else {}
+            space = (
+                {} if {"whitespace_flexible", "whitespace_pattern"} & set(told) else {"whitespace_pattern": MOST_SPACE}
+            )
+            return str(make.grammar_from_json_schema(grammar.source, defaults=space))
         if grammar.kind == "regex":
             return str(make.grammar_from_regex(grammar.source))
         if grammar.kind == "choice":
