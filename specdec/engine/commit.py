@@ -88,6 +88,8 @@ def commit(
     table.computed[schedule.rows] += tokens_accepted(schedule.num_new, accepted)
     if head_has_read:
         table.head_computed[schedule.rows] = table.computed[schedule.rows]
+    if table.gives:
+        table.num_given[schedule.rows] = 0
     for columns, extra in zip(table.extras, target.extras, strict=True):
         if not columns.idle:
             columns.commit(table, schedule.rows, extra, outcome.notes)

@@ -212,9 +212,9 @@ class GrammarCompiler:
         if grammar.kind == "json":
             own = json.loads(grammar.source)
             told = own.get("x-guidance", {}) if isinstance(own, dict) else {}
-            space = (
-                {} if {"whitespace_flexible", "whitespace_pattern"} & set(told) else {"whitespace_pattern": MOST_SPACE}
-            )
+            space: Any = {"whitespace_pattern": MOST_SPACE}
+            if {"whitespace_flexible", "whitespace_pattern"} & set(told):
+                space = {}
             return str(make.grammar_from_json_schema(grammar.source, defaults=space))
         if grammar.kind == "regex":
             return str(make.grammar_from_regex(grammar.source))

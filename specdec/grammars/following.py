@@ -57,6 +57,15 @@ class RequestGrammar:
         """What may come before each of the drafts and after the last. words: W. The state stays as it is."""
         raise NotImplementedError
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing but the request's end may come."""
+        return False
+
+    def forced(self) -> Ids:
+        """Tokens that must come next, as the tokenizer writes them; [] where there is a choice."""
+        return []
+
     def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:
         """The first position of a row at which nothing may come, and why; None where there is none.
 
@@ -121,6 +130,17 @@ class FollowedGrammar(RequestGrammar):
                 return found
             matcher, state = self._after(None, state, drafts[at])
             at += 1
+
+    @property
+    def is_over(self) -> bool:
+        """See `RequestGrammar.is_over`."""
+        return self._matcher is not None and bool(self._matcher.is_stopped())
+
+    def forced(self) -> Ids:
+        """See `RequestGrammar.forced`."""
+        if self._matcher is None or self.is_over:
+            return []
+        return list(self._matcher.compute_ff_tokens())
 
     def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:
         """See `RequestGrammar.dead_end`."""

@@ -51,14 +51,20 @@ class GrammarRows:
 
 @dataclass(frozen=True)
 class GrammarMasks(RoundExtra):
-    """The extra. Rounds without such requests send nothing more and run no other operators."""
+    """The extra. Rounds without such requests send nothing more and run no other operators.
 
+    Attributes:
+        forced: rows are given the tokens that must come as drafts. greedy: of greedy requests alone.
+    """
+
+    forced: bool = False
+    greedy: bool = False
     rewrites: ClassVar[bool] = True
     reads_drafts: ClassVar[bool] = True
 
     def columns(self, max_rows: int) -> GrammarColumns:
         """See `RoundExtra.columns`."""
-        return GrammarColumns(max_rows)
+        return GrammarColumns(max_rows, self.forced, self.greedy)
 
     def rewrite(
         self, logits: torch.Tensor, round_: DecidedRows, own: BatchExtra, drafts: EarlyDrafts | None
@@ -150,7 +156,10 @@ def _note_dead_ends(own: GrammarRows, rows: Sequence[RowMasks], first: np.ndarra
 class GrammarColumns(ExtraColumns):
     """The grammar of each row's request."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, forced: bool, greedy: bool) -> None:
+        """forced, greedy: see `GrammarMasks`."""
+        self._forced, self._greedy = forced, greedy
+        self._gives = np.zeros(max_rows, np.bool_)
         self._grammars: list[RequestGrammar | None] = [None] * max_rows
         self._ends: list[tuple[int, ...]] = [()] * max_rows
         self.idle = True
@@ -164,10 +173,31 @@ class GrammarColumns(ExtraColumns):
             self.idle = False
             self._grammars[row] = params.grammar
             self._ends[row] = (*(int(i) for i in table.eos[row] if i >= 0), *params.stop_token_ids)
+            self._gives[row] = self._forced and table.drafts[row] and not (self._greedy and params.temperature)
+            self._give(table, row)
 
     def close(self, row: int) -> None:
         """See `ExtraColumns.close`."""
         self._grammars[row] = None
+
+    def commit(
+        self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None, notes: Sequence[np.ndarray]
+    ) -> None:
+        """See `ExtraColumns.commit`."""
+        if self._forced and not self.idle:
+            for row in rows.tolist():
+                self._give(table, row)
+
+    def _give(self, table: RowTable, row: int) -> None:
+        """Give a row that decodes the tokens that must come next; where there are none it keeps what others gave."""
+        grammar, length = self._grammars[row], table.length[row]
+        if grammar is None or not self._gives[row] or table.computed[row] < table.prefill[row]:
+            return
+        grammar.follow(table.tokens[row, table.prompt[row] : length].tolist())
+        forced = grammar.forced() or self._ends[row][: grammar.is_over]
+        if forced:
+            table.give(row, forced[: int(table.drafts[row])], True)
+        table.await_drafts(row)
 
     def scheduled(self, table: RowTable, schedule: Schedule) -> GrammarRows | None:
         """See `ExtraColumns.scheduled`."""

@@ -143,11 +143,9 @@ def _sized(
     cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
     tokens, *others = group.least([cache.tokens, *cache.windowed])  # their schedules must be the same
     cache = Division(tokens, tuple(others))
-    of_requests = GrammarMasks(), ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size))
-    extras += (*long_rope_extras(probed.model, longest), *of_requests)
-    if lookup:
-        graphs = options.cuda_graphs is not False and isinstance(backend, GraphBackend)
-        extras += lookup_extras(options, greedy=graphs and head is not None)
+    greedy = head is not None and options.cuda_graphs is not False and isinstance(backend, GraphBackend)
+    extras += (*long_rope_extras(probed.model, longest), *(lookup_extras(options, greedy) if lookup else ()))
+    extras += (GrammarMasks(group.size == 1, greedy), ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
     config = _config(rows, cache, sizes, extras, options)
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))

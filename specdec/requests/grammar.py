@@ -175,5 +175,10 @@ def _marker(name: str, given: Any) -> Marker | None:
     return tuple(whole(name, one, 0, None, "token ids, whole numbers from 0") for one in each)
 
 
+def is_decided_elsewhere(given: Any) -> bool:
+    """Whether it is `DECIDED_ELSEWHERE`, or a copy from another process."""
+    return isinstance(given, Grammar) and given.kind == "elsewhere"
+
+
 DECIDED_ELSEWHERE = Grammar("elsewhere", "")
 """On all ranks but the first: a request has a grammar, and what it allows is decided there."""

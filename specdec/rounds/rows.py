@@ -195,6 +195,10 @@ class RowTable:
         self.given[row, :count] = token_ids
         self.num_given[row] = count
 
+    def await_drafts(self, row: int) -> None:
+        """There may be drafts after the row's next round, whether it has any itself: see `give`."""
+        self.awaited[row] = self.gives = True
+
     def awaits(self, rows: np.ndarray) -> bool:
         """Whether any of these rows awaits drafts. Called every round: engines without such drafts look at no row."""
         return self.gives and bool(self.awaited[rows].any())

@@ -256,7 +256,10 @@ def _given(schedule: Schedule, table: RowTable) -> np.ndarray | None:
     taken = table.num_given[rows] >= drafts
     if not taken.any():
         return None
-    return np.where(taken[:, None], table.given[rows, : drafts.max()], -1)
+    most = int(drafts.max())
+    given = np.full((len(rows), most), -1, np.int32)
+    given[:, : table.given.shape[1]] = table.given[rows, :most]  # no row of the table may have had so many yet
+    return np.where(taken[:, None], given, np.int32(-1))
 
 
 def target_after(

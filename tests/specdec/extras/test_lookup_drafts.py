@@ -249,7 +249,7 @@ def advanced_by_rejected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def planted(self: Any, table: Any, rows: Any, committed: Any, notes: Any) -> None:
         for row in rows.tolist():
-            if self.indexes[row] is not None and table.num_given[row] > 1:
+            if self.indexes[row] is not None and table.given.shape[1] > 1 and table.given[row, 1]:
                 self.indexes[row].extend([int(table.given[row, 1])])
         plain(self, table, rows, committed, notes)
 

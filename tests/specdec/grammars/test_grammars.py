@@ -343,6 +343,34 @@ def test_compiled_grammars_are_kept_by_content() -> None:
     assert compiler.compiled(Grammar.regex("[ab]{7}")) is not one
 
 
+def test_a_grammar_begins_anew_where_other_tokens_were_taken() -> None:
+    """After an interrupt, for example: from the last reported token on."""
+    from specdec.grammars.compiled import compiler_of
+    from specdec.grammars.following import FollowedGrammar
+
+    compiled = compiler_of(tokenizer(), 64, END).compiled(Grammar.regex("ab[12]c"))
+    own, again = FollowedGrammar(compiled), FollowedGrammar(compiled)
+    a, b, one, two, c = (SPELLED.index(text) for text in "ab12c")
+    for ids, forced in (([a, b, one], [c]), ([a, b], []), ([a, b, two], [c]), ([a], [b]), ([a, b, one, c], [])):
+        own.follow(ids)
+        again = FollowedGrammar(compiled)
+        again.follow(ids)
+        assert own.forced() == again.forced() == forced, ids
+        assert own.is_over == (len(ids) == 4)
+
+
+@pytest.mark.parametrize("k", [1, K])
+def test_tokens_that_must_come_are_drafts(k: int) -> None:
+    """All are accepted; without a head they are all the drafts that there are."""
+    grammar = Grammar.regex("[ab]12121212[cd]<end>")
+    for model in (made(num_speculative_tokens=k), made("lookup", num_speculative_tokens=k, lookup_min=9)):
+        found = model.generate(PROMPTS, params(Grammar.regex("[ab]12121212[cd]{2}ends")))
+        assert all(text_of(c.token_ids)[1:9] == "12121212" for c in found)
+        rounds = [r for c in found for r in c.stats.rounds]
+        assert sum(r.accepted for r in rounds) >= len(PROMPTS) * (6 if k > 1 else 4)
+    assert all(r.accepted == r.drafted for r in rounds) and grammar
+
+
 def test_masks_of_a_chain() -> None:
     """What llguidance writes for drafts, and rows behind one that may not come."""
     from specdec.grammars.compiled import compiler_of

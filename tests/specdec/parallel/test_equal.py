@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import device_mesh
 
 from drafters.eagle3.checkpoint import save_eagle3
-from specdec import SamplingParams, SpeculativeModel
+from specdec import Grammar, SamplingParams, SpeculativeModel
 from specdec.parallel.engine import differing_ids
 
 TEXTS = [
@@ -80,6 +80,28 @@ def test_llama_with_its_eagle3_head_and_preemption(two_ranks: Any) -> None:
     sizes = {"kv_cache_tokens": 112, "max_num_seqs": 4, "max_model_len": 96, "max_num_batched_tokens": 64}
     stats = compare("gsm-llama", "auto", TEXTS, num_speculative_tokens=4, **sizes)
     assert stats.preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["auto", None])
+def test_grammars_are_followed_on_the_first_rank(two_ranks: Any, draft: str | None) -> None:
+    """The tokens of one rank. The others decide nothing; they launch what the first one does."""
+    pytest.importorskip("llguidance")
+    grammars = [Grammar.regex("[a-z]{3,9} [0-9]{1,3}"), None, Grammar.choice(["yes", "no"]), {"type": "json_object"}]
+    params = [SamplingParams(24, grammar=grammars[i % 4]) for i in range(8)]
+    found = []
+    for size in (1, 2):
+        options: dict[str, Any] = {
+            "device": "cpu",
+            "max_num_seqs": 3,
+            "max_model_len": 96,
+            "tensor_parallel_size": size,
+        }
+        if draft:
+            options["num_speculative_tokens"] = 4
+        with SpeculativeModel.from_pretrained("gsm-llama", draft, **options) as model:
+            found.append([c.token_ids for c in model.generate([TEXTS[i % len(TEXTS)] for i in range(8)], params)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
