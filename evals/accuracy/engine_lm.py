@@ -28,6 +28,7 @@ from evals.runs.answers import Answer
 from evals.runs.conversations import Configuration, question_seed, to_turn
 from evals.runs.store import RunStore
 from specdec.errors import InvalidInputError
+from specdec.requests.grammar import Grammar
 from specdec.requests.prompts import for_template
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RoundRecord, pool
@@ -61,6 +62,7 @@ class EngineLM(TemplateLM):
         think_end_token: str | int | None = None,
         enable_thinking: bool | None = None,
         chat_template_args: Mapping[str, Any] | None = None,
+        schema_field: str | None = None,
         seed: int = 0,
         store: RunStore | None = None,
         report: Report = lambda answers: None,
@@ -69,6 +71,8 @@ class EngineLM(TemplateLM):
         """Arguments that lm-eval's `hf` has mean what they mean there.
 
         Args:
+            schema_field: of a task's documents, a JSON schema that the answer follows (see `Grammar.json`). Where it is
+                one that cannot be followed, the answer is free, and a warning says why.
             arm: its K is used. store: answers kept there are not generated again. report: called with each answer.
             progress: show bars.
 
@@ -86,7 +90,7 @@ class EngineLM(TemplateLM):
         self._add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
         self._thinking = Thinking.of(enable_thinking, think_end_token, chat_template_args)
-        self._seed = seed
+        self._schema_field, self._seed = schema_field, seed
         self._store = store
         self._report = report
         self._progress = progress
@@ -202,8 +206,30 @@ class EngineLM(TemplateLM):
             for name in sorted(names, key=lambda name: (-len(prompts[name]), prompts[name])):
                 seed = question_seed(int(self._seed if how.seed is None else how.seed), name, 0)
                 params = replace(how.params, seed=seed, num_speculative_tokens=self._arm.k)
-                found.append((name, how.fitting(prompts[name]), params))
+                ids = how.fitting(prompts[name])
+                found.append((name, ids, self._with_grammar(params, ids, asked[name])))
         return found
+
+    def _with_grammar(self, params: SamplingParams, ids: list[int], request: Instance) -> SamplingParams:
+        """With the schema of the request's document, where there is one that can be followed.
+
+        Raises:
+            InvalidInputError: its documents have no such field.
+        """
+        field = self._schema_field
+        if field is None:
+            return params
+        if field not in request.doc:
+            raise InvalidInputError(
+                f"schema_field={field!r}: documents of {request.task_name} have {', '.join(map(str, request.doc))}"
+            )
+        try:
+            own = replace(params, grammar=Grammar.json(request.doc[field]))
+            self._model.engine.check(ids, own)
+        except InvalidInputError as error:
+            _LOG.warning("%s, document %s: answered without its schema: %s", request.task_name, request.doc_id, error)
+            return params
+        return own
 
     def _generation(self, request: Instance) -> Generation:
         gen_kwargs = request.args[1]

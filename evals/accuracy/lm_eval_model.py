@@ -90,6 +90,7 @@ class SpecdecLM(EngineLM):
         think_end_token: str | int | None = None,
         enable_thinking: bool | None = None,
         chat_template_args: Mapping[str, Any] | None = None,
+        schema_field: str | None = None,
         **options: Any,
     ) -> None:
         """Load the model.
@@ -99,6 +100,7 @@ class SpecdecLM(EngineLM):
             batch_size: lm-eval's. All requests go to the engine at once; more than 1 is the most that run together
                 (max_num_seqs). "auto" and "auto:N" leave that to max_batch_size, or to max_num_seqs.
             max_length: lm-eval's name for max_model_len.
+            schema_field: of documents with a JSON schema each, which answers follow: json_schema in jsonschema_bench.
             options: load options, see LoadOptions. lm-eval's command line gives device="cuda:0" when nothing was asked
                 for, so on a machine without CUDA, and for a model divided among GPUs, that means the default device;
                 and each of several processes, of `accelerate launch`, takes the GPU of its own.
@@ -119,6 +121,7 @@ class SpecdecLM(EngineLM):
             think_end_token=think_end_token,
             enable_thinking=enable_thinking,
             chat_template_args=chat_template_args,
+            schema_field=schema_field,
             seed=given.seed,
             progress=True,
         )
@@ -162,7 +165,8 @@ def _load_options(
     if unknown:
         raise InvalidInputError(
             f"unknown model_args: {', '.join(unknown)}; known are pretrained, draft, max_length, max_gen_toks, "
-            f"add_bos_token, prefix_token_id, think_end_token, enable_thinking, chat_template_args, {', '.join(known)}"
+            f"add_bos_token, prefix_token_id, think_end_token, enable_thinking, chat_template_args, schema_field, "
+            f"{', '.join(known)}"
         )
     if max_length is not None and given.get("max_model_len") is not None:
         raise InvalidInputError("max_length and max_model_len are the same model argument; give one of them")

@@ -26,6 +26,7 @@ from evals.data.datasets import DATA_VARIABLE
 from evals.runs.conversations import Configuration
 from specdec.errors import InvalidInputError
 from specdec.loading.builtin import builtin_names, builtin_path
+from specdec.model import SpeculativeModel
 
 pytestmark = [
     pytest.mark.skipif("gsm-llama" not in builtin_names(), reason="no built-in target"),
@@ -255,3 +256,34 @@ def test_batches_are_faster_than_one_at_a_time(lm: EngineLM, model: Any) -> None
         scored(asked)
         seconds.append(time.perf_counter() - start)
     assert seconds[1] > 2 * seconds[0]
+
+
+def test_answers_follow_the_schemas_of_documents(caplog: pytest.LogCaptureFixture) -> None:
+    """As jsonschema_bench has them, checked by its own metrics; one that cannot be followed is named."""
+    pytest.importorskip("llguidance")
+    from lm_eval.tasks.jsonschema_bench.metrics import json_validity, schema_compliance
+
+    fields = {"name": {"type": "string", "maxLength": 8}, "count": {"type": "integer", "maximum": 99}}
+    schemas = [
+        json.dumps({"type": "object", "properties": dict(list(fields.items())[:n]), "required": ["name"]} | more)
+        for n, more in ((1, {"additionalProperties": False}), (2, {"additionalProperties": False}), (2, {"not": {}}))
+    ]
+    asked = [
+        Instance(
+            "generate_until",
+            {"json_schema": own},
+            (f"JSON schema: {own}\n\nJSON object: ", {"until": []}),
+            0,
+            ("t", i, 1),
+        )
+        for i, own in enumerate(schemas)
+    ]
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 640}
+    with SpeculativeModel.from_pretrained("gsm-llama", "auto", device="cpu", **sizes) as model:
+        lm = EngineLM(model, Configuration("specdec", 3), schema_field="json_schema", max_gen_toks=120)
+        texts = lm.generate_until(asked)
+        with pytest.raises(InvalidInputError, match="schema_field='other': documents of t have json_schema"):
+            EngineLM(model, Configuration("specdec", 3), schema_field="other").generate_until(asked)
+    right = [(own, text) for own, text in zip(schemas[:2], texts, strict=False)]
+    assert [schema_compliance([own], [text]) and json_validity([own], [text]) for own, text in right] == [True, True]
+    assert [r.message for r in caplog.records if "answered without its schema" in r.message and "not" in r.message]
