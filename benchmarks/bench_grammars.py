@@ -2,18 +2,24 @@
 
     python -m benchmarks.bench_grammars --shape llama-3.1-8b --drafts 3,0 --rows 32 --out grammars.jsonl
     python -m benchmarks.bench_grammars --shape tiny --device cpu --drafts 3 --rows 8 --new-tokens 64 --out out.jsonl
+    python -m benchmarks.bench_grammars --built-in --rows 8 --out drafts.jsonl
 
 Random weights, greedy, decided as they are: the head's drafts are rarely what a grammar allows. A vocabulary of the
 model's size is made of all bytes and of random words. Kinds take turns in one process: no row has a grammar, all have
 the same JSON schema, one has. Filling is measured once more with drafts that may all come, the tokens that followed.
+
+With --built-in the built-in pair on a CPU generates JSON, with each kind of drafts: a head's, those and the tokens that
+must come, lookup with these, none; with white space and without.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import click
 import numpy as np
@@ -22,12 +28,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.bench_round import Moments, measure, prompts
-from benchmarks.document import provenance, usage
+from benchmarks.document import provenance, publish, usage
 from benchmarks.engines import sizes_of
 from benchmarks.given import Listed, ResultFile, wait_for
 from benchmarks.shapes import SHAPES, random_pair
 from specdec import Grammar
 from specdec.grammars.compiled import GrammarCompiler, compiler_of
+from specdec.grammars.masks import GrammarColumns
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 
@@ -136,8 +143,63 @@ def measured(
     return lines
 
 
+OBJECT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name_of_customer": {"type": "string", "maxLength": 12},
+        "number_of_apples": {"type": "integer", "minimum": 0, "maximum": 99},
+        "address": {
+            "type": "object",
+            "properties": {"street": {"enum": ["High Street", "Low Street"]}, "zip_code": {"type": "integer"}},
+            "required": ["street", "zip_code"],
+            "additionalProperties": False,
+        },
+        "paid_in_full": {"type": "boolean"},
+    },
+    "required": ["name_of_customer", "number_of_apples", "address", "paid_in_full"],
+    "additionalProperties": False,
+}
+ASKED = "Question: Anna has {} apples and buys 8 more. How many apples does she have?\nAnswer:"
+KINDS: tuple[tuple[str, str | None, int, bool], ...] = (
+    ("none", None, 0, False),
+    ("EAGLE-3, K = 3", "auto", 3, False),
+    ("EAGLE-3, K = 3, and forced", "auto", 3, True),
+    ("EAGLE-3, K = 8", "auto", 8, False),
+    ("EAGLE-3, K = 8, and forced", "auto", 8, True),
+    ("lookup, K = 8", "lookup", 8, False),
+    ("lookup, K = 8, and forced", "lookup", 8, True),
+)
+
+
+def kinds_of_drafts(rows: int) -> list[dict[str, Any]]:
+    """A line for each kind and each way with white space: tokens a round of a request, and a second."""
+    lines = []
+    asked = [ASKED.format(i) for i in range(rows)]
+    for name, draft, k, forced in KINDS:
+        options: dict[str, Any] = {"num_speculative_tokens": k, "max_num_seqs": rows, "enable_prefix_caching": False}
+        plain = nullcontext() if forced else patch.object(GrammarColumns, "_give", lambda *_: None)
+        with plain, SpeculativeModel.from_pretrained("gsm-llama", draft, device="cpu", **options) as model:
+            for white in (False, True):
+                own = OBJECT | {"x-guidance": {"whitespace_flexible": False}} if not white else OBJECT
+                params = SamplingParams(150, grammar=Grammar.json(own))
+                seconds, found = [], model.generate(asked, params)
+                for _ in range(2 * TURNS - 1):
+                    start = time.perf_counter()
+                    found = model.generate(asked, params)
+                    seconds.append(time.perf_counter() - start)
+                tokens, rounds = (
+                    sum(len(own(c)) for c in found) for own in (lambda c: c.token_ids, lambda c: c.stats.rounds)
+                )
+                speed = tokens / float(np.median(seconds))
+                lines.append(
+                    {"drafts": name, "white_space": white, "tau": (tokens - rows) / rounds, "tokens_per_s": speed}
+                )
+    return lines
+
+
 @click.command(help=usage(__doc__))
 @click.option("--shape", type=click.Choice(sorted(SHAPES)), default="llama-3.1-8b", show_default=True)
+@click.option("--built-in", "built_in", is_flag=True, help="In place of a shape: kinds of drafts, on a CPU.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--drafts", type=Listed(click.IntRange(0)), default="3,0", show_default=True)
 @click.option("--rows", type=Listed(click.IntRange(1)), default="32", show_default=True)
@@ -147,6 +209,7 @@ def measured(
 @click.option("--out", type=ResultFile(), required=True, help="JSON lines are appended.")
 def main(
     shape: str,
+    built_in: bool,
     device: str,
     drafts: list[int],
     rows: list[int],
@@ -156,6 +219,9 @@ def main(
     out: Path,
 ) -> None:
     """Measure every K and batch."""
+    if built_in:
+        publish({"benchmark": "grammar_drafts", "rows": rows[0], "results": kinds_of_drafts(rows[0])}, out, append=True)
+        return
     pair = random_pair(shape, torch.bfloat16, torch.device(device))
     vocab = pair.target.config.vocab_size
     tokenizer, grammar = vocabulary(vocab), Grammar.json(SCHEMAS[schema])

@@ -184,6 +184,12 @@ COLUMNS: dict[str, dict[str, str]] = {
         "p99": "{fill_ms_p99:.1f}",
         "of legal drafts": "{legal_drafts_fill_ms_median:.2f}",
     },
+    "grammar_drafts": {
+        "drafts": "{drafts}",
+        "white space": "{white_space}",
+        "τ": "{tau:.2f}",
+        "tokens/s": "{tokens_per_s:,.0f}",
+    },
     "lookup": {
         "task": "{task}",
         "drafts": "{drafts}",
@@ -295,6 +301,7 @@ _CELLS: dict[str, Callable[[Line], Iterable[Line]]] = {
     "start": _start,
     "host_queue": lambda line: line["results"],
     "lookup": lambda line: line["results"],
+    "grammar_drafts": lambda line: line["results"],
 }
 """What the columns of a kind name beside a line's own values; of some kinds a line makes several rows."""
 
