@@ -17,6 +17,7 @@ from fakes import engine_of, free_everywhere, launch_ahead, random_prompts, tabl
 
 from specdec import Grammar, InvalidInputError, RequestFailedError, SamplingParams
 from specdec.execution import eager
+from specdec.grammars.masks import GrammarColumns
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 from tests.specdec.grammars.spelled import END, MARK, SPELLED, WHITE, Allowed, Matcher, right, text_of, tokenizer
 
@@ -178,6 +179,17 @@ def test_rounds_from_graphs(graphs_on_cpu: list[Any], cases: Any) -> None:  # no
     assert tokens(model, asked) == expected
     plain = with_graphs(None, **sizes)
     assert tokens(plain, asked[:18]) == expected[:18]
+
+
+def test_drafts_are_those_of_the_row_when_others_have_left(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
+    """Three free requests end one after the other before the one with a grammar, whose drafts stay where they were."""
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "tokenizer": tokenizer()}
+    model = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, **sizes)
+    grammar, oracle = Grammar.regex("[a-f0-9]{30,}"), Allowed("[a-f0-9]{30,}")
+    for i in range(4):
+        free = [(PROMPTS[(i + n) % 8], replace(params(None), max_new_tokens=n)) for n in (5, 9, 13)]
+        found = tokens(model, [*free, (PROMPTS[i], params(grammar))])
+        assert found[3] == right_tokens(i, oracle, False)
 
 
 def test_preempted_requests_go_on_where_their_grammar_stood() -> None:
@@ -360,15 +372,21 @@ def test_a_grammar_begins_anew_where_other_tokens_were_taken() -> None:
 
 
 @pytest.mark.parametrize("k", [1, K])
-def test_tokens_that_must_come_are_drafts(k: int) -> None:
+def test_tokens_that_must_come_are_drafts(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are accepted; without a head they are all the drafts that there are."""
-    grammar = Grammar.regex("[ab]12121212[cd]<end>")
+    give = GrammarColumns._give
+
+    def nothing_is_left(columns: Any, table: Any, row: int) -> None:
+        assert not table.num_given[row], "what was given for the last round"
+        give(columns, table, row)
+
+    monkeypatch.setattr(GrammarColumns, "_give", nothing_is_left)
     for model in (made(num_speculative_tokens=k), made("lookup", num_speculative_tokens=k, lookup_min=9)):
         found = model.generate(PROMPTS, params(Grammar.regex("[ab]12121212[cd]{2}ends")))
         assert all(text_of(c.token_ids)[1:9] == "12121212" for c in found)
         rounds = [r for c in found for r in c.stats.rounds]
         assert sum(r.accepted for r in rounds) >= len(PROMPTS) * (6 if k > 1 else 4)
-    assert all(r.accepted == r.drafted for r in rounds) and grammar
+    assert all(r.accepted == r.drafted for r in rounds)
 
 
 def test_masks_of_a_chain() -> None:
