@@ -395,7 +395,7 @@ def _is_invariant(target: Target) -> bool:
     """Whether the attention backend is batch-invariant. Raises UnsupportedModelError if it is and the model is not."""
     if target.runner.batch_invariant and mixtures(target.hf_model):
         raise UnsupportedModelError(
-            f"the matmuls of a mixture, {type(target.hf_model).__name__}, depend on the batch; use backend='flashinfer'"
+            f"{type(target.hf_model).__name__} is a mixture of experts: results depend on the batch; use 'flashinfer'"
         )
     return target.runner.batch_invariant
 

@@ -26,6 +26,7 @@ from specdec.errors import (
     SpecdecWarning,
     UnsupportedModelError,
 )
+from specdec.grammars.masks import GrammarMasks
 from specdec.loading.backends import check_backend_fits
 from specdec.loading.groups import Rows
 from specdec.loading.memory import check_cache_fits
@@ -86,7 +87,7 @@ def test_a_hybrid_class_with_attention_layers_only_is_a_plain_model(name: str) -
     assert [p + tokens for p, tokens in zip(PROMPTS, said(wrapped), strict=True)] == right
     facts = wrapped.describe()
     assert facts["recurrent"] is None and facts["prefix_caching"] == "on"
-    assert [type(extra) for extra in wrapped.config.extras] == [ChangedLogits, Logprobs]
+    assert [type(extra) for extra in wrapped.config.extras] == [GrammarMasks, ChangedLogits, Logprobs]
 
 
 def test_batch_invariance_is_refused_by_name() -> None:
