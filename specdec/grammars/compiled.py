@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import weakref
 from collections import OrderedDict
@@ -27,6 +28,8 @@ from specdec.values import short
 MOST_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 """Between two parts of JSON."""
 _KEPT = 256
+_MOST_ITEMS = 100_000
+"""Of llguidance's parser in one step: its default of 2,000 is less than a schema of 1,200 properties takes."""
 _JSON_TEXT = '{}[]":, 0123456789truefalsn'
 Ids = list[int]
 
@@ -128,9 +131,10 @@ class GrammarCompiler:
         named = f"grammar {grammar.kind} {short(grammar.source)}"
         try:
             text = self._text(grammar)
-        except ValueError as error:
+        except (ValueError, TypeError, AssertionError, RecursionError) as error:
             raise InvalidInputError(f"{named}: {error}") from None
-        matcher = self._lib.LLMatcher(self.tokenizer, text, log_level=0)
+        limits = self._lib.LLParserLimits(max_items_in_row=_MOST_ITEMS, step_max_items=10 * _MOST_ITEMS)
+        matcher = self._lib.LLMatcher(self.tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidInputError(f"{named}: {str(matcher.get_error()).strip()}")
         for warning in matcher.get_grammar_warnings():
@@ -148,7 +152,11 @@ class GrammarCompiler:
             texts = [_JSON_TEXT, *_strings_of(json.loads(grammar.source))]
         elif grammar.kind == "choice":
             texts = json.loads(grammar.source)
-        missing = [text for text in texts if not self._spells(text.encode())]
+        markers = (grammar.begin, grammar.end)
+        texts += [marker for marker in markers if isinstance(marker, str) and marker not in self._special]
+        missing: list[Any] = [text for text in texts if not self._spells(text.encode("utf-8", "replace"))]
+        ids = [token_id for marker in markers if isinstance(marker, tuple) for token_id in marker]
+        missing += [token_id for token_id in ids if token_id >= self.tokenizer.vocab_size]
         if first.is_error() or not mask.any() or missing:
             what = short(missing[0]) if missing else "its first character"
             raise InvalidInputError(f"{named}: the tokenizer has no tokens that spell {what}")
@@ -199,6 +207,10 @@ class GrammarCompiler:
         body = self._body(grammar)
         if grammar.begin is None:
             return body
+        if isinstance(grammar.end, str) and grammar.end not in self._special and grammar.kind in ("regex", "choice"):
+            once = grammar.source if grammar.kind == "regex" else _one_of(json.loads(grammar.source))
+            whole = re.sub(r"(?<!\\)/", r"\\/", f"(?:{once})(?:{re.escape(grammar.end)})")
+            return f"start: whole\nwhole[lazy]: /{whole}/\n"  # up to the first end: greedy terms take it as text
         try:
             own = json.loads(body)["grammars"][0]
         except ValueError:
@@ -211,15 +223,15 @@ class GrammarCompiler:
         make = self._lib.LLMatcher
         if grammar.kind == "json":
             own = json.loads(grammar.source)
-            told = own.get("x-guidance", {}) if isinstance(own, dict) else {}
+            told = own.get("x-guidance") if isinstance(own, dict) else None
             space: Any = {"whitespace_pattern": MOST_SPACE}
-            if {"whitespace_flexible", "whitespace_pattern"} & set(told):
+            if isinstance(told, dict) and {"whitespace_flexible", "whitespace_pattern"} & set(told):
                 space = {}
             return str(make.grammar_from_json_schema(grammar.source, defaults=space))
         if grammar.kind == "regex":
             return str(make.grammar_from_regex(grammar.source))
         if grammar.kind == "choice":
-            return str(self._lib.grammar_from("choice", grammar.source))
+            return str(make.grammar_from_regex(_one_of(json.loads(grammar.source))))
         if grammar.kind == "lark":
             return str(make.grammar_from_lark(grammar.source))
         tags = [self._lib.StructTag(grammar=tag.pop("schema"), **tag) for tag in json.loads(grammar.source)]
@@ -236,17 +248,31 @@ class GrammarCompiler:
         return " ".join(f"<[{token_id}]>" for token_id in marker)
 
 
+def _one_of(texts: Sequence[str]) -> str:
+    """A regular expression of these texts."""
+    return "|".join(map(re.escape, texts))
+
+
+_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_BY_NAME = ("properties", "$defs", "definitions", "patternProperties")
+
+
 def _strings_of(schema: Any) -> Iterator[str]:
     """Names of properties and constant strings: what a schema's JSON has word for word."""
-    if isinstance(schema, list):
-        for each in schema:
-            yield from _strings_of(each)
-    if isinstance(schema, dict):
-        yield from schema.get("properties", ()) if isinstance(schema.get("properties"), dict) else ()
-        constants = [schema.get("const"), *(schema.get("enum") or ())]
-        yield from (own for own in constants if isinstance(own, str))
-        for each in schema.values():
-            yield from _strings_of(each)
+    if not isinstance(schema, dict):
+        return
+    names = schema.get("properties")
+    yield from names if isinstance(names, dict) else ()
+    values = schema.get("enum")
+    constants = [schema.get("const"), *(values if isinstance(values, list) else ())]
+    yield from (own for own in constants if isinstance(own, str))
+    below = [schema.get("items"), schema.get("additionalProperties")]
+    for key in _OF_SCHEMAS:
+        below += schema[key] if isinstance(schema.get(key), list) else []
+    for key in _BY_NAME:
+        below += schema[key].values() if isinstance(schema.get(key), dict) else []
+    for each in below:
+        yield from _strings_of(each)
 
 
 _compilers: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], GrammarCompiler]] = weakref.WeakKeyDictionary()

@@ -41,16 +41,21 @@ class RequestGrammar:
 
     def __init__(self) -> None:
         self._seen: Ids = []
-        self._errors: dict[int, Exception] = {}
+        self._errors: dict[int, tuple[Ids, Exception]] = {}
 
-    def follow(self, new_ids: Sequence[int]) -> None:
-        """Take the committed tokens after the prompt, all of them; begins anew where other ones were taken before."""
-        if list(new_ids[: len(self._seen)]) != self._seen:
+    def follow(self, new_ids: Sequence[int], prompt_len: int) -> None:
+        """Take the committed tokens after the prompt, all of them; begins anew where other ones were taken before.
+
+        What was noted behind drafts that were rejected is forgotten.
+        """
+        own, kept = list(new_ids), self._errors.items()
+        self._errors = {at: (ids, e) for at, (ids, e) in kept if len(ids) < len(own) and own[: len(ids)] == ids}
+        if own[: len(self._seen)] != self._seen:
             self._restart()
             self._seen.clear()
-            self._errors.clear()
-        for token_id in new_ids[len(self._seen) :]:
-            self._take(token_id)
+        for token_id in own[len(self._seen) :]:
+            if not self._take(token_id):
+                self.note(prompt_len + len(self._seen), [], SpecdecError(f"token {token_id} cannot come next"))
             self._seen.append(token_id)
 
     def masks(self, drafts: Ids, words: int) -> RowMasks:
@@ -75,41 +80,49 @@ class RequestGrammar:
         """
         return None
 
-    def note(self, length: int, reason: str) -> None:
-        """Note that no token may come after so many tokens."""
-        self._errors[length] = SpecdecError(f"the grammar cannot go on after {length} tokens: {reason}")
+    def note(self, length: int, drafts: Ids, error: Exception) -> None:
+        """Note why no token can come after so many tokens, the last ones these drafts."""
+        self._errors.setdefault(length, ([*self._seen, *drafts], error))
 
     def error_at(self, length: int) -> Exception | None:
         """Why no token could come at, or before, the position after so many tokens; None if there was one."""
-        return next((error for at, error in self._errors.items() if at <= length), None)
+        return next((error for at, (_, error) in sorted(self._errors.items()) if at <= length), None)
 
     def _restart(self) -> None:
         raise NotImplementedError
 
-    def _take(self, token_id: int) -> None:
+    def _take(self, token_id: int) -> bool:
+        """Take one more token; False where it may not come."""
         raise NotImplementedError
 
 
 class FollowedGrammar(RequestGrammar):
     """A compiled grammar."""
 
-    def __init__(self, compiled: CompiledGrammar) -> None:
+    def __init__(self, compiled: CompiledGrammar, ends: Sequence[int] = ()) -> None:
+        """ends: ids that end the request."""
         super().__init__()
+        self._ends = {compiled.vocabulary.eos, *ends}
         self._compiled, self.vocabulary = compiled, compiled.vocabulary
         self._restart()
 
     def _restart(self) -> None:
         self._matcher, self._state = None if self._compiled.begin else self._compiled.matcher(), 0
 
-    def _take(self, token_id: int) -> None:
-        self._matcher, self._state = self._after(self._matcher, self._state, token_id)
+    def _take(self, token_id: int) -> bool:
+        matcher = self._matcher
+        fits = matcher is None or token_id in self._ends or bool(matcher.validate_tokens([token_id]))
+        self._matcher, self._state = self._after(matcher, self._state, token_id)
+        return fits
 
     def _after(self, matcher: Any, state: int, token_id: int) -> tuple[Any, int]:
         """The matcher, None outside of the grammar, and the state of its begin marker, after one more token."""
         if matcher is None:
             assert self._compiled.begin is not None
             state, rest = self._compiled.begin.after(state, token_id)
-            return (None if rest is None else self._compiled.matcher(rest)), state
+            begun = None if rest is None else self._compiled.matcher(rest)
+            ended = begun is not None and self._compiled.returns and begun.is_stopped()
+            return (None if ended else begun), state
         if not matcher.is_stopped():  # never asked to go on after its end
             matcher.try_consume_tokens([token_id])
         return (None if self._compiled.returns and matcher.is_stopped() else matcher), 0
@@ -144,9 +157,9 @@ class FollowedGrammar(RequestGrammar):
 
     def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:
         """See `RequestGrammar.dead_end`."""
-        seen, self._seen = self._seen, []
         self._restart()
-        self.follow(seen)
+        for token_id in self._seen:
+            self._take(token_id)
         matcher, state = self._matcher and self._matcher.deep_copy(), self._state
         for at, draft in enumerate([*drafts, None]):
             if matcher is not None:
@@ -186,12 +199,15 @@ class UserGrammar(RequestGrammar):
                 f"grammar: {type(matcher).__name__} cannot be copied for its request ({type(error).__name__}: {error})"
                 "; give it a fork or a __deepcopy__"
             ) from error
+        if not isinstance(self._own, TokenMatcher):
+            raise InvalidInputError(f"grammar: a fork of {type(matcher).__name__} has no fill, advance and rollback")
 
     def _restart(self) -> None:
         self._own.rollback(len(self._seen))
 
-    def _take(self, token_id: int) -> None:
-        self._own.advance(token_id)
+    def _take(self, token_id: int) -> bool:
+        self._own.advance(token_id)  # whether it may come was asked when it was chosen; an end is no part of it
+        return True
 
     def masks(self, drafts: Ids, words: int) -> RowMasks:
         """See `RequestGrammar.masks`."""
@@ -230,7 +246,7 @@ def followed(
             "a grammar needs an id that ends its request, and neither the model's generation_config nor its tokenizer "
             "has an eos id: give stop_token_ids"
         )
-    return FollowedGrammar(compiler_of(tokenizer, vocab_size, int(eos)).compiled(given))
+    return FollowedGrammar(compiler_of(tokenizer, vocab_size, int(eos)).compiled(given), ends)
 
 
 def _allows(mask: np.ndarray, token_id: int) -> bool:

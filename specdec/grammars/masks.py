@@ -16,8 +16,10 @@ import torch
 
 from attention.batch.host import BatchExtra, offsets_within
 from attention.checking import require
+from specdec.errors import SpecdecError
 from specdec.grammars.compiled import GrammarCompiler
 from specdec.grammars.following import RequestGrammar, RowMasks
+from specdec.interrupts import is_from_outside
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.extras import DecidedRows, EarlyDrafts, RoundExtra
 from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
@@ -71,10 +73,10 @@ class GrammarMasks(RoundExtra):
     ) -> torch.Tensor:
         """See `RoundExtra.rewrite`: -inf for tokens that may not come."""
         assert isinstance(own, GrammarRows)
-        vocabulary = next((r.vocabulary for r in own.requests if r.vocabulary is not None), None)
-        words = -(-logits.shape[1] // _BITS) if vocabulary is None else vocabulary.words
+        known = [request.vocabulary.words for request in own.requests if request.vocabulary is not None]
+        words = max(known, default=-(-logits.shape[1] // _BITS))
         host = torch.empty(int(own.counts.sum()), words, dtype=torch.int32, pin_memory=logits.is_cuda)
-        write_masks(own, drafts, vocabulary, host.numpy())
+        write_masks(own, drafts, host.numpy())
         bits = host.to(logits.device, non_blocking=True)
         scores = logits.float() if logits.dtype != torch.float32 else logits.clone()
         owner = np.repeat(np.arange(len(own.requests)), own.counts)
@@ -90,47 +92,64 @@ class GrammarMasks(RoundExtra):
         return scores.index_put_((at,), scores[at].masked_fill_(banned, float("-inf")))
 
 
-def write_masks(
-    own: GrammarRows, drafts: EarlyDrafts | None, vocabulary: GrammarCompiler | None, masks: np.ndarray
-) -> None:
+def write_masks(own: GrammarRows, drafts: EarlyDrafts | None, masks: np.ndarray) -> None:
     """Write the masks [N, W] int32 of all positions, those of a row after one another. Waits for the drafts."""
     masks[:] = -1
     first = np.cumsum(own.counts) - own.counts
     read = None if drafts is None else drafts.wait()
     rows: list[RowMasks] = []
-    for request, new_ids, place, count in zip(own.requests, own.new_ids, own.places, own.counts, strict=True):
-        request.follow(new_ids)
+    for j, (request, place, count) in enumerate(zip(own.requests, own.places, own.counts, strict=True)):
         ids = read[place, : count - 1].tolist() if read is not None and count > 1 else []
-        rows.append(request.masks(ids, masks.shape[1]))
-    chains = [
-        (matcher, int(start) + at, ids)
-        for start, row in zip(first, rows, strict=True)
-        for matcher, at, ids in row.chains
-    ]
-    if vocabulary is not None:
-        vocabulary.fill(chains, masks)
-    for start, row in zip(first, rows, strict=True):
+        rows.append(_row_of(request, own.new_ids[j], int(own.lens[j]), ids, masks.shape[1]))
+    each = list(zip(own.requests, own.ends, rows, first.tolist(), strict=True))
+    for vocabulary in dict.fromkeys(request.vocabulary for request in own.requests if request.vocabulary is not None):
+        mine = [(ends, row, start) for request, ends, row, start in each if request.vocabulary is vocabulary]
+        vocabulary.fill([(m, start + at, ids) for _, row, start in mine for m, at, ids in row.chains], masks)
+    for _, _, row, start in each:
         for at, ready in row.ready.items():
             masks[start + at] = -1 if ready is None else ready
     _note_dead_ends(own, rows, first, masks)
-    if vocabulary is not None:
-        _end_as_requests_do(own, rows, first, masks, vocabulary.eos)
+    for vocabulary in dict.fromkeys(request.vocabulary for request in own.requests if request.vocabulary is not None):
+        mine = [(ends, row, start) for request, ends, row, start in each if request.vocabulary is vocabulary]
+        _end_as_requests_do(mine, masks, vocabulary)
+
+
+def _row_of(request: RequestGrammar, new_ids: list[int], length: int, drafts: list[int], words: int) -> RowMasks:
+    """What decides a row's masks; what a user's matcher raises ends its request alone."""
+    try:
+        request.follow(new_ids, length - len(new_ids))
+        return request.masks(drafts, words)
+    except Exception as error:
+        if is_from_outside(error):
+            raise
+        request.note(length, [], error)
+        return RowMasks(drafts)
 
 
 def _end_as_requests_do(
-    own: GrammarRows, rows: Sequence[RowMasks], first: np.ndarray, masks: np.ndarray, eos: int
+    rows: Sequence[tuple[tuple[int, ...], RowMasks, int]], masks: np.ndarray, vocabulary: GrammarCompiler
 ) -> None:
-    """Where a grammar may end, each request's own ends stand for the id that llguidance knows; nowhere else."""
+    """Where a grammar may end, each request's own ends stand for the id that llguidance knows.
+
+    An end that is a special token comes nowhere else. One that is text comes where the grammar has that text, too; and
+    where it may end only if the request has no other ends.
+
+    rows: (ends, masks, first row) of each.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
-    for ends, row, start in zip(own.ends, rows, first.tolist(), strict=True):
+    for ends, row, start in rows:
         for _, at, ids in row.chains:
             groups.setdefault(ends, []).extend(range(start + at, start + at + len(ids) + 1))
+    eos = vocabulary.eos
     for ends, found in groups.items():
         over = (masks[found, eos // _BITS] >> eos % _BITS) & 1
+        special = [end for end in ends if end == eos or vocabulary.tokenizer.is_special_token(end)]
+        for end in special:
+            _set(masks, found, end, over)
+        for end in () if special else ends:
+            _set(masks, found, end, over | (masks[found, end // _BITS] >> end % _BITS) & 1)
         if ends and eos not in ends:
             _set(masks, found, eos, np.zeros_like(over))
-        for end in ends:
-            _set(masks, found, end, over)
 
 
 def _set(masks: np.ndarray, rows: list[int], token_id: int, on: np.ndarray) -> None:
@@ -146,11 +165,17 @@ def _note_dead_ends(own: GrammarRows, rows: Sequence[RowMasks], first: np.ndarra
             start = int(first[j])
             found = request.dead_end(row.drafts, masks[start : start + int(own.counts[j])])
             if found is not None:
-                request.note(int(own.lens[j]) + found[0], found[1])
+                request.note(int(own.lens[j]) + found[0], row.drafts[: found[0]], _cannot_go_on(found[1]))
     for place in np.flatnonzero(~masks.any(1)).tolist():
         j = int(np.searchsorted(first, place, side="right")) - 1
-        own.requests[j].note(int(own.lens[j] + place - first[j]), "no token of the vocabulary may come next")
+        at = int(place - first[j])
+        reason = _cannot_go_on("no token of the vocabulary may come next")
+        own.requests[j].note(int(own.lens[j]) + at, rows[j].drafts[:at], reason)
         masks[place] = -1
+
+
+def _cannot_go_on(reason: str) -> SpecdecError:
+    return SpecdecError(f"the grammar cannot go on: {reason}")
 
 
 class GrammarColumns(ExtraColumns):
@@ -193,7 +218,9 @@ class GrammarColumns(ExtraColumns):
         grammar, length = self._grammars[row], table.length[row]
         if grammar is None or not self._gives[row] or table.computed[row] < table.prefill[row]:
             return
-        grammar.follow(table.tokens[row, table.prompt[row] : length].tolist())
+        prompt_len, new_ids = int(table.prompt[row]), table.tokens[row, table.prompt[row] : length].tolist()
+        if grammar.vocabulary is not None:  # a user's matcher is asked for nothing but masks
+            grammar.follow(new_ids, prompt_len)
         forced = grammar.forced() or self._ends[row][: grammar.is_over]
         if forced:
             table.give(row, forced[: int(table.drafts[row])], True)

@@ -27,7 +27,7 @@ from specdec.values import flag, short
 _FIRST = "give the prompts as the first argument: generate(prompts, …)"
 _STREAM = 'read a stream: for update in model.stream(prompts, …): print(update.text, end="", flush=True)'
 _NO_BEAMS = "beams are not searched; n=… with temperature=… draws several completions"
-_CONSTRAINED = "give prefix_allowed_tokens_fn=… or logits_processor=…, as packages for grammars make them"
+_CONSTRAINED = "give grammar=…, see specdec.Grammar; or prefix_allowed_tokens_fn=… or logits_processor=…"
 _WHOLE_TEXT = "Completion.text is without special tokens and stop strings; decode Completion.token_ids for all of it"
 _AT_LOADING = "it is chosen at loading: SpeculativeModel.from_pretrained(target, {})"
 _OTHER_NAMES = {

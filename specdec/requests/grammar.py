@@ -58,7 +58,7 @@ class Grammar:
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError: a kind that there is not, a source that is no text, a marker that is none."""
-        if self.kind not in get_args(Kind) or not isinstance(self.source, str):
+        if not isinstance(self.kind, str) or self.kind not in get_args(Kind) or not isinstance(self.source, str):
             raise InvalidInputError(f"Grammar({short(self.kind)}, {short(self.source)}): give {_GIVEN}")
         for name in ("begin", "end"):
             object.__setattr__(self, name, _marker(name, getattr(self, name)))  # frozen: the checked value
@@ -82,10 +82,10 @@ class Grammar:
             schema = {"type": "object"}
         try:
             own = json.loads(schema) if isinstance(schema, str) else schema
-            text = json.dumps(own)
-        except (TypeError, ValueError) as error:
+            text = json.dumps({} if own is True else own)
+        except (TypeError, ValueError, RecursionError) as error:
             raise InvalidInputError(f"schema={short(schema)}: it is no JSON ({error})") from None
-        if not isinstance(own, (dict, bool)):
+        if not isinstance(own, dict) and own is not True:
             raise refuse("schema", schema, "a JSON schema: a dict, its text, or a pydantic model")
         return cls("json", text, begin, end)
 
@@ -102,6 +102,8 @@ class Grammar:
     @classmethod
     def choice(cls, texts: Iterable[str], *, begin: Any = None, end: Any = None) -> Grammar:
         """One of these texts. Raises InvalidInputError: none, or something that is no text."""
+        if not isinstance(texts, Iterable):
+            raise refuse("texts", texts, "one or more strings, none of them empty")
         each = [texts] if isinstance(texts, str) else list(texts)
         if not each or not all(isinstance(text, str) and text for text in each):
             raise refuse("texts", texts, "one or more strings, none of them empty")
@@ -117,6 +119,12 @@ class Grammar:
             InvalidInputError: a structure without these, or whose "begin" starts with no trigger.
         """
         found = []
+        listed = isinstance(structures, (list, tuple)) and isinstance(triggers, (list, tuple))
+        if not listed or not structures or not all(isinstance(t, str) and t for t in triggers):
+            raise InvalidInputError(
+                f"structures={short(structures)}, triggers={short(triggers)}: allowed is a list of one or more dicts, "
+                "and a list of texts that are not empty"
+            )
         for structure in structures:
             begin = structure.get("begin") if isinstance(structure, Mapping) else None
             own = [t for t in triggers if isinstance(begin, str) and begin.startswith(t)]
@@ -137,6 +145,8 @@ class Grammar:
             InvalidInputError: another type, or what it needs is missing.
         """
         kind = given.get("type")
+        if not isinstance(kind, str):
+            kind = None
         if kind == "text":
             return None
         if kind == "json_object":

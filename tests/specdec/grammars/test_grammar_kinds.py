@@ -13,7 +13,7 @@ import torch
 from fakes import bigram_logits, free_everywhere, random_prompts, table_head, tiny_llama, wrap
 from scipy import stats
 
-from specdec import Grammar, HandoffMismatchError, SamplingParams, SpeculativeModel
+from specdec import Grammar, HandoffMismatchError, RequestFailedError, SamplingParams, SpeculativeModel
 from specdec.grammars import masks
 from tests.hybrids import tiny_hybrid
 from tests.specdec.grammars.spelled import SPELLED, tokenizer
@@ -85,8 +85,8 @@ def hotter(patch: pytest.MonkeyPatch) -> None:
 def one_position_late(patch: pytest.MonkeyPatch) -> None:
     plain = masks.write_masks
 
-    def late(own: Any, drafts: Any, vocabulary: Any, found: np.ndarray) -> None:
-        plain(own, drafts, vocabulary, found)
+    def late(own: Any, drafts: Any, found: np.ndarray) -> None:
+        plain(own, drafts, found)
         found[:] = np.roll(found, 1, 0)
 
     patch.setattr(masks, "write_masks", late)
@@ -106,7 +106,12 @@ def test_sampled_tokens_have_the_distribution_of_the_masked_target(k: int, plant
         if plant is not None:
             plant(patch)
         own = [params(grammar, temperature=1.0, seed=i, num_speculative_tokens=k) for i in range(300)]
-        found = model.generate(random_prompts([9] * 300), [replace(each, max_new_tokens=40) for each in own])
+        asked = random_prompts([9] * 300), [replace(each, max_new_tokens=40) for each in own]
+        if plant is one_position_late:  # what comes is no more of the grammar, which says so
+            with pytest.raises(RequestFailedError, match="cannot come next"):
+                model.generate(*asked)
+            return
+        found = model.generate(*asked)
     assert (p_value(found, target) > 1e-3) == (plant is None)
 
 
