@@ -177,7 +177,7 @@ def kinds_of_drafts(rows: int) -> list[dict[str, Any]]:
     asked = [ASKED.format(i) for i in range(rows)]
     for name, draft, k, forced in KINDS:
         options: dict[str, Any] = {"num_speculative_tokens": k, "max_num_seqs": rows, "enable_prefix_caching": False}
-        plain = nullcontext() if forced else patch.object(GrammarColumns, "_give", lambda *_: None)
+        plain = nullcontext() if forced else patch.object(GrammarColumns, "give_forced", lambda *_: None)
         with plain, SpeculativeModel.from_pretrained("gsm-llama", draft, device="cpu", **options) as model:
             for white in (False, True):
                 own = OBJECT | {"x-guidance": {"whitespace_flexible": False}} if not white else OBJECT

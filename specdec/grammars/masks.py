@@ -199,7 +199,7 @@ class GrammarColumns(ExtraColumns):
             self._grammars[row] = params.grammar
             self._ends[row] = (*(int(i) for i in table.eos[row] if i >= 0), *params.stop_token_ids)
             self._gives[row] = self._forced and table.drafts[row] and not (self._greedy and params.temperature)
-            self._give(table, row)
+            self.give_forced(table, row)
 
     def close(self, row: int) -> None:
         """See `ExtraColumns.close`."""
@@ -211,9 +211,9 @@ class GrammarColumns(ExtraColumns):
         """See `ExtraColumns.commit`."""
         if self._forced and not self.idle:
             for row in rows.tolist():
-                self._give(table, row)
+                self.give_forced(table, row)
 
-    def _give(self, table: RowTable, row: int) -> None:
+    def give_forced(self, table: RowTable, row: int) -> None:
         """Give a row that decodes the tokens that must come next; where there are none it keeps what others gave."""
         grammar, length = self._grammars[row], table.length[row]
         if grammar is None or not self._gives[row] or table.computed[row] < table.prefill[row]:

@@ -374,13 +374,13 @@ def test_a_grammar_begins_anew_where_other_tokens_were_taken() -> None:
 @pytest.mark.parametrize("k", [1, K])
 def test_tokens_that_must_come_are_drafts(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are accepted; without a head they are all the drafts that there are."""
-    give = GrammarColumns._give
+    give = GrammarColumns.give_forced
 
     def nothing_is_left(columns: Any, table: Any, row: int) -> None:
         assert not table.num_given[row], "what was given for the last round"
         give(columns, table, row)
 
-    monkeypatch.setattr(GrammarColumns, "_give", nothing_is_left)
+    monkeypatch.setattr(GrammarColumns, "give_forced", nothing_is_left)
     for model in (made(num_speculative_tokens=k), made("lookup", num_speculative_tokens=k, lookup_min=9)):
         found = model.generate(PROMPTS, params(Grammar.regex("[ab]12121212[cd]{2}ends")))
         assert all(text_of(c.token_ids)[1:9] == "12121212" for c in found)
