@@ -66,6 +66,23 @@ def test_drafts_change_no_bit(name: str) -> None:
         assert [c.token_ids for c in drafted[:HALF]] != [c.token_ids for c in drafted[HALF:]]
 
 
+def test_of_a_hundred_requests_drafts_change_no_bit() -> None:
+    """Five drafts and none, in batches of 32: tokens, their log-probabilities, and those of four others."""
+    chats = [[{"role": "user", "content": f"{QUESTIONS[i % 8]} And {i} more?"}] for i in range(100)]
+    params = [SamplingParams(NEW, **ASKS["processed" if i % 2 else "raw"]) for i in range(100)]
+    options: dict[str, Any] = {"max_num_seqs": 32, "dtype": torch.float16, "backend": "batch_invariant"}
+    found = []
+    for drafts in (5, 0):
+        draft = "auto" if drafts else None
+        with SpeculativeModel.from_pretrained("gsm-llama", draft, num_speculative_tokens=drafts, **options) as model:
+            found.append(model.generate(chats, params))
+    drafted, plain = found
+    assert sum(r.accepted for c in drafted for r in c.stats.rounds) > 1_000
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert [c.logprobs for c in drafted] == [c.logprobs for c in plain]
+    print(f"{sum(len(c.token_ids) for c in drafted)} tokens")
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 @torch.no_grad()
 def test_raw_ones_are_close_to_a_plain_forward(drafts: int) -> None:
