@@ -336,6 +336,27 @@ def launch_ahead(wrapped: Any, ahead: bool = True) -> None:
     wrapped.engine.use(wrapped.executor, queue_verification=ahead)
 
 
+def run_interrupted(wrapped: Any, at: int) -> dict[int, Any]:
+    """Completions of what is queued, by request id. A KeyboardInterrupt strikes at verification number `at`."""
+    engine, plain, left, ends = engine_of(wrapped), wrapped.executor.verify, [at], dict[int, Any]()
+
+    def verify(*given: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return plain(*given)
+
+    with patch.object(wrapped.executor, "verify", verify):
+        while engine.has_work:
+            try:
+                updates = engine.step()
+            except KeyboardInterrupt:
+                updates = engine.reported
+            ends |= {update.request_id: update.completion for update in updates if update.completion}
+    assert left[0] < 0, "it was never struck"
+    return ends
+
+
 def attention_form(model: Any) -> Any:
     """The name of the attention that a transformers model runs."""
     return model.config._attn_implementation

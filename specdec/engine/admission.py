@@ -12,7 +12,7 @@ import numpy as np
 from attention.cache.windowed import WindowedTables
 from specdec.config import EngineConfig
 from specdec.errors import CacheTooSmallError, InvalidInputError
-from specdec.requests.grammar import is_decided_elsewhere
+from specdec.requests.grammar import DecidedElsewhere
 from specdec.requests.logprobs import MOST_ROW_BYTES
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
@@ -112,7 +112,7 @@ class Admission:
         Raises:
             InvalidInputError: see `specdec.grammars.following.followed`.
         """
-        if params.grammar is None or is_decided_elsewhere(params.grammar):
+        if params.grammar is None or isinstance(params.grammar, DecidedElsewhere):
             return params
         from specdec.grammars.following import followed
 

@@ -21,6 +21,7 @@ class EngineStats:
         interrupted: requests that lost their row because a caller's interrupt, or a round that failed and was run once
             more, struck while they ran.
         requests, new_tokens: finished ones, and their tokens. verified, emitted: their rounds, and the tokens of these.
+        early_reads: rounds that read from the device before their decision, too: for grammars and processors.
     """
 
     rounds: int = 0
@@ -35,6 +36,7 @@ class EngineStats:
     new_tokens: int = 0
     verified: int = 0
     emitted: int = 0
+    early_reads: int = 0
 
     def __repr__(self) -> str:
         served = f"{self.requests} requests, {self.new_tokens} tokens, {self.rounds} rounds of the batch"
@@ -65,7 +67,7 @@ class Counters:
         """transfers: copies that the executor has made before, which are not counted."""
         self.rounds = self.host_to_device = self.device_to_host = self.preemptions = 0
         self.transfers = transfers
-        self.interrupted = 0
+        self.interrupted = self.early_reads = 0
         self._prefix = (0, 0, 0)
         self._finished = (0, 0, 0, 0)
 
@@ -73,7 +75,7 @@ class Counters:
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
         counts = self.rounds, self.host_to_device, self.device_to_host, self.preemptions
-        return EngineStats(*counts, *self._prefix, self.interrupted, *self._finished)
+        return EngineStats(*counts, *self._prefix, self.interrupted, *self._finished, self.early_reads)
 
     def add_finished(self, completion: Completion | None) -> None:
         """A request that has ended; None where it failed, which is not counted."""

@@ -19,7 +19,7 @@ from specdec.config import EngineConfig
 from specdec.execution.base import Drafter, Verification
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
-from specdec.rounds.extras import Decision, adjusted, adjusting, noted, read_early, rewritten
+from specdec.rounds.extras import Decision, adjusted, adjusting, limited, noted, read_early, rewritten
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import RoundTransfer
 from specdec.rounds.verification import TargetArrays
@@ -64,6 +64,9 @@ class EagerExecutor:
             if drawn is None
             else choose_sampled(drawn, len(drawn.draft_uniform) - round_.target.num_arrived)
         )
+        vocab = self._vocab
+        if vocab is not None and any(round_.target.extras):
+            choose = limited(self._extras, round_.target.extras, choose, vocab.target_ids, vocab.size)
         return drafter.loop.run(sent.draft, drafter.runner, aux_hidden_states, choose)
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:

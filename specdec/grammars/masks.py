@@ -45,6 +45,12 @@ class GrammarRows:
     counts: np.ndarray
     what: ClassVar[str] = "grammars of requests"
 
+    def first_positions(self, rows: int) -> GrammarRows:
+        """Of those among the first `rows` decided rows that have drafts: as if these had none."""
+        found = np.flatnonzero((self.counts > 1) & (self.places < rows)).tolist()
+        each = [tuple(own[j] for j in found) for own in (self.requests, self.ends, self.new_ids)]
+        return GrammarRows(*each, self.lens[found], self.places[found], np.ones(len(found), np.int64))
+
     def validate(self, query_lens: np.ndarray) -> None:
         """See `BatchExtra.validate`."""
         require(len(self.requests) == len(self.new_ids) == len(self.places), "grammars of other rows")
@@ -64,6 +70,11 @@ class GrammarMasks(RoundExtra):
     rewrites: ClassVar[bool] = True
     reads_drafts: ClassVar[bool] = True
 
+    @property
+    def limits_drafts(self) -> bool:  # type: ignore[override]
+        """See `RoundExtra.limits_drafts`: as with forced drafts, where one process decides."""
+        return self.forced
+
     def columns(self, max_rows: int) -> GrammarColumns:
         """See `RoundExtra.columns`."""
         return GrammarColumns(max_rows, self.forced, self.greedy)
@@ -73,23 +84,45 @@ class GrammarMasks(RoundExtra):
     ) -> torch.Tensor:
         """See `RoundExtra.rewrite`: -inf for tokens that may not come."""
         assert isinstance(own, GrammarRows)
-        known = [request.vocabulary.words for request in own.requests if request.vocabulary is not None]
-        words = max(known, default=-(-logits.shape[1] // _BITS))
-        host = torch.empty(int(own.counts.sum()), words, dtype=torch.int32, pin_memory=logits.is_cuda)
-        write_masks(own, drafts, host.numpy())
-        bits = host.to(logits.device, non_blocking=True)
+        banned = _banned(own, drafts, logits.device, logits.shape[1])
         scores = logits.float() if logits.dtype != torch.float32 else logits.clone()
         owner = np.repeat(np.arange(len(own.requests)), own.counts)
         places = np.stack([own.places[owner], offsets_within(own.counts)])
         place, offset = torch.from_numpy(places).to(logits.device, non_blocking=True)
         at = round_.logit_index[place, offset]
-        allowed = (bits[:, :, None] >> torch.arange(_BITS, device=bits.device, dtype=torch.int32)) & 1
-        banned = allowed.view(len(bits), -1)[:, : scores.shape[1]] == 0
-        if banned.shape[1] < scores.shape[1]:  # places of the model's that the vocabulary does not have
-            banned = torch.nn.functional.pad(banned, (0, scores.shape[1] - banned.shape[1]), value=True)
         if len(at) == len(scores):  # rows of logits are in the order of the batch
             return scores.masked_fill_(banned, float("-inf"))
         return scores.index_put_((at,), scores[at].masked_fill_(banned, float("-inf")))
+
+    def reads(self, own: BatchExtra) -> bool:
+        """See `RoundExtra.reads`."""
+        assert isinstance(own, GrammarRows)
+        return bool((own.counts > 1).any())
+
+    def limit(self, logits: torch.Tensor, own: BatchExtra, target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """See `RoundExtra.limit`. A row of whose possible tokens the head has none stays as it is."""
+        assert isinstance(own, GrammarRows)
+        first = own.first_positions(len(logits))
+        if not len(first.places):
+            return logits
+        banned = _banned(first, None, logits.device, vocab_size)[:, target_ids]
+        banned &= ~banned.all(1, keepdim=True)
+        at = torch.from_numpy(first.places).to(logits.device)
+        return logits.index_put((at,), logits[at].masked_fill(banned, float("-inf")))
+
+
+def _banned(own: GrammarRows, drafts: EarlyDrafts | None, device: torch.device, size: int) -> torch.Tensor:
+    """[N, size] bool: which tokens may not come at each position."""
+    known = [request.vocabulary.words for request in own.requests if request.vocabulary is not None]
+    words = max(known, default=-(-size // _BITS))
+    host = torch.empty(int(own.counts.sum()), words, dtype=torch.int32, pin_memory=device.type == "cuda")
+    write_masks(own, drafts, host.numpy())
+    bits = host.to(device, non_blocking=True)
+    allowed = (bits[:, :, None] >> torch.arange(_BITS, device=bits.device, dtype=torch.int32)) & 1
+    banned = allowed.view(len(bits), -1)[:, :size] == 0
+    if banned.shape[1] < size:  # places of the model's that the vocabulary does not have
+        banned = torch.nn.functional.pad(banned, (0, size - banned.shape[1]), value=True)
+    return banned
 
 
 def write_masks(own: GrammarRows, drafts: EarlyDrafts | None, masks: np.ndarray) -> None:

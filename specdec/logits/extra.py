@@ -53,6 +53,11 @@ class ChangedLogits(RoundExtra):
         """See `RoundExtra.columns`."""
         return OptionColumns(max_rows)
 
+    def reads(self, own: BatchExtra) -> bool:
+        """See `RoundExtra.reads`: for code of the user's."""
+        assert isinstance(own, ChangedRows)
+        return any(s.processors is not None or s.prefix_function is not None for s in own.subjects)
+
     def rewrite(
         self, logits: torch.Tensor, round_: DecidedRows, own: BatchExtra, drafts: EarlyDrafts | None
     ) -> torch.Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 from specdec.errors import InvalidInputError
 from specdec.values import refuse, short, whole
 
-Kind = Literal["json", "regex", "lark", "choice", "structural_tag", "elsewhere"]
+Kind = Literal["json", "regex", "lark", "choice", "structural_tag"]
 Marker = str | tuple[int, ...]
 _GIVEN = (
     "a Grammar (Grammar.json, .regex, .lark, .choice, .structural_tag), a response_format of OpenAI's, or an object "
@@ -169,7 +169,9 @@ def grammar(name: str, given: Any) -> Any:
     """A grammar as a request takes it; None of a response_format for plain text. Raises InvalidInputError."""
     if isinstance(given, Mapping):
         return Grammar.of_response_format(given)
-    if isinstance(given, Grammar) or (isinstance(given, TokenMatcher) and not isinstance(given, type)):
+    if isinstance(given, (Grammar, DecidedElsewhere)) or (
+        isinstance(given, TokenMatcher) and not isinstance(given, type)
+    ):
         return given
     raise refuse(name, given, _GIVEN)
 
@@ -185,10 +187,6 @@ def _marker(name: str, given: Any) -> Marker | None:
     return tuple(whole(name, one, 0, None, "token ids, whole numbers from 0") for one in each)
 
 
-def is_decided_elsewhere(given: Any) -> bool:
-    """Whether it is `DECIDED_ELSEWHERE`, or a copy from another process."""
-    return isinstance(given, Grammar) and given.kind == "elsewhere"
-
-
-DECIDED_ELSEWHERE = Grammar("elsewhere", "")
-"""On all ranks but the first: a request has a grammar, and what it allows is decided there."""
+@dataclass(frozen=True)
+class DecidedElsewhere:
+    """On all ranks but the first: a request has a grammar, and what it allows is decided there."""

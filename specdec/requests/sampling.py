@@ -14,7 +14,7 @@ from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
 from specdec.logits.options import OFF, LogitsOptions
 from specdec.requests.arguments import only_known, right_call
-from specdec.requests.grammar import DECIDED_ELSEWHERE, grammar
+from specdec.requests.grammar import DecidedElsewhere, grammar
 from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode, PromptLogprobs, TokenRows
 from specdec.requests.shown import changed_fields
 from specdec.requests.user_code import (
@@ -228,7 +228,7 @@ class SamplingParams(LogitsOptions):
         user's code."""
         drafts = 0 if self.not_drafted else self.num_speculative_tokens
         code: dict[str, Any] = dict.fromkeys(_USER_CODE)
-        code["grammar"] = None if self.grammar is None else DECIDED_ELSEWHERE
+        code["grammar"] = None if self.grammar is None else DecidedElsewhere()
         return replace(self, stop=(), max_time=None, num_speculative_tokens=drafts, **code)
 
     @property

@@ -16,7 +16,7 @@ import torch
 
 from attention.batch.host import BatchExtra
 from attention.batch.metadata import CommonAttentionMetadata, MakeSection
-from drafters.loops.base import Draft
+from drafters.loops.base import Choose, Draft
 from specdec.rounds.rows import ExtraColumns
 
 
@@ -82,13 +82,15 @@ class RoundExtra:
     Attributes:
         refuses_handoff: why a request cannot go on in another engine, in words; "" where all that it needs there is
             moved, or follows from its tokens.
-        rewrites: whether it has a `rewrite`. reads_drafts: whether that wants the drafts on the host.
+        rewrites: whether it has a `rewrite`. reads_drafts: whether that wants the drafts on the host. limits_drafts:
+            whether it has a `limit`.
         drafts: its name, where its columns give rows drafts (`RowTable.give`); else "".
     """
 
     refuses_handoff: ClassVar[str] = ""
     rewrites: ClassVar[bool] = False
     reads_drafts: ClassVar[bool] = False
+    limits_drafts: ClassVar[bool] = False
     drafts: ClassVar[str] = ""
 
     @property
@@ -128,6 +130,18 @@ class RoundExtra:
 
         own: its arrays of the round, see `ExtraColumns.scheduled`. drafts: None where no row has any, or no extra of
         the round reads them. Returns [R', V] float32.
+        """
+        return logits
+
+    def reads(self, own: BatchExtra) -> bool:
+        """Whether a round with these arrays reads from the device before its decision: its drafts, for example."""
+        return False
+
+    def limit(self, logits: torch.Tensor, own: BatchExtra, target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """The head's logits [R, Vd] of the first draft of each row that drafts, the first R of the decided rows, with
+        -inf for drafts that `rewrite` would reject. Asked where all tokens before it are read: not of captured graphs.
+
+        own: as for `rewrite`. target_ids: [Vd] int64 of the draft vocabulary, below vocab_size.
         """
         return logits
 
@@ -228,6 +242,31 @@ def rewritten(
         if own is not None and extra.rewrites:
             logits = extra.rewrite(logits, round_, own, drafts)
     return logits
+
+
+def reads_early(extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None]) -> bool:
+    """See `RoundExtra.reads`; of any extra."""
+    return any(own is not None and extra.reads(own) for extra, own in zip(extras, arrays, strict=False))
+
+
+def limited(
+    extras: Sequence[RoundExtra],
+    arrays: Sequence[BatchExtra | None],
+    choose: Choose,
+    target_ids: torch.Tensor,
+    vocab_size: int,
+) -> Choose:
+    """`choose`, of whose first drafts extras have ruled out some: see `RoundExtra.limit`."""
+    each = [(e, own) for e, own in zip(extras, arrays, strict=False) if own is not None and e.limits_drafts]
+    if not each:
+        return choose
+
+    def within(step: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        for extra, own in each if step == 0 else ():
+            logits = extra.limit(logits, own, target_ids, vocab_size)
+        return choose(step, logits)
+
+    return within
 
 
 def noted(

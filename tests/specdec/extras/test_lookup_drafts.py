@@ -16,6 +16,7 @@ from fakes import (
     hf_greedy,
     launch_ahead,
     random_prompts,
+    run_interrupted,
     table_head,
     tiny_llama,
     wrap,
@@ -119,23 +120,9 @@ def test_an_interrupt_at_any_round_changes_nothing() -> None:
     right = [(c.token_ids, c.drafts) for c in model.generate(QUOTES[:3], GREEDY)]
     engine = engine_of(model)
     for at in range(2, 9):
-        numbers, ends, plain, left = [engine.submit(q, GREEDY) for q in QUOTES[:3]], {}, model.executor.verify, [at]
-
-        def verify(*given: Any, plain: Any = plain, left: list[int] = left) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
-                raise KeyboardInterrupt
-            return plain(*given)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model.executor, "verify", verify, raising=False)
-            while engine.has_work:
-                try:
-                    updates = engine.step()
-                except KeyboardInterrupt:
-                    updates = engine.reported
-                ends |= {update.request_id: update.completion for update in updates if update.completion}
-        assert left[0] < 0 and [(ends[n].token_ids, ends[n].drafts) for n in numbers] == right
+        numbers = [engine.submit(q, GREEDY) for q in QUOTES[:3]]
+        ends = run_interrupted(model, at)
+        assert [(ends[n].token_ids, ends[n].drafts) for n in numbers] == right
 
 
 def test_rounds_from_graphs(graphs_on_cpu: list[Any]) -> None:  # noqa: F811

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,7 +14,17 @@ import numpy as np
 import pytest
 import regex
 import torch
-from fakes import engine_of, free_everywhere, launch_ahead, random_prompts, table_head, tiny_llama, wrap
+from fakes import (
+    bigram_logits,
+    engine_of,
+    free_everywhere,
+    launch_ahead,
+    random_prompts,
+    run_interrupted,
+    table_head,
+    tiny_llama,
+    wrap,
+)
 
 from specdec import Grammar, InvalidInputError, RequestFailedError, SamplingParams
 from specdec.execution import eager
@@ -193,7 +204,7 @@ def test_drafts_are_those_of_the_row_when_others_have_left(graphs_on_cpu: list[A
 
 
 def test_preempted_requests_go_on_where_their_grammar_stood() -> None:
-    model = made(kv_cache_tokens=88, max_model_len=60, enable_prefix_caching=False)
+    model = made(kv_cache_tokens=76, max_model_len=60, enable_prefix_caching=False)
     asked, expected = mixed(GRAMMARS)
     assert tokens(model, asked) == expected and model.engine_stats.preemptions > 3
 
@@ -204,23 +215,8 @@ def test_an_interrupt_at_any_round_changes_nothing() -> None:
     engine = engine_of(model)
     for at in range(2, 9):
         numbers = [engine.submit(prompt, own, eos_token_ids=()) for prompt, own in asked[:4]]
-        ends, plain, left = dict[int, Any](), model.executor.verify, [at]
-
-        def verify(*given: Any, plain: Any = plain, left: list[int] = left) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
-                raise KeyboardInterrupt
-            return plain(*given)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model.executor, "verify", verify, raising=False)
-            while engine.has_work:
-                try:
-                    updates = engine.step()
-                except KeyboardInterrupt:
-                    updates = engine.reported
-                ends |= {update.request_id: update.completion for update in updates if update.completion}
-        assert left[0] < 0 and [ends[n].token_ids for n in numbers] == expected[:4]
+        ends = run_interrupted(model, at)
+        assert [ends[n].token_ids for n in numbers] == expected[:4]
 
 
 @pytest.mark.parametrize("k", [0, K])
@@ -296,6 +292,7 @@ def test_what_is_refused_before_anything_starts() -> None:
         with pytest.raises(InvalidInputError, match=r"Grammar|response_format"):
             SamplingParams(grammar=given)
     for call in (
+        lambda: Grammar("elsewhere", ""),  # type: ignore[arg-type]
         lambda: Grammar.choice([]),
         lambda: Grammar.json("{"),
         lambda: Grammar.json([1]),
@@ -387,6 +384,34 @@ def test_tokens_that_must_come_are_drafts(k: int, monkeypatch: pytest.MonkeyPatc
         rounds = [r for c in found for r in c.stats.rounds]
         assert sum(r.accepted for r in rounds) >= len(PROMPTS) * (6 if k > 1 else 4)
     assert all(r.accepted == r.drafted for r in rounds)
+
+
+@pytest.mark.parametrize("known", [range(64), [END, *range(5, 64, 2)]])
+@pytest.mark.parametrize("batched", [False, True])
+def test_first_drafts_are_the_best_that_may_come(
+    known: Sequence[int], batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what the head knows; where that is nothing, its best. The head knows the target's bigrams."""
+    monkeypatch.setattr(GrammarColumns, "give_forced", lambda *_: None)
+    table, ids = bigram_logits(target()), torch.tensor(list(known))
+    head = table_head(tiny_llama(), 0.0, known=known)
+    model = made(head, max_num_seqs=4 if batched else 1)
+    asked, expected = mixed(GRAMMARS)
+    found = model.generate([p for p, _ in asked], [own for _, own in asked])
+    assert [c.token_ids for c in found] == expected
+    changed = nothing = 0
+    for completion, (_, own) in zip(found, asked, strict=True):
+        oracle, new = next((o for g, o in GRAMMARS if g == own.grammar), None), 1
+        for drafts, round_ in zip(completion.drafts, completion.stats.rounds, strict=True):
+            scores = table[completion.token_ids[new - 1]][ids]
+            may = range(64) if oracle is None else oracle.next_ids(completion.token_ids[:new])
+            legal = torch.tensor([i in may for i in ids.tolist()])
+            best = scores.argmax() if not legal.any() else scores.masked_fill(~legal, float("-inf")).argmax()
+            nothing += not legal.any()
+            changed += int(best != scores.argmax())
+            assert list(drafts[:1]) == [ids[best]][: len(drafts)]
+            new += round_.accepted + 1
+    assert changed > 100 and (nothing > 5) == (len(known) < 64)
 
 
 def test_masks_of_a_chain() -> None:
