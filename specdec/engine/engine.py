@@ -32,7 +32,6 @@ from specdec.interrupts import is_from_signal
 from specdec.requests.request import Request, RowRound, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
-from specdec.rounds.extras import reads_early
 from specdec.rounds.rows import RowTable
 from specdec.wrapped.target import Target
 from specdec.wrapped.versions import WeightVersions
@@ -326,7 +325,6 @@ class Engine:
             self.meanwhile[0]()
             self.meanwhile.popleft()  # only now: an interrupt must not skip one
         self._counters.device_to_host += 1
-        self._counters.early_reads += reads_early(self.config.extras, current.target.extras)
         outcome = self.executor.reads.finish(verification.packed, current.target.num_drafts)
         if isinstance(verification, DraftedVerification):
             alone = self._launcher.is_first_tokens_alone(current)

@@ -15,6 +15,7 @@ from specdec.engine.stats import Counters
 from specdec.execution.base import ChainedVerification, DraftedVerification, Executor, Verification
 from specdec.execution.round import Round
 from specdec.rounds.drafting import draft_input, drafts_after
+from specdec.rounds.extras import reads_early
 from specdec.rounds.randomness import sampling_round
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import RoundTables, TargetArrays, WindowedTable, target_after, target_arrays
@@ -65,7 +66,7 @@ class Launcher:
         self.executor = executor
         self._scheduler = scheduler
         self._table = table
-        self._page_size = config.page_size
+        self._page_size, self._extras = config.page_size, config.extras
         self._num_drafts = 0 if scheduler.head_pages is None else config.num_speculative_tokens
         self._counters = counters
         self._queue_verification = queue_verification
@@ -159,6 +160,8 @@ class Launcher:
             verification = self.executor.verify(device, draft)
         counters, transfers = self._counters, self.executor.transfers
         counters.rounds += 1
+        if any(target.extras):
+            counters.early_reads += reads_early(self._extras, target.extras)
         counters.host_to_device += transfers - counters.transfers
         counters.transfers = transfers
         if verification is None:

@@ -47,8 +47,9 @@ class GrammarRows:
 
     def first_positions(self, rows: int) -> GrammarRows:
         """Of those among the first `rows` decided rows that have drafts: as if these had none."""
-        found = np.flatnonzero((self.counts > 1) & (self.places < rows)).tolist()
-        each = [tuple(own[j] for j in found) for own in (self.requests, self.ends, self.new_ids)]
+        found = np.flatnonzero((self.counts > 1) & (self.places < rows))
+        requests, ends, new_ids = (np.fromiter(own, object) for own in (self.requests, self.ends, self.new_ids))
+        each = tuple(requests[found]), tuple(ends[found]), tuple(new_ids[found])
         return GrammarRows(*each, self.lens[found], self.places[found], np.ones(len(found), np.int64))
 
     def validate(self, query_lens: np.ndarray) -> None:
@@ -71,7 +72,7 @@ class GrammarMasks(RoundExtra):
     reads_drafts: ClassVar[bool] = True
 
     @property
-    def limits_drafts(self) -> bool:  # type: ignore[override]
+    def limits_drafts(self) -> bool:
         """See `RoundExtra.limits_drafts`: as with forced drafts, where one process decides."""
         return self.forced
 

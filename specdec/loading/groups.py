@@ -92,12 +92,18 @@ class Division:
 
 
 def divide_cache(
-    asked: int | None, device: torch.device, sizes: TokenBytes, rows: Rows, utilization: float, state_bytes: int = 0
+    asked: int | None,
+    device: torch.device,
+    sizes: TokenBytes,
+    rows: Rows,
+    utilization: float,
+    state_bytes: int = 0,
+    scores_bytes: int = 0,
 ) -> Division:
     """Tokens of the KV cache: `asked` in the first group; else max_num_seqs rows of max_model_len, or what fits.
 
-    That is what the GPU has left, and on CPU 1 GiB, after the recurrent states of all rows (`state_bytes`). A model
-    without attention has no KV cache, and all the tokens.
+    That is what the GPU has left, and on CPU 1 GiB, after the recurrent states of all rows (`state_bytes`) and
+    the scores of requests with options (`scores_bytes`). A model without attention has no KV cache, and all the tokens.
 
     Raises:
         CacheTooSmallError: the device has no room for a cache, or not for the given one.
@@ -109,7 +115,7 @@ def divide_cache(
         return division
     room = _CPU_CACHE_BYTES
     if device.type == "cuda":
-        room = cache_room(device, utilization, sizes.all, state_bytes)
+        room = cache_room(device, utilization, sizes.all, state_bytes, scores_bytes)
     return divided(room, rows.max_num_seqs * rows.max_model_len, sizes, rows)
 
 

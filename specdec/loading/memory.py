@@ -134,14 +134,26 @@ def check_weights_fit(model: torch.nn.Module, device: torch.device, name: str) -
         )
 
 
-def cache_room(device: torch.device, utilization: float, token_bytes: int, state_bytes: int = 0) -> int:
-    """Bytes for KV caches: what is free less others' share, 4 GiB for activations and graphs, and the recurrent states.
+def scores_bytes(rows: int, vocab_size: int) -> int:
+    """What scores of so many logits rows take where requests have options: a copy in float32, and one it is made from.
+
+    >>> scores_bytes(32 * 6, 128_256)
+    197001216
+    """
+    return 2 * 4 * rows * vocab_size
+
+
+def cache_room(
+    device: torch.device, utilization: float, token_bytes: int, state_bytes: int = 0, scores_bytes: int = 0
+) -> int:
+    """Bytes for KV caches: what is free less others' share, 4 GiB for activations and graphs, the recurrent states,
+    and `scores_bytes`.
 
     Raises:
         CacheTooSmallError: not even one token fits.
     """
     free, total = torch.cuda.mem_get_info(device)
-    room = int(free - (1 - utilization) * total) - _RESERVE_BYTES - state_bytes
+    room = int(free - (1 - utilization) * total) - _RESERVE_BYTES - state_bytes - scores_bytes
     if room < token_bytes:
         states = f", {_gib(state_bytes)} are the recurrent states of max_num_seqs rows (fewer take less)"
         raise CacheTooSmallError(

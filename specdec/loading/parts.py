@@ -29,7 +29,7 @@ from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.groups import Division, Rows, TokenBytes, divide_cache, token_bytes
 from specdec.loading.heads import check_without_head, load_head, split_draft
 from specdec.loading.kv_scales import chosen_scales
-from specdec.loading.memory import check_counts, check_page_size, check_sizes_fit, check_tables_fit
+from specdec.loading.memory import check_counts, check_page_size, check_sizes_fit, check_tables_fit, scores_bytes
 from specdec.loading.objects import check_head_type
 from specdec.loading.pairs import load_pair
 from specdec.loading.progress import log
@@ -140,7 +140,8 @@ def _sized(
     rows = Rows(num_drafts(k, head, lookup), longest, seqs, most, page_size)
     sizes = token_bytes(probed, head, format, longest, options.hybrid_kv_cache)
     states, extras = _states(probed, rows)
-    cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
+    scores = scores_bytes(seqs * (rows.num_speculative_tokens + 1), probed.vocab_size)
+    cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states, scores)
     tokens, *others = group.least([cache.tokens, *cache.windowed])  # their schedules must be the same
     cache = Division(tokens, tuple(others))
     greedy = head is not None and options.cuda_graphs is not False and isinstance(backend, GraphBackend)

@@ -82,16 +82,19 @@ class RoundExtra:
     Attributes:
         refuses_handoff: why a request cannot go on in another engine, in words; "" where all that it needs there is
             moved, or follows from its tokens.
-        rewrites: whether it has a `rewrite`. reads_drafts: whether that wants the drafts on the host. limits_drafts:
-            whether it has a `limit`.
+        rewrites: whether it has a `rewrite`. reads_drafts: whether that wants the drafts on the host.
         drafts: its name, where its columns give rows drafts (`RowTable.give`); else "".
     """
 
     refuses_handoff: ClassVar[str] = ""
     rewrites: ClassVar[bool] = False
     reads_drafts: ClassVar[bool] = False
-    limits_drafts: ClassVar[bool] = False
     drafts: ClassVar[str] = ""
+
+    @property
+    def limits_drafts(self) -> bool:
+        """Whether it has a `limit`."""
+        return False
 
     @property
     def rereads(self) -> bool:

@@ -106,6 +106,7 @@ def test_greedy_tokens_are_those_of_generate_with_an_oracle(k: int, ahead: bool)
     asked, expected = mixed(GRAMMARS, num_speculative_tokens=k)
     found = model.generate([p for p, _ in asked], [own for _, own in asked])
     assert [c.token_ids for c in found] == expected and free_everywhere(model)
+    assert (model.engine_stats.early_reads > 0) == (k > 0)
     for (_, own), completion in zip(asked, found, strict=True):
         if own.grammar is not None and completion.finish_reason == "stop":
             assert completion.token_ids[-1] == END and allows(own.grammar, text_of(completion.token_ids[:-1]))

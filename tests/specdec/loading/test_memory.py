@@ -37,6 +37,8 @@ def test_the_cache_takes_what_is_left(gpu: None) -> None:
     assert cache_tokens(None, 0.9) == (64 - 8 - 4) * 1024
     assert cache_tokens(None, 0.5) == (64 - 40 - 4) * 1024
     assert cache_tokens(None, 0.9, wanted=1000) == 1000, "not more than is wanted"
+    rows, beside = Rows(5, 10**9, 1, 2048, 16), (3 * GIB, 2 * GIB)  # states, and scores of requests with options
+    assert divide_cache(None, CUDA, TokenBytes(TOKEN), rows, 0.9, *beside).tokens == (64 - 8 - 4 - 5) * 1024
 
 
 def test_no_room_for_a_cache(gpu: None) -> None:

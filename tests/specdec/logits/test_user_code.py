@@ -184,6 +184,7 @@ def test_a_processor_that_cannot_be_copied_has_no_drafts() -> None:
     assert "cannot be copied (TypeError" in first.stats.not_drafted and not any(c.stats.not_drafted for c in others)
     assert not any(r.drafted for r in first.stats.rounds) and any(r.drafted for c in others for r in c.stats.rounds)
     assert tokens([first]) == right(["paced", *[None] * 5])[:1] and own.calls == NEW
+    assert NEW <= engine.stats.early_reads <= NEW + 1 < engine.stats.rounds + 2
 
 
 class Raising(LogitsProcessor):
