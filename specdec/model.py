@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 import torch
 from transformers import PreTrainedModel
 
-from attention.backends.building import Build
 from drafters.base import Head
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import MAX_NUM_PREFILL_TOKENS
@@ -19,9 +18,8 @@ from specdec.engine.sharing import SharedEngine
 from specdec.engine.stats import EngineStats
 from specdec.engine.streams import Stream, StreamUpdate, completed
 from specdec.errors import NOT_COPYABLE, ClosedModelError, InvalidInputError, ModelLoadError, NotCopyableError
-from specdec.execution.base import Executor
 from specdec.interrupts import interrupts_as_they_are
-from specdec.loading.assembly import Parts, assemble, builds_of
+from specdec.loading.assembly import Parts, assemble
 from specdec.loading.facts import facts_of
 from specdec.loading.memory import memory_named
 from specdec.loading.parts import load_parts
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
     from attention.transport.transports import Transport
     from specdec.handoff.moved import Handoff
     from specdec.handoff.transfers import OnFailure, Transfers
+    from specdec.rollouts.new_weights import Weights
 
 _FREED = ("target", "head", "runners", "engine", "_live")  # attributes that `close` deletes
 
@@ -66,7 +65,7 @@ class SpeculativeModel:
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason. cascade_attention: likewise.
         group: the processes that run the target together. ranks: the same if they are several, else None; then
             `hf_model` is this process's share, which has no forward of its own.
-        checkpoint: where the target was read from; None for a loaded model without a name.
+        checkpoint: where the target was read from; None for a loaded model without a name. steps: seconds of the start.
         engine: runs the rounds; for tools, on one thread at a time and never during a call on another one.
     """
 
@@ -80,7 +79,7 @@ class SpeculativeModel:
         self.generation_config_use = options.generation_config
         self.backend_name, self.cascade_attention = parts.backend.name, parts.cascade
         self._prefix_caching = parts.prefix_caching
-        with startup_progress() as self._steps:
+        with startup_progress() as self.steps:
             made = assemble(parts, options.cuda_graphs, group)
             self._alterations = made.target.alterations
             with self._alterations.undone_on_error():
@@ -213,21 +212,6 @@ class SpeculativeModel:
         return f"within each call: {reason}" if reason else self._prefix_caching
 
     @property
-    def executor(self) -> Executor:
-        """Runs rounds on the device."""
-        return self.engine.executor
-
-    @property
-    def builds(self) -> tuple[Build, ...]:
-        """Attention kernels that were built or loaded in the background."""
-        return builds_of(self.runners)
-
-    @property
-    def start_seconds(self) -> dict[str, float]:
-        """Seconds of the start, by step."""
-        return dict(self._steps)
-
-    @property
     def dtype(self) -> torch.dtype:
         """The target's dtype."""
         return self.hf_model.dtype
@@ -300,7 +284,6 @@ class SpeculativeModel:
             check_each(requests, lambda request: self.engine.check(request.token_ids, request.params))
         return Stream(self._shared, requests, check=check)
 
-    @own_torch_state()
     def refresh(self) -> float:
         """Check a model whose weight values were changed in place: test it again and return its `self_test_error`.
 
@@ -311,13 +294,28 @@ class SpeculativeModel:
             UnsupportedModelError: the self-test failed. InvalidInputError: requests run on the old weights, or this
                 process has one share of the weights.
         """
-        self.group.check_whole("refresh()", "save new weights and load them again")
+        return self._renew("refresh()", lambda: None)
+
+    def update_weights(self, weights: Weights, *, head: Weights = ()) -> float:
+        """Copy new values into `hf_model`, and into the head, in place, then `refresh`; returns the same.
+
+        weights, head: names of their `state_dict` with tensors, all or some, in a mapping or as pairs. A mapping or a
+        list is checked before anything is written, an iterator item by item. Raises InvalidInputError for a name or
+        shape that is not there, for nothing, and while requests run; else as `refresh`."""
+        from specdec.rollouts.new_weights import write
+
+        return self._renew("update_weights()", lambda: write(self, weights, head))
+
+    @own_torch_state()
+    def _renew(self, what: str, change: Callable[[], None]) -> float:
+        self.group.check_whole(what, "save new weights and load them again")
         with self._shared.between_rounds() as idle:
             if not idle:
-                raise InvalidInputError("requests are running on the old weights; finish them before refresh()")
+                raise InvalidInputError(f"requests are running on the old weights; finish them before {what}")
             self._live.check()
             self.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
             with interrupts_as_they_are():
+                change()
                 self.self_test_error = self_test(self.target)
         return self.self_test_error
 

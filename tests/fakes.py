@@ -333,12 +333,13 @@ def scheduler_of(wrapped: Any) -> Any:
 
 def launch_ahead(wrapped: Any, ahead: bool = True) -> None:
     """Whether a verification is queued after the draft loop before the host goes on, as on a GPU."""
-    wrapped.engine.use(wrapped.executor, queue_verification=ahead)
+    wrapped.engine.use(wrapped.engine.executor, queue_verification=ahead)
 
 
 def run_interrupted(wrapped: Any, at: int) -> dict[int, Any]:
     """Completions of what is queued, by request id. A KeyboardInterrupt strikes at verification number `at`."""
-    engine, plain, left, ends = engine_of(wrapped), wrapped.executor.verify, [at], dict[int, Any]()
+    engine, left, ends = engine_of(wrapped), [at], dict[int, Any]()
+    plain = engine.executor.verify
 
     def verify(*given: Any) -> Any:
         left[0] -= 1
@@ -346,7 +347,7 @@ def run_interrupted(wrapped: Any, at: int) -> dict[int, Any]:
             raise KeyboardInterrupt
         return plain(*given)
 
-    with patch.object(wrapped.executor, "verify", verify):
+    with patch.object(engine.executor, "verify", verify):
         while engine.has_work:
             try:
                 updates = engine.step()

@@ -146,6 +146,7 @@ ROOMS = [
     "specdec/loading",
     "specdec/parallel",
     "specdec/handoff",
+    "specdec/rollouts",
     "specdec/model.py",
     "specdec/attached",
     "specdec/parallel/worker.py",

@@ -22,6 +22,7 @@ from attention.hf.gate import guard, unguard
 from attention.hf.model_specific import dense_stand_ins, untuned
 from attention.hf.patches import Value, attention_configs, attention_implementation
 from attention.hf.probe import AttentionCall
+from attention.hf.training_mode import evaluating, trainable_modules
 
 ATTENTION_NAME = "specdec"
 _BOUND = "_specdec_layer"
@@ -58,7 +59,7 @@ class AttentionPort:
     def __init__(self, root: torch.nn.Module, calls: tuple[AttentionCall, ...], borrowed: Iterable[Value] = ()) -> None:
         """root: the module whose forwards are the user's, and whose submodules made `calls`. borrowed: what else its
         modules get for the duration of a forward of ours."""
-        self._hooks = guard(root)
+        self._hooks, self._root, self._trainable = guard(root), root, trainable_modules(root)
         self._thread: int | None = None
         self._channel = Channel[LayerAttend]()
         self._configs = attention_configs(root)
@@ -75,7 +76,8 @@ class AttentionPort:
 
         Waits for a forward that another thread runs through the model.
         """
-        with attention_implementation(self._configs, ATTENTION_NAME, self._borrowed):
+        mode = evaluating(self._root, self._trainable)
+        with attention_implementation(self._configs, ATTENTION_NAME, self._borrowed), mode:
             try:
                 if any(getattr(module, _BOUND, (None,))[0] is not self for module in self._modules):
                     self._bind()  # a model wrapped twice has two ports

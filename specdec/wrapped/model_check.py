@@ -90,14 +90,13 @@ def in_words(states: tuple[AdapterState, ...]) -> str:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """The state of a model that is quick to compare: of every module its mode and children, of all parameters in order
+    """The state of a model that is quick to compare: of every module its children, of all parameters in order
     identity, dtype, device and, where graphs hold them, address.
 
     A call compares some thousand things, so they are collected by kind, not by module.
     """
 
     modules: tuple[nn.Module, ...]
-    training: list[bool]
     children: list[tuple[nn.Module | None, ...]]
     parameters: list[int]
     kinds: list[tuple[torch.dtype, torch.device]]
@@ -110,7 +109,6 @@ class _Snapshot:
         there = [p for p in owned if p is not None]
         return cls(
             modules,
-            [m.training for m in modules],
             [tuple(m._modules.values()) for m in modules if m._modules],
             list(map(id, owned)),
             [(p.dtype, p.device) for p in there],
@@ -229,7 +227,6 @@ class LiveModel:
         if self.snapshot.is_right and _vocabulary(self.model) == self.vocabulary:
             self._check_settings()
             return
-        self._check_mode()
         kinds = _kinds(self.model)
         if kinds != self.kinds:
             raise ModelChangedError(
@@ -294,14 +291,6 @@ class LiveModel:
             before, after = in_words(self.adapters), in_words(now)
             found = f"{before} when it was wrapped and are {after} now" if before != after else f"{before}, scaled anew"
             raise ModelChangedError(f"the adapters of the model were {found}; switch them back{_OR_AGAIN}")
-
-    def _check_mode(self) -> None:
-        part = part_in_training(self.model)
-        if part is not None:
-            raise ModelChangedError(
-                f"{part} is in training mode since the model was wrapped, where dropout changes its output; call "
-                "model.eval()"
-            )
 
 
 def _buffers(modules: Iterable[nn.Module], read_once: bool) -> Iterator[_Buffer]:

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.groups import Planned, Runner, is_blank
 from attention.hf.custom_op import LayerAttend
+from attention.hf.gate import gate_of
 from attention.hf.patches import Value
 from attention.hf.port import AttentionPort
+from attention.hf.training_mode import evaluating, trainable_modules
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
 from specdec.wrapped.alterations import Alterations, Hook
@@ -329,6 +331,7 @@ def own_logits(engine: Any, token_ids: Sequence[int]) -> torch.Tensor:
     """
     model = engine.target.hf_model
     ids = torch.tensor([list(token_ids)], device=model.device)
-    with torch.inference_mode():
+    as_generated = evaluating(model, trainable_modules(model))
+    with gate_of(model.config).held(), as_generated, torch.inference_mode():
         logits: torch.Tensor = model(ids, use_cache=False).logits[0]
     return logits

@@ -229,7 +229,7 @@ def by_options(soak: Soak, questions: int, folder: Path) -> None:
     """Every option of the tests alone, with K = 5 and K = 0."""
     lines = [json.loads(line) for line in (folder / "gsm8k" / "test.jsonl").read_text().splitlines()[:questions]]
     tokenizer, vocab = soak.model.tokenizer, soak.model.target.vocab_size
-    prompts = [tokenizer(line["question"])["input_ids"] for line in lines]
+    prompts = [tokenizer(f"Question: {line['question']}\nAnswer:")["input_ids"] for line in lines]
     rng = random.Random(0)
     for name in ("nothing", *(n for n in test_requests.OPTIONS if not {n} & set(_NOT_BUILT))):
         options = {} if name == "nothing" else _with_ids(test_requests.OPTIONS[name], vocab, rng)

@@ -304,7 +304,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Steering], Undo | None], tuple[str, ...]
 FOR_GOOD = {"other device", "other vocabulary", "parametrization added", "other dtype"}
 """What is not taken back, or not exactly."""
 REFUSED = {
-    *("scale of attention", "causality", "configured layers", "training mode", "other dtype", "other device"),
+    *("scale of attention", "causality", "configured layers", "other dtype", "other device"),
     *("other vocabulary", "parametrization added"),
 }
 """What rounds do not read again. All else is served by rounds without graphs."""
@@ -503,7 +503,7 @@ def test_an_attention_function_that_rounds_would_not_call_is_refused() -> None:
             wrapped.generate(PROMPTS[0], GREEDY)
 
 
-IN_GRAPHS = {"weight in place", "nothing that forwards read"}
+IN_GRAPHS = {"weight in place", "training mode", "nothing that forwards read"}
 """What graphs serve: they read the weights' memory."""
 
 
@@ -557,7 +557,7 @@ def test_no_graphs_are_captured_over_what_nobody_can_see(kind: str, graphs_on_cp
         wrap(model, eagle3_head(model), num_speculative_tokens=5) as wrapped,
     ):
         assert wrapped.graphs.startswith(f"off: the model has a {reason}")
-        assert isinstance(wrapped.executor, EagerExecutor)
+        assert isinstance(wrapped.engine.executor, EagerExecutor)
         assert wrapped.generate(PROMPTS[0], GREEDY)[0].token_ids == own_answers(model)[0]
 
 

@@ -145,8 +145,11 @@ def test_rounds_ahead_while_nothing_matches(graphs_on_cpu: list[Any]) -> None:  
     ids = [list(range(3, 33))]
     for each in (model, plain):
         launched: list[Any] = []
-        chain = each.executor.launch_next
-        each.executor.launch_next = lambda *given, chain=chain, seen=launched: (seen.append(1), chain(*given))[1]
+        chain = engine_of(each).executor.launch_next
+        engine_of(each).executor.launch_next = lambda *given, chain=chain, seen=launched: (
+            seen.append(1),
+            chain(*given),
+        )[1]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TokenIndex, "propose", lambda self, most: [])
             assert each.generate(ids, SamplingParams(20))[0].token_ids == hf_greedy(ids[0], 20)

@@ -193,6 +193,19 @@ def test_rounds_from_graphs(graphs_on_cpu: list[Any], cases: Any) -> None:  # no
     assert tokens(plain, asked[:18]) == expected[:18]
 
 
+def test_sampled_rounds_from_graphs(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
+    """They are launched before the commit: what was accepted is known from the read alone."""
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "tokenizer": tokenizer()}
+    model = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, **sizes)
+    asked = [(p, params(own, temperature=0.7, seed=i)) for i, p in enumerate(PROMPTS) for own, _ in GRAMMARS]
+    found = model.generate([p for p, _ in asked], [own for _, own in asked])
+    oracles = dict(GRAMMARS)
+    for completion, (_, own) in zip(found, asked, strict=True):
+        ids = completion.token_ids
+        assert all(ids[at] in oracles[own.grammar].next_ids(ids[:at]) for at in range(len(ids)))
+    assert sum(r.accepted < r.drafted for c in found for r in c.stats.rounds) > 50
+
+
 def test_drafts_are_those_of_the_row_when_others_have_left(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
     """Three free requests end one after the other before the one with a grammar, whose drafts stay where they were."""
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "tokenizer": tokenizer()}

@@ -1,0 +1,87 @@
+"""New weights, copied into a model's own memory: what a trainer in another process or on other devices sends.
+
+Source: how trainers pass weights: verl, BaseRollout.update_weights; NVIDIA-NeMo/RL, GenerationInterface (refit);
+huggingface/trl, WeightTransferProtocol.send_weights: an iterator of (name, tensor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from attention.hf.gate import gate_of
+from specdec.errors import InvalidInputError
+from specdec.values import short
+
+Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+def write(model: Any, weights: Weights, head: Weights) -> None:
+    """Copy new weights into a `SpeculativeModel`'s target and head; forwards on other threads wait.
+
+    Raises:
+        InvalidInputError: see `copy_weights`; nothing is given, or weights of a head that it does not have.
+    """
+    if isinstance(head, Mapping | Sequence) and not head:
+        head = ()
+    elif not isinstance(model.head, nn.Module):
+        raise InvalidInputError("head=…: this model drafts without a head that has weights; leave it out")
+    with gate_of(model.hf_model.config).held():
+        count = copy_weights(model.hf_model, weights, type(model.hf_model).__name__)
+        if isinstance(model.head, nn.Module):
+            count += copy_weights(model.head, head, type(model.head).__name__)
+    if not count:
+        raise InvalidInputError("no weights were given (an iterator that was read already?); see refresh()")
+
+
+def copy_weights(module: nn.Module, weights: Weights, what: str) -> int:
+    """Copy values into the parameters and buffers of these names; how many.
+
+    A mapping or a list is checked as a whole before anything is written, an iterator item by item.
+
+    Args:
+        weights: by names of the module's `state_dict`; of the same shapes, in any floating dtype, on any device.
+        what: the module, for messages.
+
+    Raises:
+        InvalidInputError: an item that is no (name, tensor), a name or a shape that the module does not have, whole
+            numbers for floating ones or the other way round. The message says how many were written before.
+    """
+    own, count = module.state_dict(keep_vars=True), 0
+    if isinstance(weights, (Mapping, Sequence)):
+        weights = list(_fitting(own, weights, what))
+    with torch.no_grad():
+        for name, tensor in _fitting(own, weights, what):
+            own[name].copy_(tensor)
+            count += 1
+    return count
+
+
+def _fitting(own: dict[str, torch.Tensor], weights: Weights, what: str) -> Iterator[tuple[str, torch.Tensor]]:
+    items = weights.items() if isinstance(weights, Mapping) else weights
+    before = not isinstance(weights, (Mapping, Sequence))
+    for place, item in enumerate(items):
+        if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[1], torch.Tensor)):
+            raise InvalidInputError(f"weights of {what}: item {place} is {short(item)}, not a (name, tensor)")
+        name, tensor = item
+        if problem := _problem(own, name, tensor):
+            written = f"; the {place} before it are written" if before and place else "; nothing was written"
+            raise InvalidInputError(f"weights of {what}: {problem}{written}")
+        yield name, tensor
+
+
+def _problem(own: dict[str, torch.Tensor], name: object, tensor: torch.Tensor) -> str:
+    """What is wrong with an item, in words; "" where nothing is."""
+    there = own.get(name) if isinstance(name, str) else None
+    if there is None:
+        near = get_close_matches(str(name), own, 1, 0.5)
+        return f"it has no {short(name)}" + (f" (near is {near[0]!r})" if near else "")
+    if tensor.shape != there.shape:
+        return f"{name} has shape {list(there.shape)}, given is {list(tensor.shape)}"
+    if tensor.is_floating_point() != there.is_floating_point():
+        return f"{name} is {there.dtype}, given is {tensor.dtype}: give them as the module stores them"
+    return ""
