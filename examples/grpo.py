@@ -5,8 +5,8 @@
     python examples/grpo.py --way rollout      # TRL gets a rollout_func; log-probabilities come with the tokens
     python examples/grpo.py --way plain        # without specdec, to compare
 
-The weights that are trained are those that generate: nothing is copied after a step. The reward is one that a tiny model
-learns within a minute on a CPU, and it samples at a high temperature: at 1 it is sure of every token.
+The weights that are trained are those that generate: nothing is copied after a step. The reward is one that a tiny
+model learns within minutes on a CPU, and it samples at a high temperature: at 1 it is sure of every token.
 """
 
 from __future__ import annotations
