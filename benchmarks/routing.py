@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from specdec.ops.experts import CAPTURABLE
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,53 @@ class ExpertWork:
         return ExpertWork(
             self.distinct * share, self.weights * share, self.weights_a_token * share, self.layers * share
         )
+
+
+@dataclass(frozen=True)
+class HeldRoutes:
+    """Experts of every mixture under some modules by token slot, drawn uniformly, in place of the routers' choice.
+
+    The routers still run. So all that is compared computes with the same experts, and their number is known.
+
+    Attributes:
+        tables: [T, k] int64 of each mixture, of the target's first. target: how many are the target's. size: matmul
+            weights of an expert.
+    """
+
+    tables: tuple[torch.Tensor, ...]
+    target: int
+    size: float
+
+    @classmethod
+    def of(cls, target: torch.nn.Module, head: torch.nn.Module, tokens: int) -> HeldRoutes:
+        """Hold them from now on, in rounds from graphs, for passes of at most so many tokens; before wrapping."""
+        own, drafting = _mixtures(target), _mixtures(head)
+        rng, tables = torch.Generator(own[0].down_proj.device).manual_seed(0), []
+        for mixture in own + drafting:
+            experts, device = mixture.down_proj.shape[0], mixture.down_proj.device
+            chosen = int(mixture.config.num_experts_per_tok)
+            parts = [
+                torch.rand(min(4096, tokens - i), experts, device=device, generator=rng).topk(chosen, -1).indices
+                for i in range(0, tokens, 4096)
+            ]
+            tables.append(torch.cat(parts))
+            mixture.held_routes = tables[-1]
+        plain = ALL_EXPERTS_FUNCTIONS[CAPTURABLE]
+        ALL_EXPERTS_FUNCTIONS.register(CAPTURABLE, partial(_held, plain))
+        return cls(tuple(tables), len(own), float(sum(p[0].numel() for p in own[0].parameters())))
+
+    def work(self, tokens: int) -> ExpertWork:
+        """Of a pass of the target over so many tokens."""
+        distinct = float(sum(len(table[:tokens].unique()) for table in self.tables[: self.target]))
+        each = self.target * self.tables[0].shape[1] * self.size
+        return ExpertWork(distinct, distinct * self.size, each, float(self.target))
+
+
+def _held(plain: Any, experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """An experts function that takes the held routes of a mixture that has some."""
+    table = getattr(experts, "held_routes", None)
+    found: torch.Tensor = plain(experts, hidden, index if table is None else table[: hidden.shape[0]], weights)
+    return found
 
 
 @torch.inference_mode()

@@ -15,6 +15,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.models.auto import AutoModelForCausalLM
 
@@ -22,7 +24,7 @@ from attention.cache.kv_cache import bytes_per_token
 from attention.hf.probe import Probe, probe
 from attention.recurrence.layer_spec import ConvSpec, RecurrenceSpec, fold_rule
 from benchmarks.fp8_weights import fp8_weights, quantise
-from benchmarks.routing import ExpertWork, expert_work
+from benchmarks.routing import ExpertWork, HeldRoutes, expert_work
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.mtp.head import MtpHead, MtpStack
@@ -91,6 +93,21 @@ SHAPES = {
         **_COMMON,
     ),
     "deepseek-v2-lite": lambda: _deepseek_v2(2048, 10_944, 27, 16, 64, 1408),
+    "qwen3-30b-a3b": lambda: Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        **_COMMON,
+    ),
+    "qwen3-next-80b": lambda: Qwen3NextConfig(**_COMMON),  # transformers' defaults are its sizes
     "qwen3.5-9b": Qwen3_5TextConfig,  # 32 layers, 24 of them with the gated delta rule; transformers' default
     "tiny": lambda: llama_config(256, 512, 8, 16, 64, False),
     "tiny-deepseek": lambda: _deepseek_v2(256, 512, 4, 4, 16, 128),
@@ -108,7 +125,7 @@ SHAPES = {
         linear_value_head_dim=16,
     ),
 }
-MODULES = {"deepseek-v2-lite": 1, "qwen3.5-9b": 1, "tiny-deepseek": 1, "tiny-qwen3.5": 1}
+MODULES = {"deepseek-v2-lite": 1, "qwen3-next-80b": 1, "qwen3.5-9b": 1, "tiny-deepseek": 1, "tiny-qwen3.5": 1}
 """Shapes whose head is that many multi-token-prediction modules; the others have an EAGLE-3 head."""
 for _shape in ("llama-3.1-8b", "deepseek-v2-lite", "tiny", "tiny-deepseek"):
     SHAPES[f"{_shape}-2-modules"], MODULES[f"{_shape}-2-modules"] = SHAPES[_shape], 2
@@ -116,10 +133,11 @@ for _shape in ("llama-3.1-8b", "deepseek-v2-lite", "tiny", "tiny-deepseek"):
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, its head, and their sizes."""
+    """A target, its head, and their sizes. routes: of its mixtures, where they are held."""
 
     target: PreTrainedModel
     head: Eagle3Head | MtpHead | MtpStack
+    routes: HeldRoutes | None = None
 
     @property
     def num_modules(self) -> int:
@@ -148,7 +166,10 @@ class Pair:
         Counted on the last `new_tokens` of every sequence, see `expert_work`. The head's router was not asked:
         its layer is taken to choose as the target's layers do on average.
         """
-        verify, step = (expert_work(self.target, sequences, width, new_tokens) for width in (drafts + 1, 1))
+        if self.routes is not None:
+            verify, step = (self.routes.work(len(sequences) * width) for width in (drafts + 1, 1))
+        else:
+            verify, step = (expert_work(self.target, sequences, width, new_tokens) for width in (drafts + 1, 1))
         layers = max(verify.layers, 1)
         return verify, verify.scaled(1 / layers), step.scaled(1 / layers)
 
@@ -222,13 +243,25 @@ def _head_weights(head: Eagle3Head | MtpHead | MtpStack) -> int:
     return _matmul_weights(own) + (own.target_lm_head.numel() if isinstance(own, MtpHead) else 0)
 
 
-def random_pair(shape: str, dtype: torch.dtype, device: torch.device, weights: str = "model") -> Pair:
+def random_pair(
+    shape: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: str = "model",
+    layers: int | None = None,
+    held_tokens: int = 0,
+) -> Pair:
     """Build a pair of the shape with random weights on the device: MTP modules where MODULES has it, else EAGLE-3.
 
     weights: "model", the target's are of `dtype`; "fp8", those of its linear layers are in fine-grained FP8, but for
-    the lm_head, as in published checkpoints. The head's are of `dtype`.
+    the lm_head, as in published checkpoints. The head's are of `dtype`. layers: fewer than the shape has. held_tokens:
+    of the largest pass, to hold its mixtures' routes (`HeldRoutes`).
     """
     config, modules = SHAPES[shape](), MODULES.get(shape, 0)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
     torch.manual_seed(0)
     with device:
         target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
@@ -238,7 +271,8 @@ def random_pair(shape: str, dtype: torch.dtype, device: torch.device, weights: s
             quantise(target)
         heads = [_mtp_head(target) for _ in range(modules)]
         head = MtpStack(heads) if modules > 1 else heads[0] if heads else _eagle_head(target, config)
-    return Pair(target, head.eval().requires_grad_(False))
+    routes = HeldRoutes.of(target, head, held_tokens) if held_tokens else None
+    return Pair(target, head.eval().requires_grad_(False), routes)
 
 
 def _spread_tokens(target: PreTrainedModel) -> None:

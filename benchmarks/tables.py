@@ -190,6 +190,18 @@ COLUMNS: dict[str, dict[str, str]] = {
         "τ": "{tau:.2f}",
         "tokens/s": "{tokens_per_s:,.0f}",
     },
+    "mixtures": {
+        "target": "{shape}",
+        "layers": "{layers}",
+        "K": "{drafts}",
+        "rows": "{rows}",
+        "step ms": "{grouped_ms:.2f}",
+        "floor": "{floor_ms:.2f}",
+        "over floor": "{over_floor:.2f}",
+        "paired": "{paired_ms:.2f}",
+        "× paired": "{over_paired:.3f}",
+        "experts a layer": "{experts_a_layer:.0f}",
+    },
     "lookup": {
         "task": "{task}",
         "drafts": "{drafts}",

@@ -285,7 +285,7 @@ def split_as_by_flashinfer() -> Iterator[None]:
         yield
 
 
-def count_calls(monkeypatch: Any, owner: type, name: str) -> list[Any]:
+def count_calls(monkeypatch: Any, owner: Any, name: str) -> list[Any]:
     """What the method was called with, from now on."""
     plain, calls = getattr(owner, name), []
 

@@ -7,8 +7,9 @@ when it is called outside a forward of ours instead of attending without a mask.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -59,7 +60,8 @@ class AttentionPort:
     def __init__(self, root: torch.nn.Module, calls: tuple[AttentionCall, ...], borrowed: Iterable[Value] = ()) -> None:
         """root: the module whose forwards are the user's, and whose submodules made `calls`. borrowed: what else its
         modules get for the duration of a forward of ours."""
-        self._hooks, self._root, self._trainable = guard(root), root, trainable_modules(root)
+        self._hooks, self._trainable = guard(root), trainable_modules(root)
+        self._root = weakref.ref(root)  # what undoes this port must not keep the model
         self._thread: int | None = None
         self._channel = Channel[LayerAttend]()
         self._configs = attention_configs(root)
@@ -76,7 +78,8 @@ class AttentionPort:
 
         Waits for a forward that another thread runs through the model.
         """
-        mode = evaluating(self._root, self._trainable)
+        root = self._root()
+        mode = nullcontext() if root is None else evaluating(root, self._trainable)
         with attention_implementation(self._configs, ATTENTION_NAME, self._borrowed), mode:
             try:
                 if any(getattr(module, _BOUND, (None,))[0] is not self for module in self._modules):

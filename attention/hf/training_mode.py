@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
@@ -31,14 +32,19 @@ class Trainable(NamedTuple):
     """A module whose class looks at its mode. switches: names of attributes, of it or its config, that decide whether
     that matters; it always does where it has none of them."""
 
-    module: nn.Module
+    place: weakref.ref[nn.Module]
     switches: tuple[str, ...]
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, while it lives."""
+        return self.place()
 
     @property
     def computes_otherwise(self) -> bool:
         """Whether it is in training mode, and computes otherwise in it."""
         module = self.module
-        if not module.training:
+        if module is None or not module.training:
             return False
         values = [value for name in self.switches if (value := _value(module, name)) is not None]
         return any(values) if values else True
@@ -53,7 +59,7 @@ def trainable_modules(root: nn.Module) -> tuple[Trainable, ...]:
         if switches != () and hasattr(module, _CHECKPOINTING):  # a layer that may be computed again for its gradients
             switches = (*(switches or ()), _CHECKPOINTING)
         if switches is not None:
-            found.append(Trainable(module, switches))
+            found.append(Trainable(weakref.ref(module), switches))
     return tuple(found)
 
 
@@ -66,7 +72,8 @@ def evaluating(root: nn.Module, modules: tuple[Trainable, ...]) -> Iterator[None
     Raises:
         SpecdecError: modules came into training mode on the way, so what was computed is of no use.
     """
-    mode, switched = root.training, [own.module for own in modules if own.computes_otherwise]
+    mode, looked_at = root.training, [own.module for own in modules if own.computes_otherwise]
+    switched = [module for module in looked_at if module is not None]
     with borrowed((module, "training", False) for module in switched):
         yield
         if any(own.computes_otherwise for own in modules):

@@ -1,9 +1,9 @@
-"""Mixtures of experts inside CUDA graphs, in half precision and in FP8: one matmul per (token, expert) pair.
+"""Mixtures of experts inside CUDA graphs, in half precision and in FP8: each chosen expert's weights are read once.
 
 transformers' grouped matmul needs bfloat16 under torch.compile: for any other dtype it reads the group sizes back to
-the host, which no graph can hold. Its batched matmul copies the weights of every pair first. Here each chosen expert's
-weights are read once, in place, and nothing is sorted or read back. In bfloat16 the grouped matmul stays for batches in
-which experts have many tokens.
+the host, which no graph can hold. Its batched matmul copies the weights of every (token, expert) pair first. Here
+weights are read in place, and nothing is read back. SwiGLU experts are grouped (`swiglu_experts`), others multiplied
+pair by pair. In bfloat16 transformers' grouped matmul stays for batches in which experts have many tokens.
 """
 
 from __future__ import annotations
@@ -14,26 +14,64 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from attention.hf.custom_op import opaque_operator
 from specdec.ops.fp8 import fp8_quantise, reference_matmul, unrounded_linear
 
 CAPTURABLE = "specdec"
+MOST_GROUPED = 16_384
+"""Up to so many (token, expert) pairs SwiGLU experts are grouped here: as far as one program groups them. On an H200,
+µs at 1,024 tokens of 8 of Qwen3-30B-A3B's experts: 371, transformers' grouped matmul 775, experts read once 284."""
 MOST_PAIRS = 1024
-"""Up to so many (token, expert) pairs the paired form is the faster one. DeepSeek-V2-Lite's experts in bfloat16 on an
-H200, µs per layer at 1, 4, 8, 32 and 128 tokens of 6 experts: paired 32, 98, 156, 256, 374 (its two matmuls); grouped
-87, 187, 270, 432, 445; batched 88, 317, 609, 2331, not measured; each chosen expert read once 24, 87, 146, 250, 261."""
+"""Up to so many the paired form of other experts is faster than transformers' grouped matmul.
+
+DeepSeek-V2-Lite's experts in bfloat16 on an H200, µs per layer at 1, 4, 8, 32 and 128 tokens of 6 experts: SwiGLU
+experts 31, 95, 153, 254, 277, grouping included; paired 33, 98, 157, 261, 371, its two matmuls alone; transformers'
+grouped 87, 187, 270, 432, 445, and batched 88, 317, 609, 2331. Each chosen expert read once: 24, 85, 144, 251, 261."""
 
 
 def capturable_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The faster form that needs nothing from the host; see `paired_experts` for the arguments.
+    """The fastest form that needs nothing from the host; see `paired_experts` for the arguments.
 
-    Compiled code is specialised for either side of the limit.
+    Compiled code is specialised for either side of the limits.
     """
+    if is_swiglu(experts) and (hidden.dtype == torch.float16 or index.shape[0] * index.shape[1] <= MOST_GROUPED):
+        out = swiglu_experts(hidden, experts.gate_up_proj, experts.down_proj, index)  # [T, k, H]
+        return (out * weights[..., None]).sum(1).to(hidden.dtype)
     if hidden.dtype == torch.bfloat16 and index.shape[0] * index.shape[1] > MOST_PAIRS:
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden, index, weights)
     return paired_experts(experts, hidden, index, weights)
+
+
+def is_swiglu(experts: Any) -> bool:
+    """Whether a mixture in half precision is SwiGLU and nothing else: gate, then up, in one stack, no biases."""
+    plain = experts.has_gate and experts.is_concatenated and not experts.has_bias and not experts.is_transposed
+    if not plain or type(experts)._apply_gate.__name__ != "_default_apply_gate":
+        return False
+    half = experts.down_proj.dtype in (torch.bfloat16, torch.float16)
+    return half and isinstance(experts.act_fn, (nn.SiLU, SiLUActivation))
+
+
+@opaque_operator(lambda x, gate_up, down, index: x.new_empty(*index.shape, down.shape[1]))
+def swiglu_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x [T, H], gate_up [E, 2·F, H], down [E, H, F], index [T, k] int64 -> down · (silu(gate · x) · up · x) [T, k, H].
+
+    Summed in float32; gate, up and their product are rounded to the dtype of x, as layers of a model do.
+    """
+    if not x.is_cuda:
+        inner = (gate_up[index].float() @ x[:, None, :, None].float())[..., 0].to(x.dtype).float()
+        gate, up = inner.chunk(2, -1)
+        inner = (nn.functional.silu(gate) * up).to(x.dtype).float()
+        return (down[index].float() @ inner[..., None])[..., 0].to(x.dtype)
+    from specdec.ops.routed_kernel import launch_routed
+
+    most = MOST_GROUPED // index.shape[1]
+    parts = [
+        launch_routed(x[i : i + most].contiguous(), gate_up, down, index[i : i + most]) for i in range(0, len(x), most)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def paired_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

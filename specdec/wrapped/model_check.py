@@ -274,7 +274,10 @@ class LiveModel:
         """What rounds would ignore: hooks and forwards of modules that they do not call, buffers that were replaced."""
         for buffer in self.buffers:
             if not buffer.is_same:
-                raise ModelChangedError(f"the buffer {buffer.name} is another since the model was wrapped{_AGAIN}")
+                raise ModelChangedError(
+                    f"the buffer {buffer.name} is another since the model was wrapped (by model.to(dtype)? cast "
+                    f"it before){_AGAIN}"
+                )
         found = self.settings.hidden() if self.held else _with_own_forward(self.uncalled)
         if hook_ids(self.hook_tables) != self.hooks:
             found = found or new_hook(self.model, self.uncalled, self.hooks)

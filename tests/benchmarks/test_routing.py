@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from benchmarks.routing import expert_work
 from benchmarks.shapes import Pair, random_pair
+from specdec.ops.experts import CAPTURABLE, capturable_experts, paired_experts, using_capturable_experts
 
 CPU = torch.device("cpu")
 LAYERS, PER_TOKEN, EXPERT = 3, 6, 3 * 256 * 128
@@ -70,3 +72,20 @@ def test_only_chosen_experts_count_in_the_floor(pair: Pair) -> None:
 @pytest.mark.slow
 def test_a_model_without_experts_has_none() -> None:
     assert expert_work(random_pair("tiny", torch.float32, CPU).target, sequences(1, 8), 1, 4).layers == 0
+
+
+def test_held_routes() -> None:
+    """The experts of a token slot are the table's, whatever the router says; and so are the numbers of experts."""
+    pair = random_pair("tiny-deepseek", torch.float32, torch.device("cpu"), held_tokens=64)
+    assert pair.routes is not None
+    mixture, table = next(m for m in pair.target.modules() if hasattr(m, "has_gate")), pair.routes.tables[0]
+    hidden, weights = torch.randn(5, 256), torch.rand(5, table.shape[1])
+    with using_capturable_experts(pair.target):
+        found = mixture(hidden, torch.zeros_like(table[:5]), weights)
+        other = mixture(hidden, torch.ones_like(table[:5]), weights)
+    ALL_EXPERTS_FUNCTIONS.register(CAPTURABLE, capturable_experts)  # as it was
+    assert torch.equal(found, other)
+    assert torch.allclose(found, paired_experts(mixture, hidden, table[:5], weights))
+    work = pair.routes.work(7)
+    assert work.distinct == sum(len(set(t[:7].flatten().tolist())) for t in pair.routes.tables[: int(work.layers)])
+    assert pair.experts([[1] * 20] * 2, 3, 8)[0].distinct == pair.routes.work(8).distinct

@@ -19,7 +19,8 @@ OPTIONS: dict[str, Any] = {"num_speculative_tokens": 4, "max_num_seqs": 8, "back
 
 
 def loaded() -> Any:
-    return AutoModelForCausalLM.from_pretrained(builtin_path("gsm-llama"), dtype=torch.float16).cuda()
+    """As a trainer casts it at each step: the buffers of its rotary embedding, too."""
+    return AutoModelForCausalLM.from_pretrained(builtin_path("gsm-llama"), dtype=torch.float16).cuda().half()
 
 
 def wrapped(model: Any) -> SpeculativeModel:

@@ -363,21 +363,21 @@ def test_an_altered_model_is_refused_before_it_says_anything(graphs_on_cpu: list
     """
     sizes = {"num_speculative_tokens": 3, "max_num_batched_tokens": 300, "kv_cache_tokens": 900}
     wrapped = with_graphs(table_head(tiny_llama()), **sizes)
-    params, part = SamplingParams(max_new_tokens=24), wrapped.hf_model.model.layers[1]
-    for alter in (lambda: None, part.train):  # first without, so that what these rounds need is captured
+    params, part = SamplingParams(max_new_tokens=24), wrapped.hf_model.model.layers[1].self_attn
+    for scale in (1, 2):  # first without, so that what these rounds need is captured
         running = wrapped.stream(PROMPTS[0], params)
         tokens = list(next(running).token_ids)
-        alter()
+        part.scaling *= scale
         altered = wrapped.stream(PROMPTS[1], params)
-        with nullcontext() if alter != part.train else pytest.raises(ModelChangedError, match="training mode"):
+        with nullcontext() if scale == 1 else pytest.raises(ModelChangedError, match="scaling was"):
             next(altered)
         altered.close()
     tokens += [token for update in running for token in update.token_ids]
     assert tokens == hf_greedy(PROMPTS[0], 24)
     late = random_prompts((90,), seed=5)[0]  # its graphs are captured with its first round: of another model
-    with pytest.raises(RoundFailedError, match="training mode"):
+    with pytest.raises(RoundFailedError, match="scaling was"):
         wrapped.generate(late, params)
-    part.eval()
+    part.scaling /= 2
     assert [c.token_ids for c in wrapped.generate([PROMPTS[1], late], params)] == [
         hf_greedy(prompt, 24) for prompt in (PROMPTS[1], late)
     ]

@@ -10,7 +10,7 @@ from fakes import experts_form
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 
 from specdec.ops import experts
-from specdec.ops.experts import CAPTURABLE, MOST_PAIRS, mixtures, using_capturable_experts
+from specdec.ops.experts import CAPTURABLE, MOST_GROUPED, MOST_PAIRS, mixtures, using_capturable_experts
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64,
@@ -65,31 +65,54 @@ def test_the_comparison_can_fail() -> None:
         assert float((model(ids, use_cache=False).logits - own).abs().max()) > 1e-3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tokens", "dtype", "paired"),
+    ("name", "pairs", "dtype", "form"),
     [
-        (MOST_PAIRS // 2, torch.bfloat16, True),
-        (MOST_PAIRS // 2 + 1, torch.bfloat16, False),
-        (MOST_PAIRS, torch.float16, True),
+        ("qwen3_moe", MOST_GROUPED, torch.bfloat16, "swiglu_experts"),
+        ("qwen3_moe", MOST_GROUPED + 2, torch.bfloat16, "grouped_mm"),
+        ("qwen3_moe", MOST_GROUPED + 2, torch.float16, "swiglu_experts"),
+        ("qwen3_moe", 8, torch.float32, "paired_experts"),
+        ("gpt_oss", MOST_PAIRS, torch.bfloat16, "paired_experts"),
+        ("gpt_oss", MOST_PAIRS + 2, torch.bfloat16, "grouped_mm"),
+        ("gpt_oss", MOST_PAIRS + 2, torch.float16, "paired_experts"),
     ],
 )
 @torch.inference_mode()
-def test_only_many_pairs_in_bfloat16_are_grouped(
-    tokens: int, dtype: torch.dtype, paired: bool, monkeypatch: pytest.MonkeyPatch
+def test_each_mixture_runs_in_its_fastest_form(
+    name: str, pairs: int, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two experts a token."""
-    calls = []
+    calls: list[str] = []
 
-    def noted(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        calls.append(index.shape)
-        return hidden
+    def noted(form: str, result: Any) -> Any:
+        return lambda *given: (calls.append(form), result(*given))[1]
 
-    monkeypatch.setattr(experts, "paired_experts", noted)
-    model = model_of("qwen3_moe").to(dtype)
-    with using_capturable_experts(model):
-        model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
-    assert bool(calls) == paired
+    monkeypatch.setattr(experts, "paired_experts", noted("paired_experts", lambda module, hidden, *_: hidden))
+    monkeypatch.setattr(
+        experts, "swiglu_experts", noted("swiglu_experts", lambda x, gate, down, i: x.new_zeros(*i.shape, x.shape[1]))
+    )
+    monkeypatch.setitem(experts.ALL_EXPERTS_FUNCTIONS, "grouped_mm", noted("grouped_mm", lambda _, hidden, *__: hidden))
+    mixture = mixtures(model_of(name).to(dtype))[0]
+    hidden = torch.zeros(pairs // 2, 32, dtype=dtype)
+    index, weights = torch.zeros(pairs // 2, 2, dtype=torch.long), torch.ones(pairs // 2, 2, dtype=dtype)
+    assert experts.capturable_experts(mixture, hidden, index, weights).shape == hidden.shape
+    assert calls == [form]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "qwen3_moe"])
+@torch.inference_mode()
+def test_swiglu_experts_compute_what_transformers_does(name: str) -> None:
+    """In half precision, in which each product is rounded once, and the sum of a token's experts is not."""
+    model = model_of(name).to(torch.bfloat16)
+    for mixture in mixtures(model):
+        assert experts.is_swiglu(mixture)
+        count = mixture.down_proj.shape[0]
+        hidden = torch.randn(40, 32).to(torch.bfloat16)
+        index, weights = torch.rand(40, count).topk(2, -1).indices, torch.rand(40, 2).to(torch.bfloat16)
+        found = experts.capturable_experts(mixture, hidden, index, weights)
+        exact = experts.paired_experts(mixture.float(), hidden.float(), index, weights.float())
+        mixture.to(torch.bfloat16)
+        assert float((found.float() - exact).norm() / exact.norm()) < 8e-3
 
 
 @pytest.mark.slow

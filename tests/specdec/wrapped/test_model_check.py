@@ -15,6 +15,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from attention.hf.patches import attention_implementation
 from attention.hf.port import ATTENTION_NAME
 from specdec.errors import ModelChangedError
+from specdec.wrapped import model_check
 from specdec.wrapped.model_check import LiveModel, _Snapshot
 from specdec.wrapped.versions import WeightVersions
 
@@ -40,7 +41,6 @@ def set_number(module: Callable[[Any], Any], name: str, value: Any) -> Callable[
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "moved": (move, "other memory"),
     "recast": (recast, "bfloat16 on cpu"),
-    "trained": (lambda model: model.model.layers[3].train(), "training mode"),
     "adapted": (adapt, "added, removed or replaced"),
     "resized": (lambda model: model.resize_token_embeddings(99, mean_resizing=False), r"have \(99, 99\) now"),
     "norm": (
@@ -118,7 +118,7 @@ def test_of_a_model_with_new_values_only_the_snapshot_is_read(captured: bool, mo
     model = tiny_llama()
     live = LiveModel.of(model, captured)
     model.load_state_dict(tiny_llama(seed=3).state_dict())
-    slowly = count_calls(monkeypatch, LiveModel, "_check_mode")
+    slowly = count_calls(monkeypatch, model_check, "_kinds")
     live.check()
     assert not slowly
     live.model.model.layers[0].mlp.up_proj = nn.Linear(

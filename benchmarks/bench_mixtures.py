@@ -1,0 +1,99 @@
+"""Rounds of mixtures of experts, forms of the experts' matmuls side by side, with the routes held.
+
+    python -m benchmarks.bench_mixtures --shape qwen3-30b-a3b --layers 16 --drafts 0,3 --rows 1,8,32,128 --out mix.jsonl
+
+One process, one model, an engine for each form, turn by turn: `grouped`, as engines are, and `paired`, as it was
+before: each (token, expert) pair multiplied by itself, and from 1,024 pairs on transformers' grouped matmul. Experts
+by token slot are drawn uniformly once and replace the routers' choice in both (`benchmarks.routing.HeldRoutes`).
+The floor reads each chosen expert once. Acceptance is synthetic, 0.8 a position, as in bench_round.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import click
+import numpy as np
+import torch
+
+from benchmarks.bench_round import Moments, floor, measure, prompts
+from benchmarks.document import provenance, usage
+from benchmarks.engines import sizes_of, wrapped
+from benchmarks.given import Listed, ResultFile, wait_for
+from benchmarks.shapes import SHAPES, random_pair
+from benchmarks.synthetic import DrawnAcceptance, decide
+from specdec.ops import experts
+from specdec.requests.sampling import SamplingParams
+
+PROMPT, FORMS = 512, ("grouped", "paired")
+
+
+@click.command(help=usage(__doc__))
+@click.option("--shape", type=click.Choice(sorted(SHAPES)), default="qwen3-30b-a3b", show_default=True)
+@click.option("--layers", type=click.IntRange(1), help="Fewer than the shape has.")
+@click.option("--drafts", type=Listed(click.IntRange(0)), default="0,3", show_default=True)
+@click.option("--rows", type=Listed(click.IntRange(1)), default="1,8,32", show_default=True)
+@click.option("--new-tokens", type=click.IntRange(32), default=96, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
+@click.option("--out", type=ResultFile(), required=True, help="JSON lines are appended.")
+def main(
+    shape: str,
+    layers: int | None,
+    drafts: list[int],
+    rows: list[int],
+    new_tokens: int,
+    repeats: int,
+    device: str,
+    hold: Path | None,
+    out: Path,
+) -> None:
+    """Measure every K and batch with each form."""
+    pair = random_pair(shape, torch.bfloat16, torch.device(device), layers=layers, held_tokens=1 << 16)
+    vocab = pair.target.config.get_text_config().vocab_size
+    for k in drafts:
+        with ExitStack() as stack:
+            models: dict[str, Any] = {}
+            for form in FORMS:
+                plain = patch.object(experts, "is_swiglu", lambda _: False) if form == "paired" else nullcontext()
+                with plain:
+                    sizes = sizes_of(k, rows, PROMPT, new_tokens, None)
+                    graphs: Any = True if device == "cuda" else "auto"
+                    model = stack.enter_context(wrapped(pair, k, cuda_graphs=graphs, **sizes))
+                read = Moments()
+                decide(model, DrawnAcceptance(0.8, vocab, np.random.default_rng(0), model.device))
+                model.engine.executor.reads.after_read = read.note
+                models[form] = model, read
+            if hold is not None and k == drafts[0]:
+                wait_for(hold)
+            for count in rows:
+                ids, params = (
+                    prompts(count, (PROMPT, PROMPT), vocab),
+                    [SamplingParams(new_tokens, ignore_eos=True)] * count,
+                )
+                found: dict[str, list[dict[str, Any]]] = {form: [] for form in FORMS}
+                for turn in range(repeats + 1):
+                    for form, (model, read) in models.items():
+                        result, sequences = measure(model, read, ids, params, 1)
+                        if turn:
+                            found[form].append(result)
+                steps = {form: np.array([each["step_ms_median"] for each in own]) for form, own in found.items()}
+                accepted = found[FORMS[0]][0]["tokens_a_round"] / count - 1
+                line = floor(pair, sequences, k, new_tokens, accepted)
+                line |= {f"{form}_ms": float(np.median(own)) for form, own in steps.items()}
+                line["over_floor"] = line["grouped_ms"] / line["floor_ms"]
+                line["ratios"] = (steps["grouped"] / steps["paired"]).tolist()
+                line["over_paired"] = float(np.median(line["ratios"]))
+                facts = {"benchmark": "mixtures", "shape": shape, "layers": layers, "drafts": k, "rows": count}
+                click.echo(json.dumps(facts | line))
+                with out.open("a") as file:
+                    file.write(json.dumps(facts | {"prompt": PROMPT} | line | provenance()) + "\n")
+
+
+if __name__ == "__main__":
+    main()
