@@ -137,18 +137,18 @@ class Failing(fakes.LetterTokenizer):
     """Raises as it decodes one of the texts."""
 
     def decode(self, token_ids: list[int], **options: Any) -> str:
-        if token_ids[:4] == self.bad:
+        if tuple(token_ids[:4]) == self.bad:
             raise ValueError("planted")
         return super().decode(token_ids, **options)
 
-    bad: list[int] = []
+    bad: tuple[int, ...] = ()
 
 
 @pytest.mark.slow
 def test_a_request_that_fails_is_raised_at_the_end(right: list[list[int]]) -> None:
     tokenizer = Failing()
     model = fakes.wrap(fakes.tiny_llama(), tokenizer=tokenizer, max_num_seqs=ROWS)
-    tokenizer.bad, found = right[2], dict[int, Any]()
+    tokenizer.bad, found = tuple(right[2]), dict[int, Any]()
     with pytest.raises(RequestFailedError):
         for index, completion in model.generate_iter(iter(PROMPTS[:12]), SHORT):
             found[index] = completion
