@@ -149,6 +149,8 @@ ROOMS = [
     "specdec/handoff",
     "specdec/model.py",
     "specdec/attached",
+    "specdec/batches",
+    "specdec/ray.py",
     "specdec/parallel/worker.py",
     "specdec/head_check",
     "specdec/training",

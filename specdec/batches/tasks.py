@@ -6,18 +6,19 @@ Source: OpenAI API reference, "Batch", "The request input object", "Create chat 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from specdec.batches.lines import KEYS, Key, Line, digest, fields_of, key_of
 from specdec.errors import InvalidInputError
-from specdec.requests.arguments import own_names
+from specdec.requests.arguments import own_names, right_call
 from specdec.requests.sampling import SamplingParams
 from specdec.values import short
 
 Form = Literal["row", "chat.completion", "text_completion"]
 URLS: dict[str, Form] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
 _PROMPTS = ("prompt", "messages", "token_ids")
+_OPTIONS = tuple(each.name for each in fields(SamplingParams))
 _NOT_WRITTEN = ("return_logits", "return_scores")
 _NO_OPTIONS = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
 """Fields of a body that change no token."""
@@ -68,29 +69,29 @@ def task_of(line: Line, asking: Asking) -> Task:
     """The task of a line, or why there is none."""
     task = Task(line.number)
     try:
-        fields = fields_of(line)
-        task = replace(task, key=key_of(fields))
-        if "body" in fields or "url" in fields:
-            task = replace(task, form=URLS.get(str(fields.get("url")), "chat.completion"))
-            return _of_openai(task, fields, asking)
-        return _of_row(task, fields, asking)
+        row = fields_of(line)
+        task = replace(task, key=key_of(row))
+        if "body" in row or "url" in row:
+            task = replace(task, form=URLS.get(str(row.get("url")), "chat.completion"))
+            return _of_openai(task, row, asking)
+        return _of_row(task, row, asking)
     except InvalidInputError as error:
         return replace(task, error=f"{type(error).__name__}: {error}")
 
 
-def _of_row(task: Task, fields: dict[str, Any], asking: Asking) -> Task:
-    own = {name: value for name, value in fields.items() if name not in (*KEYS, *_PROMPTS, "metadata")}
-    prompt = prompt_of({name: fields[name] for name in _PROMPTS if name in fields})
-    kept = {"metadata": fields["metadata"]} if "metadata" in fields else {}
+def _of_row(task: Task, row: dict[str, Any], asking: Asking) -> Task:
+    own = {name: value for name, value in row.items() if name not in (*KEYS, *_PROMPTS, "metadata")}
+    prompt = prompt_of({name: row[name] for name in _PROMPTS if name in row})
+    kept = {"metadata": row["metadata"]} if "metadata" in row else {}
     return replace(task, prompt=prompt, params=params_of(own, asking, task), kept=kept)
 
 
-def _of_openai(task: Task, fields: dict[str, Any], asking: Asking) -> Task:
-    body, url = fields.get("body"), fields.get("url")
-    if not isinstance(fields.get("custom_id"), str):
-        raise InvalidInputError(f"custom_id={short(fields.get('custom_id'))}: a text is needed")
-    if fields.get("method", "POST") != "POST" or url not in URLS:
-        asked = f"{short(fields.get('method'))} {short(url)}"
+def _of_openai(task: Task, row: dict[str, Any], asking: Asking) -> Task:
+    body, url = row.get("body"), row.get("url")
+    if not isinstance(row.get("custom_id"), str):
+        raise InvalidInputError(f"custom_id={short(row.get('custom_id'))}: a text is needed")
+    if row.get("method", "POST") != "POST" or url not in URLS:
+        asked = f"{short(row.get('method'))} {short(url)}"
         raise InvalidInputError(f"method and url are {asked}: allowed is POST with {' or '.join(URLS)}")
     if not isinstance(body, dict):
         raise InvalidInputError(f"body={short(body)}: a JSON object is needed")
@@ -141,6 +142,12 @@ def params_of(own: Mapping[str, Any], asking: Asking, task: Task) -> SamplingPar
     for name in _NOT_WRITTEN:
         if options.get(name):
             raise InvalidInputError(f"{name}: whole rows of logits are written to no file; ask for logprobs")
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        hint = right_call("{}", unknown[0], options[unknown[0]], _OPTIONS).partition("known are")[0]
+        raise InvalidInputError(
+            f"unknown field {', '.join(map(short, unknown))}: {hint or 'known are those of SamplingParams; '}fields of "
+            'your own go into "metadata"'
+        )
     if "seed" not in options and asking.params.seed is None:
         options["seed"] = digest(asking.seed, f"line {task.number}" if task.key is None else f"key {task.key.name}")
     return replace(asking.params, **options)

@@ -83,8 +83,14 @@ def _records(options: Mapping[str, Any], load: LoadOptions, asking: Asking, work
     """What answers lines: a model in this process, or workers."""
     from functools import partial
 
-    from specdec.batches.answering import records
-    from specdec.cli.options import load_model
+    from specdec.cli.options import draft_of, load_model
 
-    model = load_model(options["model"], options["draft"], load)
-    return partial(records, model, asking=asking)
+    model, draft = options["model"], options["draft"]
+    if workers is not None:
+        from specdec.ray import spread
+
+        head = draft_of(model, draft, load)
+        return partial(spread, count=workers, model=model, draft=head, asking=asking, options=load)
+    from specdec.batches.answering import records
+
+    return partial(records, load_model(model, draft, load), asking=asking)
