@@ -47,6 +47,8 @@ class Output:
         self._synced, self._file = time.monotonic(), None
         if path.exists() and not path.is_file():
             raise InvalidInputError(f"{path} is no file that answers can be added to")
+        if not path.absolute().parent.is_dir():
+            raise InvalidInputError(f"{path}: there is no folder {path.absolute().parent}")
         self._lock = self._locked()
         try:
             self._check_settings(settings)
