@@ -59,7 +59,9 @@ class Worker:
         self.close = weakref.finalize(self, self.model.close)
         """Free the model. Also called when the actor ends."""
 
-    __ray_shutdown__ = lambda self: self.close()  # noqa: E731
+    def __ray_shutdown__(self) -> None:
+        """Called by Ray where an actor ends in order."""
+        self.close()
 
     def ready(self) -> bool:
         """Once the model is loaded."""

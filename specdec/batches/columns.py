@@ -13,6 +13,7 @@ from specdec.batches.lines import key_of
 from specdec.batches.records import columns
 from specdec.batches.tasks import Asking, Task, params_of, prompt_of
 from specdec.errors import InvalidInputError
+from specdec.values import short
 
 PROMPTS = ("prompt", "messages", "token_ids")
 _NOTHING: dict[str, Any] = {
@@ -40,8 +41,11 @@ def _task(number: int, row: dict[str, Any], asking: Asking) -> Task:
     try:
         task = replace(task, key=key_of({"key": row.get("key")}))
         prompt = prompt_of({name: row[name] for name in PROMPTS if name in row})
-        params = params_of(row.get("params") or {}, asking, task)
-        if task.key is None and "seed" not in (row.get("params") or {}):
+        own = row.get("params") or {}
+        if not isinstance(own, dict):
+            raise InvalidInputError(f"params={short(own)}: a dict of sampling options is needed")
+        params = params_of(own, asking, task)
+        if task.key is None and own.get("seed") is None:
             params = replace(params, seed=asking.params.seed)
         if params.n != 1:
             raise InvalidInputError(f"n={params.n}: a row has one answer; repeat the row, with another key")

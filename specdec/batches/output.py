@@ -99,7 +99,7 @@ class Output:
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         """Compare with those of the file, or keep these for a new one."""
         kept = self.path.with_name(f"{self.path.name}.settings.json")
-        if self.path.exists():
+        if self.path.exists() and self.path.stat().st_size:  # an empty file binds nobody
             if not kept.is_file():
                 raise InvalidInputError(f"{self.path} exists and is no batch's ({kept.name} is missing); give another")
             try:
