@@ -113,7 +113,7 @@ def spread(
         actors = [kind.remote(model, draft, **given) for _ in range(count)]
         try:
             _check_started(ray, actors)
-            yield from _shared_out(ray, actors, iter(lines), options.max_num_seqs, asking)
+            yield from shared_out(ray, actors, iter(lines), options.max_num_seqs, asking)
         finally:
             for actor in actors:
                 ray.kill(actor)
@@ -128,8 +128,12 @@ def _check_started(ray: Any, actors: list[Any]) -> None:
         raise SpecdecError(f"a worker cannot be started: {reason}") from error
 
 
-def _shared_out(ray: Any, actors: list[Any], lines: Iterator[Line], size: int, asking: Asking) -> Iterator[Record]:
-    """Chunks of lines to whichever worker has the fewest, and their records as each chunk ends."""
+def shared_out(ray: Any, actors: list[Any], lines: Iterator[Line], size: int, asking: Asking) -> Iterator[Record]:
+    """Chunks of `size` lines, IN_FLIGHT for each worker, and their records as a chunk ends.
+
+    Raises:
+        SpecdecError: a worker failed otherwise than by dying, or they die without an answer between.
+    """
     idle, running = deque(actors * IN_FLIGHT), dict[Any, tuple[Any, list[Line]]]()
     lost = 0
     while True:

@@ -127,7 +127,7 @@ ROOMS = [
     "specdec/interrupts.py",
     "specdec/user_warnings.py",
     "specdec/values.py",
-    "specdec/files.py",
+    "specdec/run_files.py",
     "specdec/config.py",
     "specdec/option_kinds.py",
     "specdec/options.py",

@@ -19,7 +19,7 @@ from typing import Any
 from evals.data.datasets import DataSet, digest
 from evals.errors import RunStoreError
 from evals.runs.answers import Answer, from_json, to_json
-from specdec.files import changes, locked, write_atomically, writing
+from specdec.run_files import changes, locked, write_atomically, writing
 from specdec.user_warnings import warn_user
 
 _PACKAGES = ("specdec-hf", "torch", "transformers", "tokenizers", "flashinfer-python", "lm_eval")

@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from specdec.batches.records import Record, row_number
 from specdec.errors import InvalidInputError
-from specdec.files import changes, locked, write_atomically, writing
+from specdec.run_files import changes, locked, write_atomically, writing
 from specdec.user_warnings import warn_user
 
 SYNC_S = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ def batch(context: click.Context, source: Path, target: Path, workers: int | Non
     check_sampling(options)
     asking = _asking(options)
     load = load_options_of({name: value for name, value in options.items() if name != "seed"}, seed=asking.seed)
-    start = lambda: _records(options, load, asking, workers)  # noqa: E731
+    start = partial(_records, options, load, asking, workers)
     summary = run_batch(source, target, _settings(options, load, asking), start)
     click.echo(summary.words, err=True)
     if summary.failed:
@@ -81,8 +82,6 @@ def _plain(value: Any) -> Any:
 
 def _records(options: Mapping[str, Any], load: LoadOptions, asking: Asking, workers: int | None) -> Records:
     """What answers lines: a model in this process, or workers."""
-    from functools import partial
-
     from specdec.cli.options import draft_of, load_model
 
     model, draft = options["model"], options["draft"]

@@ -6,20 +6,23 @@ import asyncio
 import inspect
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from specdec.batches.lines import Line
+from specdec.batches.records import Record
 from specdec.batches.tasks import Asking
 from specdec.errors import ClosedModelError, InvalidInputError, SpecdecError
 from specdec.options import LoadOptions
-from specdec.ray import IN_FLIGHT, AsyncPredictor, Predictor, spread
+from specdec.ray import IN_FLIGHT, AsyncPredictor, Predictor, shared_out, spread
 from specdec.requests.sampling import SamplingParams
 from tests.public.soak_batches import save_model
+from tests.specdec.batches.made import echoed
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_cache_tokens": 1024}
 RUN = Asking(SamplingParams(max_new_tokens=4), seed=5, name="tiny")
@@ -94,6 +97,67 @@ def test_without_ray_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         next(spread([], count=1, model="m", draft=None, asking=RUN, options=LoadOptions()))
 
 
+class Died(Exception):
+    """In place of Ray's RayActorError."""
+
+
+class Failed(Exception):
+    """In place of Ray's RayTaskError."""
+
+    cause = ValueError("planted")
+
+
+class StandIn:
+    """Ray, and one worker, that runs a call where its result is asked for."""
+
+    exceptions = SimpleNamespace(RayActorError=Died, RayTaskError=Failed)
+
+    def __init__(self, answer: Callable[[list[Line]], list[Record]]) -> None:
+        self.records = SimpleNamespace(remote=lambda chunk: lambda: answer(chunk))
+
+    def wait(self, references: list[Any]) -> tuple[list[Any], list[Any]]:
+        return references[:1], references[1:]
+
+    def get(self, reference: Any) -> list[Record]:
+        found: list[Record] = reference()
+        return found
+
+
+def answers_of(answer: Callable[[list[Line]], list[Record]], count: int = 40) -> list[Record]:
+    one = StandIn(answer)
+    return list(shared_out(one, [one], lines(count), 4, RUN))
+
+
+def test_rows_with_which_workers_died_are_errors_and_the_rest_goes_on() -> None:
+    def answer(chunk: list[Line]) -> list[Record]:
+        if chunk[0].number == 5:
+            raise Died
+        return list(echoed(chunk))
+
+    found = answers_of(answer)
+    assert sorted(record.number for record in found) == list(range(1, 41))
+    assert {record.number for record in found if record.failed} == {4, 5, 6, 7, 8}  # 4 is no JSON
+    lost = next(json.loads(record.data) for record in found if record.number == 5)
+    assert lost == {"id": 4, "line": 5, "error": "SpecdecError: 3 workers died with the chunk of this row"}
+
+
+def test_workers_that_only_die_end_the_run() -> None:
+    with pytest.raises(SpecdecError, match="workers die, or cannot be started again, without an answer"):
+        answers_of(raising(Died()))
+
+
+def test_a_worker_that_fails_ends_the_run() -> None:
+    with pytest.raises(SpecdecError, match="a worker failed: planted"):
+        answers_of(raising(Failed()))
+
+
+def raising(error: Exception) -> Callable[[list[Line]], list[Record]]:
+    def answer(chunk: list[Line]) -> list[Record]:
+        raise error
+
+    return answer
+
+
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
     """A cluster of four cores, whatever this machine has."""
@@ -110,7 +174,7 @@ def lines(count: int) -> Iterator[Line]:
         yield Line(i + 1, b"bad" if i == 3 else json.dumps(row).encode())
 
 
-def shared_out(folder: str, count: int, rows: Iterator[Line], **options: Any) -> Iterator[Any]:
+def spread_over(folder: str, count: int, rows: Iterator[Line], **options: Any) -> Iterator[Any]:
     load = LoadOptions(**OPTIONS | options)
     return spread(rows, count=count, model=folder, draft="lookup", asking=RUN, options=load)
 
@@ -127,7 +191,7 @@ def test_lines_are_spread_and_a_worker_that_is_killed_loses_none(ray: Any, folde
             read[0] += 1
             yield line
 
-    for record in shared_out(folder, 2, counted()):
+    for record in spread_over(folder, 2, counted()):
         found.append(record.data)
         ahead.append(read[0] - len(found))
         if len(found) == 40:
@@ -145,9 +209,9 @@ def kill_a_worker() -> None:
 @pytest.mark.slow
 def test_what_the_cluster_cannot_do_is_named(ray: Any, folder: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="9 workers need 9 CPUs; the cluster has 4"):
-        next(shared_out(folder, 9, lines(3)))
+        next(spread_over(folder, 9, lines(3)))
     with pytest.raises(SpecdecError, match="a worker cannot be started: "):
-        next(shared_out(str(tmp_path / "none"), 1, lines(3)))
+        next(spread_over(str(tmp_path / "none"), 1, lines(3)))
 
 
 @pytest.mark.long
