@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,31 @@ def test_a_batch_and_the_same_command_again(folder: Path, tmp_path: Path) -> Non
         assert found[1]["token_ids"] == model.generate("w1 w2", max_new_tokens=4)[0].token_ids
     again = run(folder, source, "--max-num-seqs", "2")  # a size: no answer depends on it
     assert again.exit_code == 0 and "3 of 3 rows have ended (3 in earlier runs)" in again.stderr
+
+
+@pytest.mark.slow
+def test_the_page_about_batches_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "batches.md").read_text("utf-8")
+    rows, told = re.findall(r"```json\n(.*?)```", page, flags=re.S)
+    command = next(line for line in page.splitlines() if line.startswith("specdec batch "))
+    monkeypatch.chdir(tmp_path)
+    Path("questions.jsonl").write_text(rows, "utf-8")
+    done = CliRunner().invoke(cli, [*shlex.split(command)[1:], "--device", "cpu"])
+    assert done.exit_code == 1 and "5 of 5 rows have ended, 1 with an error" in done.stderr
+    answers = Path("answers.jsonl").read_text("utf-8").splitlines()
+    assert len(answers) == 5 and set(told.splitlines()) <= set(answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 2])
+def test_examples_of_the_page_run(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """But that of Ray Data, which tests/specdec/test_ray.py runs in another form."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "batches.md").read_text("utf-8")
+    code = re.findall(r"```python\n(.*?)```", page, flags=re.S)[number]
+    names: dict[str, Any] = {}
+    exec(compile(code, f"example {number}", "exec"), names)
+    assert capsys.readouterr().out.strip()
+    names["model"].close()
 
 
 @pytest.mark.slow
