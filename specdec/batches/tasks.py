@@ -26,6 +26,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stream", "echo"), (False,)),
     **dict.fromkeys(("tools", "functions"), ([],)),
     "stream_options": ({},),
+    "modalities": (["text"],),
     "suffix": ("",),
     "best_of": (1,),
     "tool_choice": ("none", "auto"),

@@ -117,6 +117,12 @@ def test_an_interrupt_in_the_iterator_is_raised_at_once(model: Any) -> None:
     assert fakes.free_everywhere(model)
 
 
+def test_calls_that_read_no_iterator_name_the_one_that_does(model: Any) -> None:
+    for call in (model.generate, model.stream):
+        with pytest.raises(InvalidInputError, match="an iterator is read by generate_iter"):
+            call(iter(PROMPTS))
+
+
 def test_an_empty_iterator_and_several_params(model: Any) -> None:
     assert list(model.generate_iter(iter([]))) == []
     with pytest.raises(InvalidInputError, match="one for all, or it yields"):
