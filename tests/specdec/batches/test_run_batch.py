@@ -72,13 +72,13 @@ def test_a_row_that_was_removed_is_asked_again(tmp_path: Path) -> None:
 
 
 def test_other_inputs_and_settings_are_refused(tmp_path: Path) -> None:
-    source, target = write(tmp_path / "in.jsonl", {"prompt": "a"}), tmp_path / "out.jsonl"
+    source, target = write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "b"}), tmp_path / "out.jsonl"
     with pytest.raises(Killed):
-        run(source, target, killed_after(0))
+        run(source, target, killed_after(1))
     with pytest.raises(InvalidInputError, match=r"temperature: null -> 1\.0"):
         run(source, target, temperature=1.0)
-    write(source, {"prompt": "a"}, {"prompt": "b"})
-    with pytest.raises(InvalidInputError, match=r"input.rows: 1 -> 2; input.sha256: "):
+    write(source, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
+    with pytest.raises(InvalidInputError, match=r"input.rows: 2 -> 3; input.sha256: "):
         run(source, target)
 
 
