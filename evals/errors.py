@@ -15,10 +15,6 @@ class RunStoreError(InvalidInputError):
     """A run folder cannot be continued: another run has it open, it belongs to other settings, or is damaged."""
 
 
-class OutputError(SpecdecError):
-    """A file of a run cannot be written: no permission, no room, no such folder. The message names the file."""
-
-
 class MissingExtraError(SpecdecError):
     """A package of an optional extra is not installed. The message says how to install it."""
 

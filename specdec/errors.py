@@ -41,6 +41,10 @@ class OutOfDeviceMemoryError(SpecdecError):
     """The device ran out of memory while the engine was built; the message names what takes it."""
 
 
+class OutputError(SpecdecError):
+    """A file of a run cannot be written: no permission, no room, no such folder. The message names the file."""
+
+
 class ClosedModelError(SpecdecError):
     """A SpeculativeModel was used after its `close()`, or closed while the request was running."""
 
@@ -99,6 +103,7 @@ __all__ = [
     "NotCopyableError",
     "OutOfDeviceMemoryError",
     "OutOfPagesError",
+    "OutputError",
     "RanksLostError",
     "RequestFailedError",
     "RoundFailedError",

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from drafters.base import Head
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import MAX_NUM_PREFILL_TOKENS
+from specdec.engine.feeding import generated
 from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine
 from specdec.engine.stats import EngineStats
@@ -76,9 +77,8 @@ class SpeculativeModel:
         self.hf_model, self.tokenizer, self.head = parts.probed.model, parts.tokenizer, parts.head
         self.group, self.ranks = group, group if group.size > 1 else None
         self.config, self.checkpoint = parts.config, parts.checkpoint
-        self.generation_config_use = options.generation_config
+        self.generation_config_use, self._prefix_caching = options.generation_config, parts.prefix_caching
         self.backend_name, self.cascade_attention = parts.backend.name, parts.cascade
-        self._prefix_caching = parts.prefix_caching
         with startup_progress() as self.steps:
             made = assemble(parts, options.cuda_graphs, group)
             self._alterations = made.target.alterations
@@ -250,8 +250,7 @@ class SpeculativeModel:
             InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
             ClosedModelError: closed, also by another thread meanwhile. ModelChangedError: `hf_model` was moved, recast,
                 resized, rebuilt or put into training mode. RoundFailedError: a round of this call failed twice.
-                RequestFailedError, after all others finish: a request's tokenizer or the user's code in it raised.
-                Exception: of a signal handler (an alarm) or another thread.
+                RequestFailedError, at the end: a tokenizer or code of the user's raised. Exception: of an alarm, …
         """
         done = dict((with_bar if progress else completed)(self.stream(prompts, params, **options)))
         return [done[i] for i in sorted(done)]
@@ -259,8 +258,8 @@ class SpeculativeModel:
     def generate_iter(
         self, prompts: Prompts = None, params: Params = None, **options: Any
     ) -> Iterator[tuple[int, Completion]]:
-        """As `generate`, but yield (index, Completion) as each finishes."""
-        yield from completed(self.stream(prompts, params, **options))
+        """As `generate`, but yield (index, Completion) as each finishes. Reads an iterator lazily: docs/batches.md."""
+        yield from generated(self.stream, prompts, params, options, self.config.max_num_seqs)
 
     def stream(self, prompts: Prompts = None, params: Params = None, **options: Any) -> Stream:
         """As `generate`, but yield every round's new tokens and text. Closing the iterator, on any thread, aborts the
@@ -273,8 +272,9 @@ class SpeculativeModel:
 
         prompts: as for `generate`, one for each completion, or one. completions: texts (tokenised without special
         tokens) or ids. logprobs: alternatives of each token. Raises as `generate`."""
-        asked = self._stream(to_be_scored, prompts, completions, logprobs, self.tokenizer, self.device)
-        return scores(completed(asked))
+        return scores(
+            completed(self._stream(to_be_scored, prompts, completions, logprobs, self.tokenizer, self.device))
+        )
 
     def _stream(self, make: Callable[..., list[Submission]], *given: Any) -> Stream:
         self._shared.check_open()

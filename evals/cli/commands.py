@@ -280,7 +280,7 @@ def _store(options: dict[str, Any], plan: Plan, facts: Json) -> RunStore:
 
 def _write(options: dict[str, Any], document: Json, store: RunStore) -> None:
     from evals.report import page, spec_bench
-    from evals.runs.store import write_atomically
+    from specdec.run_files import write_atomically
 
     if options["output"] is not None:
         write_document(options["output"], document)
@@ -297,6 +297,6 @@ def _write(options: dict[str, Any], document: Json, store: RunStore) -> None:
 
 def write_document(path: Path, document: Json) -> None:
     """Write a JSON document, whole or not at all."""
-    from evals.runs.store import write_atomically
+    from specdec.run_files import write_atomically
 
     write_atomically(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")

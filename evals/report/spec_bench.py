@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.runs.answers import Answer, Turn
-from evals.runs.store import write_atomically
+from specdec.run_files import write_atomically
 
 
 def line(answer: Answer, model_id: str) -> dict[str, Any]:

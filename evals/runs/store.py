@@ -11,17 +11,15 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from evals.data.datasets import DataSet, digest
-from evals.errors import OutputError, RunStoreError
+from evals.errors import RunStoreError
 from evals.runs.answers import Answer, from_json, to_json
+from specdec.run_files import changes, locked, write_atomically, writing
 from specdec.user_warnings import warn_user
 
 _PACKAGES = ("specdec-hf", "torch", "transformers", "tokenizers", "flashinfer-python", "lm_eval")
@@ -84,9 +82,9 @@ class RunStore:
         self.key = digest(settings)
         self._path = folder / "answers.jsonl"
         _check_is_run(folder)
-        with _named(folder):
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(folder)
+        self._lock = locked(folder / LOCK, lambda why: RunStoreError(f"{folder} {why} use another --run-dir"))
         try:
             _check_settings(folder, settings)
             write_atomically(folder / "settings.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
@@ -113,7 +111,7 @@ class RunStore:
         """
         answers = list(answers)
         lines = [json.dumps({"key": self.key, "answer": to_json(answer)}, ensure_ascii=False) for answer in answers]
-        with _named(self._path), self._path.open("ab") as out:
+        with writing(self._path), self._path.open("ab") as out:
             out.write("".join(line + "\n" for line in lines).encode())
             out.flush()
             os.fsync(out.fileno())
@@ -128,7 +126,7 @@ class RunStore:
         """The answers on disk. A last line that was cut off is removed, with a warning."""
         if not self._path.is_file():
             return []
-        with _named(self._path):
+        with writing(self._path):
             content = self._path.read_bytes()
         whole = content.rfind(b"\n") + 1
         lines = content[:whole].split(b"\n")[:-1]
@@ -138,7 +136,7 @@ class RunStore:
                 f"{self._path}:{len(lines) + 1}: the last line was cut off when an earlier run ended; it is dropped, "
                 "and its questions are asked again"
             )
-            with _named(self._path):
+            with writing(self._path):
                 os.truncate(self._path, whole)
         return answers
 
@@ -153,21 +151,6 @@ class RunStore:
         if key != self.key:
             raise RunStoreError(f"{where}: belongs to other settings; {_REMEDY}")
         return answer
-
-
-def _locked(folder: Path) -> FileLock:
-    """The folder's lock, held. Raises RunStoreError: another run holds it, or the file system knows no locks."""
-    lock = FileLock(folder / LOCK, thread_local=False)
-    try:
-        with _named(folder / LOCK):
-            lock.acquire(timeout=0)
-    except Timeout as error:
-        raise RunStoreError(
-            f"{folder} is in use by another run that has not ended; wait for it, stop it, or use another --run-dir"
-        ) from error
-    except NotImplementedError as error:
-        raise RunStoreError(f"{folder} is on a file system without locks ({error}); use another --run-dir") from error
-    return lock
 
 
 def _check_is_run(folder: Path) -> None:
@@ -189,49 +172,10 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         raise RunStoreError(f"{path} is damaged ({error}); {_REMEDY}") from error
     if not isinstance(earlier, dict):
         raise RunStoreError(f"{path} is damaged (a JSON object is needed, this is {type(earlier).__name__}); {_REMEDY}")
-    changed = list(_changes(earlier, json.loads(json.dumps(settings))))
+    changed = list(changes(earlier, json.loads(json.dumps(settings))))
     if changed:
         listed = "; ".join(changed)
         raise RunStoreError(f"{folder} holds a run with other settings ({listed}); use another --run-dir, or remove it")
-
-
-def _changes(earlier: Any, current: Any, name: str = "") -> Iterator[str]:
-    """What differs, value by value: "asking.params.seed: 1 -> 2"."""
-    both = (earlier, current)
-    if all(isinstance(one, dict) for one in both):
-        for key in sorted({*earlier, *current}):
-            yield from _changes(earlier.get(key), current.get(key), f"{name}.{key}" if name else key)
-    elif all(isinstance(one, list) for one in both) and len(earlier) == len(current):
-        for i, (left, right) in enumerate(zip(*both, strict=True)):
-            yield from _changes(left, right, f"{name}[{i}]")
-    elif earlier != current:
-        yield f"{name}: {_short(earlier)} -> {_short(current)}"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or nothing; a pipe or device is written directly.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    with _named(path):
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, path)
-        except BaseException:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
 
 
 def check_writable(path: Path) -> None:
@@ -243,22 +187,8 @@ def check_writable(path: Path) -> None:
     folder = path if path.is_dir() else path.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    with _named(path):
+    with writing(path):
         if path.is_file():
             path.open("ab").close()
         if path.is_file() or path.is_dir() or not path.exists():  # else a pipe or a device
             tempfile.TemporaryFile(dir=folder).close()
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Turn an OSError while `path` is used into an OutputError that names it and a remedy."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, Timeout):
-            raise
-        raise OutputError(
-            f"cannot write {path}: {error.strerror or error}; make room or give another place. What a run has answered "
-            "is kept in its folder: the same command goes on from there"
-        ) from error

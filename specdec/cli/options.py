@@ -136,25 +136,37 @@ def model_options(*, without: Iterable[str] = ()) -> Callable[[_Command], _Comma
     return added((_model, _draft, load_options("run", without=without)))
 
 
+def draft_of(model: str, draft: str, options: LoadOptions) -> str | None:
+    """The head that the options of `model_options` say; None for no head.
+
+    Raises:
+        InvalidInputError: no head is wanted, and the model is one.
+    """
+    from specdec.loading.builtin import BUILTIN_HEADS, builtin_name
+    from specdec.loading.pairs import pair_of
+
+    if draft == "none" and (pair := pair_of(model, None, options.revision)).named_by is not None:
+        raise InvalidInputError(_NO_TARGET.format(model, pair.target))
+    auto_without_head = draft == "auto" and builtin_name(model) not in BUILTIN_HEADS
+    return None if draft == "none" or auto_without_head else draft
+
+
+_NO_TARGET = "--draft none: --model {} is a draft head; to run its target alone give --model {}"
+
+
 def load_model(model: str, draft: str, options: LoadOptions) -> SpeculativeModel:
     """Load what the options of `model_options` say.
 
     Raises:
         InvalidInputError: no head is wanted, and the model is one. Others: see `SpeculativeModel.from_pretrained`.
     """
-    from specdec.loading.builtin import BUILTIN_HEADS, builtin_name
     from specdec.loading.pairs import pair_of
     from specdec.model import SpeculativeModel
 
-    auto_without_head = draft == "auto" and builtin_name(model) not in BUILTIN_HEADS
-    head = None if draft == "none" or auto_without_head else draft
-    refusal = f"--draft none: --model {model} is a draft head; to run its target alone give --model "
-    if draft == "none" and (pair := pair_of(model, None, options.revision)).named_by is not None:
-        raise InvalidInputError(refusal + str(pair.target))
-    loaded = SpeculativeModel.from_pretrained(model, head, **options.as_arguments())
+    loaded = SpeculativeModel.from_pretrained(model, draft_of(model, draft, options), **options.as_arguments())
     if draft == "none" and loaded.head is not None:  # one of the hub, whose configuration was not here before
         loaded.close()
-        raise InvalidInputError(refusal + str(pair_of(model, None).target))
+        raise InvalidInputError(_NO_TARGET.format(model, pair_of(model, None).target))
     return loaded
 
 

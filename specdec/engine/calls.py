@@ -52,7 +52,10 @@ class Call:
             return None
         if update is None or self._last.get(update.request_id) is update:
             return None  # an interrupted delivery was repeated
-        self._last[update.request_id] = update
+        if update.last:
+            self._last.pop(update.request_id, None)  # a repetition has no place any more: see `SharedEngine.next`
+        else:
+            self._last[update.request_id] = update
         return update
 
     def examine(self, check: Callable[[], None]) -> None:

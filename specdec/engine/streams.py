@@ -63,6 +63,11 @@ class Stream(Iterator[StreamUpdate]):
         call, unread = self._call, self._requests
         return len(unread or ()) if call is None else call.num_requests
 
+    @property
+    def unread(self) -> Sequence[Submission]:
+        """Its requests, until its first `next`."""
+        return self._requests or ()
+
     def __repr__(self) -> str:
         call = self._call
         left = self.num_requests if call is None else len(call.places)

@@ -143,6 +143,17 @@ def prompts_of_call(prompts: Prompts, options: dict[str, Any]) -> Prompts:
     return user_chats(prompts) if chat else prompts
 
 
+def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options under the names that they have here. Raises InvalidInputError: one is given twice, by two names."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        own = _OTHER_NAMES.get(name, name)
+        if own in found:
+            raise InvalidInputError(f"{name} and another name of {own} are both given; give one of them")
+        found[own] = value
+    return found
+
+
 def params_of_call(params: Any, options: dict[str, Any]) -> Any:
     """The parameters of a call; where they stand among its options they are taken out of these.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -167,7 +167,8 @@ def split_prompts(prompts: Prompts) -> list[Any]:
     if isinstance(prompts, (bytes, bytearray, memoryview)):
         raise InvalidInputError(f"{short(prompts)} is {type(prompts).__name__}, not text: decode it to a str")
     if not isinstance(prompts, Sequence):
-        raise InvalidInputError(f"no prompts in {_shown(prompts)}; give {_KINDS}")
+        lazily = " (an iterator is read by generate_iter)" if isinstance(prompts, Iterator) else ""
+        raise InvalidInputError(f"no prompts in {_shown(prompts)}; give {_KINDS}{lazily}")
     _check_not_mixed(prompts)
     return list(prompts)
 

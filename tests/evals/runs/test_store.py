@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from evals.errors import OutputError, RunStoreError
+from evals.errors import RunStoreError
 from evals.runs.answers import Answer, Turn
-from evals.runs.store import RunStore, write_atomically
+from evals.runs.store import RunStore
+from specdec.errors import OutputError
+from specdec.run_files import write_atomically
 
 
 def test_a_killed_owner_does_not_block_and_a_living_one_does(tmp_path: Path) -> None:

@@ -1,0 +1,187 @@
+"""Records: the lines of answers, in our own form or in that of OpenAI's batches.
+
+Source: OpenAI API reference, "The request output object", "The chat completion object", "The completion object".
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from specdec.batches.tasks import Task
+from specdec.requests.logprobs import TokenLogprobs
+from specdec.requests.request import Completion
+from specdec.requests.stats import pool_requests
+
+ID = "batch_req_"
+"""What the id of an answer of OpenAI's form begins with; its row's line follows."""
+_REASONS = {"eos": "stop", "stop": "stop"}
+"""OpenAI's name of a finish reason; of all others "length"."""
+
+
+LEAST = -9999.0
+"""The log-probability of a token without probability, as OpenAI's and vLLM's answers have it."""
+
+
+class Record(NamedTuple):
+    """A line of answers, and what is counted of it.
+
+    number: the row's line. data: the line, with its end. failed: whether it is an error.
+    """
+
+    number: int
+    data: bytes
+    failed: bool = False
+    new_tokens: int = 0
+    rounds: int = 0
+    emitted: int = 0
+
+
+def record_of(task: Task, completions: Sequence[Completion], error: str, tokenizer: Any) -> Record:
+    """The record of a task that has ended. error: "" where it has completions."""
+    if task.form == "row":
+        fields = _row(task, completions, error)
+    else:
+        fields = _openai(task, completions, error, tokenizer)
+    stats = pool_requests([completion.stats for completion in completions])
+    new = sum(len(completion.token_ids) for completion in completions)
+    return Record(task.number, line_of(fields), bool(error), new, stats.rounds, stats.emitted)
+
+
+def line_of(fields: Any) -> bytes:
+    """JSON on a line; escaped where the text is not valid Unicode."""
+    try:
+        return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(fields).encode() + b"\n"
+
+
+def row_number(fields: Any) -> int:
+    """The line of the row that a record answers. Raises ValueError, LookupError or TypeError: it is no record."""
+    number = fields["line"] if "line" in fields else int(str(fields["id"]).removeprefix(ID))
+    if type(number) is not int or number < 1:
+        raise ValueError(f"line {number!r}")
+    return number
+
+
+def _row(task: Task, completions: Sequence[Completion], error: str) -> dict[str, Any]:
+    named = {} if task.key is None else {task.key.field: task.key.value}
+    head = {**named, "line": task.number, **task.kept, "error": error or None}
+    if error:
+        return head
+    each = [columns(completion) | _told(completion) for completion in completions]
+    return head | (each[0] if task.params.n == 1 else {"completions": each})
+
+
+def columns(completion: Completion) -> dict[str, Any]:
+    """What is told of every completion."""
+    pooled = completion.pooled
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": completion.stats.prompt_tokens,
+        "new_tokens": completion.stats.new_tokens,
+        "rounds": pooled.rounds,
+        "drafted": pooled.drafted,
+        "accepted": pooled.accepted,
+    }
+
+
+def _told(completion: Completion) -> dict[str, Any]:
+    """What is told where it was asked for."""
+    found: dict[str, Any] = {
+        "truncated_by": completion.truncated_by,
+        "drafts": completion.drafts,
+        "logprobs": _plain(completion.logprobs),
+        "prompt_logprobs": _plain(completion.prompt_logprobs),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _plain(each: Iterable[TokenLogprobs | None] | None) -> list[dict[str, Any] | None] | None:
+    return None if each is None else [None if one is None else _finite(one)._asdict() for one in each]
+
+
+def _finite(told: TokenLogprobs) -> TokenLogprobs:
+    """JSON has no infinity: a token without probability has LEAST."""
+    top = tuple((token, max(logprob, LEAST)) for token, logprob in told.top)
+    return told._replace(logprob=max(told.logprob, LEAST), top=top)
+
+
+def _openai(task: Task, completions: Sequence[Completion], error: str, tokenizer: Any) -> dict[str, Any]:
+    name = f"{ID}{task.number}"
+    custom_id = None if task.key is None else task.key.value
+    if error:
+        kind, _, message = error.partition(": ")
+        is_ours = not kind.startswith("Invalid") and kind != "CacheTooSmallError"
+        about = {"message": message, "type": "server_error" if is_ours else "invalid_request_error", "code": kind}
+        response = {"status_code": 500 if is_ours else 400, "request_id": name, "body": {"error": about}}
+        return {"id": name, "custom_id": custom_id, "response": response, "error": {"code": kind, "message": message}}
+    body = {
+        "id": name,
+        "object": task.form,
+        "created": int(time.time()),
+        "model": task.kept["model"],
+        "choices": [_choice(task, i, one, tokenizer) for i, one in enumerate(completions)],
+        "usage": usage(completions),
+    }
+    response = {"status_code": 200, "request_id": name, "body": body}
+    return {"id": name, "custom_id": custom_id, "response": response, "error": None}
+
+
+def _choice(task: Task, index: int, completion: Completion, tokenizer: Any) -> dict[str, Any]:
+    reason = _REASONS.get(completion.finish_reason, "length")
+    told = completion.logprobs
+    if task.form == "chat.completion":
+        message = {"role": "assistant", "content": completion.text}
+        logprobs = None if told is None else {"content": [_of_chat(_finite(one), tokenizer) for one in told]}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+    logprobs = None if told is None else _of_text([_finite(one) for one in told], tokenizer)
+    return {"index": index, "text": completion.text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def usage(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Tokens of a prompt's completions; drafts as OpenAI counts those of "predicted outputs"."""
+    stats = pool_requests([completion.stats for completion in completions])
+    prompt, new = completions[0].stats.prompt_tokens, sum(one.stats.new_tokens for one in completions)
+    details = {
+        "accepted_prediction_tokens": stats.accepted,
+        "rejected_prediction_tokens": stats.drafted - stats.accepted,
+    }
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "completion_tokens_details": details,
+    }
+
+
+def _of_chat(told: TokenLogprobs, tokenizer: Any) -> dict[str, Any]:
+    top = [_token(token, logprob, tokenizer) for token, logprob in told.top]
+    return {**_token(told.token_id, told.logprob, tokenizer), "top_logprobs": top}
+
+
+def _token(token_id: int, logprob: float, tokenizer: Any) -> dict[str, Any]:
+    text = _text(token_id, tokenizer)
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _of_text(told: Sequence[TokenLogprobs], tokenizer: Any) -> dict[str, Any]:
+    tokens = [_text(one.token_id, tokenizer) for one in told]
+    offsets = [0]
+    for token in tokens[:-1]:
+        offsets.append(offsets[-1] + len(token))
+    top = [{_text(token, tokenizer): logprob for token, logprob in one.top} for one in told]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [one.logprob for one in told],
+        "top_logprobs": top if any(top) else None,
+        "text_offset": offsets if tokens else [],
+    }
+
+
+def _text(token_id: int, tokenizer: Any) -> str:
+    return str(tokenizer.decode([token_id], skip_special_tokens=False))
