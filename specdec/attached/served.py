@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from specdec.attached.asked import WAY_OUT, Asked, check_arguments
 from specdec.attached.manager import Manager
@@ -25,7 +25,7 @@ class Calls:
 
     def __init__(self, hf_model: Any, draft: Any, fallback: bool, options: dict[str, Any]) -> None:
         """Wrap a transformers model, or a PeftModel's inner one. Raises as `SpeculativeModel.from_pretrained`."""
-        options = {"generation_config": "ignore", "tokenizer": NoTokenizer(), **options}
+        options = {"generation_config": "ignore", "tokenizer": NoTokenizer(_name_of(hf_model)), **options}
         self.model = SpeculativeModel.from_pretrained(hf_model, draft, **options)
         self.hf_model: PreTrainedModel = self.model.hf_model
         self.fallback = fallback
@@ -102,14 +102,30 @@ class Calls:
 
 
 class NoTokenizer:
-    """Stands for a tokenizer where token ids come and go."""
+    """Stands for a tokenizer where token ids come and go. A text that must be read, while a multi-token-prediction
+    module is checked, is encoded by the model's own, if that is at hand."""
+
+    def __init__(self, name: str = "") -> None:
+        """name: folder or hub name of the model."""
+        self._name = name
 
     def __call__(self, text: str, **options: Any) -> Any:
-        raise InvalidInputError("this model was attached without a tokenizer: give ids, or attach(…, tokenizer=…)")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self._name, local_files_only=True)
+        except Exception as error:
+            raise InvalidInputError(
+                f"this model was attached without a tokenizer, and {self._name!r} has none: give attach(…, tokenizer=…)"
+            ) from error
+        return tokenizer(text, **options)
 
     def decode(self, token_ids: Any, **options: Any) -> str:
         """No text."""
         return ""
+
+
+def _name_of(hf_model: Any) -> str:
+    inner = hf_model.get_base_model() if hasattr(hf_model, "get_base_model") else hf_model
+    return str(getattr(inner, "name_or_path", ""))
 
 
 def nothing() -> None:

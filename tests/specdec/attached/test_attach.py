@@ -18,6 +18,7 @@ import torch
 from fakes import VOCAB, LetterTokenizer, random_prompts, table_head, tiny_llama
 from transformers import (
     AsyncTextIteratorStreamer,
+    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     LogitsProcessor,
@@ -393,3 +394,16 @@ def test_a_peft_models_own_generate_runs_on_it() -> None:
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="attach takes a loaded transformers model, not 'gsm-llama'"):
         attach("gsm-llama")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_model_with_modules_of_its_own_needs_no_tokenizer() -> None:
+    """Its multi-token-prediction module is checked on a text, by the tokenizer beside its weights."""
+    model: Any = AutoModelForCausalLM.from_pretrained(builtin_path("gsm-deepseek"), dtype=torch.float32)
+    ids = torch.tensor([[5, 9, 30, 7]])
+    right = model.generate(ids, max_new_tokens=6, do_sample=False)
+    with attach(model, "mtp", num_speculative_tokens=2, max_num_seqs=2):
+        assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), right)
+    model.config._name_or_path = model.name_or_path = "nowhere"
+    with pytest.raises(InvalidInputError, match=r"'nowhere' has none: give attach\(…, tokenizer=…\)"):
+        attach(model, builtin_path("gsm-deepseek"), num_speculative_tokens=2)
