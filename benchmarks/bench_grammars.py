@@ -234,7 +234,7 @@ def main(
             if hold is not None and k == drafts[0]:
                 wait_for(hold)
             read = Moments()
-            model.executor.reads.after_read = read.note
+            model.engine.executor.reads.after_read = read.note
             for count in rows:
                 facts = {"benchmark": "grammars", "shape": shape, "schema": schema, "drafts": k, "rows": count}
                 ids = prompts(count, (PROMPT, PROMPT), vocab)

@@ -173,7 +173,7 @@ def idle_shares(setting: Setting, counts: tuple[int, ...], new: int) -> list[dic
     found = []
     for name, count in [(name, count) for count in counts for name in ("plain", "nothing matches")]:
         model, read = setting.models[name], Moments()
-        model.executor.reads.after_read = read.note
+        model.engine.executor.reads.after_read = read.note
         params = [SamplingParams(new, ignore_eos=True, cache_prefix=False)] * count
         with full_rounds(model, read, setting.many[:count], params) as go_on:
             gaps = replay_gaps(lambda go_on=go_on: go_on(_GAP_ROUNDS))

@@ -97,7 +97,7 @@ def lines_of(
     """One for each batch, then one for the exchanges of each: what fails there takes no step away."""
     read, vocab, steps = Moments(), model.target.vocab_size, {}
     decide(model, DrawnAcceptance(0.8, vocab, np.random.default_rng(0), model.device))
-    model.executor.reads.after_read = read.note
+    model.engine.executor.reads.after_read = read.note
     for count in rows:
         found = measure_batch(model, read, count, prompt, new_tokens, repeats)
         steps[count] = found["step_ms_median"]
@@ -140,7 +140,7 @@ def main(**options: Any) -> None:
                     started, longest = time.perf_counter(), o.prompt + o.new_tokens + 16
                     with open_model(target, draft, size, k, o.rows, longest, o.device) as model:
                         own = {"layers": depth, "tensor_parallel_size": size, "drafts": k, "graphs": model.graphs}
-                        own |= {"start_s": time.perf_counter() - started, "start": model.start_seconds}
+                        own |= {"start_s": time.perf_counter() - started, "start": dict(model.steps)}
                         own |= {"parallel": model.describe()["tensor_parallel"]}
                         if o.hold is not None:
                             wait_for(o.hold)

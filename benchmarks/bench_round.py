@@ -238,7 +238,7 @@ class Run:
         graphs = graphs_of(self.pair, o.backend)
         with wrapped(self.pair, drafts, backend=o.backend, cuda_graphs=graphs, **sizes) as model:
             decide(model, DrawnAcceptance(o.acceptance, vocab, np.random.default_rng(0), model.device))
-            model.executor.reads.after_read = read.note
+            model.engine.executor.reads.after_read = read.note
             yield model, read
 
     def prompts(self, rows: int) -> list[list[int]]:
@@ -247,7 +247,7 @@ class Run:
 
     def measure(self, model: SpeculativeModel, read: Moments, start_s: float) -> Iterator[dict[str, Any]]:
         """One line for every batch and kind."""
-        graphs = vars(model.executor.report) if model.graphs == "on" else model.graphs  # type: ignore[attr-defined]
+        graphs = vars(model.engine.executor.report) if model.graphs == "on" else model.graphs  # type: ignore[attr-defined]
         facts = self.facts | {"drafts": model.num_speculative_tokens, "graphs": graphs, "start_s": start_s}
         for rows, kind in product(self.options.rows, self.kinds):
             ids = self.prompts(rows)

@@ -63,7 +63,7 @@ class DrawnAcceptance:
 
 def decide(model: SpeculativeModel, draws: DrawnAcceptance) -> None:
     """From now on the model's verification results are drawn; no request may run."""
-    model.executor.reads.before_read = draws.before_read
+    model.engine.executor.reads.before_read = draws.before_read
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 import torch
 from transformers import PreTrainedModel
 
-from attention.backends.building import Build
 from drafters.base import Head
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import MAX_NUM_PREFILL_TOKENS
@@ -19,9 +18,8 @@ from specdec.engine.sharing import SharedEngine
 from specdec.engine.stats import EngineStats
 from specdec.engine.streams import Stream, StreamUpdate, completed
 from specdec.errors import NOT_COPYABLE, ClosedModelError, InvalidInputError, ModelLoadError, NotCopyableError
-from specdec.execution.base import Executor
 from specdec.interrupts import interrupts_as_they_are
-from specdec.loading.assembly import Parts, assemble, builds_of
+from specdec.loading.assembly import Parts, assemble
 from specdec.loading.facts import facts_of
 from specdec.loading.memory import memory_named
 from specdec.loading.parts import load_parts
@@ -66,7 +64,7 @@ class SpeculativeModel:
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason. cascade_attention: likewise.
         group: the processes that run the target together. ranks: the same if they are several, else None; then
             `hf_model` is this process's share, which has no forward of its own.
-        checkpoint: where the target was read from; None for a loaded model without a name.
+        checkpoint: where the target was read from; None for a loaded model without a name. steps: seconds of the start.
         engine: runs the rounds; for tools, on one thread at a time and never during a call on another one.
     """
 
@@ -80,7 +78,7 @@ class SpeculativeModel:
         self.generation_config_use = options.generation_config
         self.backend_name, self.cascade_attention = parts.backend.name, parts.cascade
         self._prefix_caching = parts.prefix_caching
-        with startup_progress() as self._steps:
+        with startup_progress() as self.steps:
             made = assemble(parts, options.cuda_graphs, group)
             self._alterations = made.target.alterations
             with self._alterations.undone_on_error():
@@ -211,21 +209,6 @@ class SpeculativeModel:
         """ "on"; "within each call: " or "off: " and the reason."""
         reason = self.engine.forgets_prefixes
         return f"within each call: {reason}" if reason else self._prefix_caching
-
-    @property
-    def executor(self) -> Executor:
-        """Runs rounds on the device."""
-        return self.engine.executor
-
-    @property
-    def builds(self) -> tuple[Build, ...]:
-        """Attention kernels that were built or loaded in the background."""
-        return builds_of(self.runners)
-
-    @property
-    def start_seconds(self) -> dict[str, float]:
-        """Seconds of the start, by step."""
-        return dict(self._steps)
 
     @property
     def dtype(self) -> torch.dtype:

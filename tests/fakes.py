@@ -333,7 +333,7 @@ def scheduler_of(wrapped: Any) -> Any:
 
 def launch_ahead(wrapped: Any, ahead: bool = True) -> None:
     """Whether a verification is queued after the draft loop before the host goes on, as on a GPU."""
-    wrapped.engine.use(wrapped.executor, queue_verification=ahead)
+    wrapped.engine.use(wrapped.engine.executor, queue_verification=ahead)
 
 
 def attention_form(model: Any) -> Any:

@@ -11,6 +11,7 @@ from attention.groups import GroupedRunner
 from attention.hf.model_specific import dense_up_to
 from attention.hf.weights import model_bytes, num_elements
 from attention.runner import GroupRunner
+from specdec.loading.assembly import builds_of
 from specdec.loading.kv_scales import scales_in_words
 from specdec.loading.quantisation import facts_of_quantisation
 from specdec.requests.generation_config import named, own_options, unsupported
@@ -28,8 +29,8 @@ _SPARSE = "dense up to index_topk={:,} tokens, where its indexer would choose al
 def facts_of(model: Any) -> dict[str, Any]:
     """Resolved facts of a SpeculativeModel: model, head, attention, caches, graphs and engine."""
     head, runners, checkpoint, attends = model.head, model.runners, model.checkpoint, model.target.runner
-    hybrid, captured = model.target.states is not None, getattr(model.executor, "report", None)
-    spent, dense = model.start_seconds, dense_up_to(model.hf_model)
+    hybrid, captured = model.target.states is not None, getattr(model.engine.executor, "report", None)
+    spent, dense = model.steps, dense_up_to(model.hf_model)
     layers = attends.layer_numbers if isinstance(attends, GroupedRunner) else {}
     return {
         "target": model.hf_model.name_or_path or type(model.hf_model).__name__,
@@ -63,7 +64,7 @@ def facts_of(model: Any) -> dict[str, Any]:
         "engine": _sizes(model.config),
         "tensor_parallel": model.group.facts(),
         "graphs": {"state": model.graphs} | ({} if captured is None else _graphs(captured)),
-        "kernels": {build.name: build.state for build in model.builds},
+        "kernels": {build.name: build.state for build in builds_of(model.runners)},
         "start": {name: round(taken, 2) for name, taken in (*spent.items(), ("in all", sum(spent.values())))},
     }
 

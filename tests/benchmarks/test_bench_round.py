@@ -162,7 +162,7 @@ def test_a_hybrid_without_graphs_is_measured_and_says_so(
     with pytest.warns(SpecdecWarning, match="no CUDA graph"), wrapped(pair, 1, cuda_graphs=graphs, **sizes) as model:
         decide(model, DrawnAcceptance(1, 512, np.random.default_rng(0), cpu))
         read = Moments()
-        model.executor.reads.after_read = read.note
+        model.engine.executor.reads.after_read = read.note
         found = measured(model, read, pair, [[1, 2, 3]], Kind(), 40, 1)
     assert model.graphs.startswith("off: recurrent layers") and "by_events" not in found
 

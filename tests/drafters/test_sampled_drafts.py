@@ -54,7 +54,7 @@ def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def check_execution(wrapped: Any, execution: dict[str, Any]) -> None:
-    assert isinstance(wrapped.executor, GraphExecutor) == bool(execution)
+    assert isinstance(wrapped.engine.executor, GraphExecutor) == bool(execution)
 
 
 def drafts_of(pair: Pair, options: dict[str, Any]) -> tuple[Any, Compared]:

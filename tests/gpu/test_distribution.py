@@ -47,7 +47,7 @@ def built_in(draft_sampling: str, defect: str = "", backend: str = "flashinfer")
             draft_sampling=draft_sampling,
         ) as model,
     ):
-        assert isinstance(model.executor, GraphExecutor)
+        assert isinstance(model.engine.executor, GraphExecutor)
         yield model
 
 

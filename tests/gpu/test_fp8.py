@@ -210,7 +210,7 @@ def test_graphs_of_a_larger_model() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", SpecdecWarning)
         model = SpeculativeModel.from_pretrained(target, tokenizer=Tokenizer(), **sizes)
-    assert model.executor.report.fused_groups == 2 * 4  # type: ignore[attr-defined]
+    assert model.engine.executor.report.fused_groups == 2 * 4  # type: ignore[attr-defined]
     for answer in model.generate([list(range(7, 60)), list(range(100, 120))], params):
         found = gaps(target, answer)
         assert float(found.median()) < 0.05 and float(found.max()) < 0.5, found

@@ -124,7 +124,7 @@ def test_graphs_give_the_eager_tokens_and_drafts(modules: int, drafts: int, monk
     captured = count_calls(monkeypatch, StaticModules, "prefill")
     graphed = model(modules, drafts, True)
     assert bool(captured) == (drafts > 1)  # of one draft it is the chain of the first module
-    drafting = count_calls(monkeypatch, type(graphed.executor), "_draft_on")
+    drafting = count_calls(monkeypatch, type(graphed.engine.executor), "_draft_on")
     ragged = count_calls(monkeypatch, RaggedPrefill, "run")
     completions = graphed.generate(PROMPTS, GREEDY)
     assert len(ragged) > 6 and len(drafting) > len(ragged) + 10
@@ -168,7 +168,7 @@ def test_launching_a_round_never_synchronises(params: Any, monkeypatch: pytest.M
     """
     wrapped = model(2, 3, True, enable_prefix_caching=False)
     wrapped.generate(PROMPTS, params)
-    executor: Any = wrapped.executor
+    executor: Any = wrapped.engine.executor
     found: list[Any] = []
 
     def strict(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -131,7 +131,7 @@ def test_packed_attention_gives_the_eager_tokens_and_drafts(monkeypatch: pytest.
 def test_a_round_launched_before_the_last_is_read_never_synchronises(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = model(0, True)
     go_on = steady(wrapped, 6)
-    executor: Any = wrapped.executor
+    executor: Any = wrapped.engine.executor
     followed = []
     plain = strict(executor.launch_next)
     monkeypatch.setattr(executor, "launch_next", lambda *args: (followed.append(1), plain(*args))[1])
@@ -156,7 +156,7 @@ def steady(wrapped: SpeculativeModel, rounds: int) -> Callable[[], int]:
 def test_sending_and_launching_never_synchronise(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = model(5, True)
     go_on = steady(wrapped, 6)
-    executor: Any = wrapped.executor
+    executor: Any = wrapped.engine.executor
     called = set()
     for name in ("send", "verify", "_draft_on"):
         plain = strict(getattr(executor, name))
@@ -169,7 +169,7 @@ def test_reading_lengths_back_before_planning_is_caught(monkeypatch: pytest.Monk
     """Negative control."""
     wrapped = model(5, True)
     go_on = steady(wrapped, 6)
-    executor: Any = wrapped.executor
+    executor: Any = wrapped.engine.executor
     lengths = torch.zeros(4, device=CUDA)
     plain = executor.send
     monkeypatch.setattr(executor, "send", strict(lambda *args: (lengths.cpu(), plain(*args))[1]))
@@ -179,7 +179,7 @@ def test_reading_lengths_back_before_planning_is_caught(monkeypatch: pytest.Monk
 
 def replace_drafting(monkeypatch: pytest.MonkeyPatch, wrapped: SpeculativeModel, drafting: Callable[..., Any]) -> None:
     """From now on `drafting(launch_steps, *args)` runs in place of each verification's `launch_steps(*args)`."""
-    executor: Any = wrapped.executor
+    executor: Any = wrapped.engine.executor
     verify = executor.verify
 
     def verified(*args: Any) -> Verification:
@@ -267,7 +267,7 @@ def test_the_trace_of_a_round_holds_one_read_and_nothing_else_that_waits(
     kind: str, traced_model: SpeculativeModel
 ) -> None:
     """Two host-to-device copies of ours, one more with sampled rows and one with prompts; those of plans; one back."""
-    executor = traced_model.executor
+    executor = traced_model.engine.executor
     with rounds_of(kind, traced_model) as go_on:
         before = executor.transfers
         found = traced(go_on)
@@ -295,7 +295,7 @@ PLANS = 2 * (1 + 1 + 4)
 def test_sending_and_launching_such_rounds_never_synchronise(
     kind: str, traced_model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor: Any = traced_model.executor
+    executor: Any = traced_model.engine.executor
     called = set()
     with rounds_of(kind, traced_model) as go_on:
         for name in ("send", "verify", "_draft_on"):
@@ -313,7 +313,7 @@ def test_a_second_read_in_a_round_is_seen_by_the_trace(
     kind: str, traced_model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: lengths are read back before a verification is launched."""
-    executor: Any = traced_model.executor
+    executor: Any = traced_model.engine.executor
     lengths, plain = torch.zeros(4, device=CUDA), executor.verify
     with rounds_of(kind, traced_model) as go_on:
         monkeypatch.setattr(executor, "verify", lambda *args: (lengths.cpu(), plain(*args))[1])

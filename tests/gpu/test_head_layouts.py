@@ -30,7 +30,7 @@ def test_graphs_draft_as_eager_rounds(name: str, tmp_path: Path) -> None:
     with wrap(model, folder, cuda_graphs=False, **OPTIONS) as loaded:
         eager = loaded.generate(PROMPTS, PARAMS)
     with wrap(model, folder, cuda_graphs=True, **OPTIONS) as loaded:
-        assert isinstance(loaded.executor, GraphExecutor)
+        assert isinstance(loaded.engine.executor, GraphExecutor)
         graphed = loaded.generate(PROMPTS, PARAMS)
         assert free_everywhere(loaded)
     assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.9

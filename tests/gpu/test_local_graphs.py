@@ -104,7 +104,7 @@ def test_graphs_give_the_eager_tokens_and_drafts(drafts: int, chunk: int) -> Non
     params = SamplingParams(max_new_tokens=96, return_drafts=True)
     eager = llama4(drafts, False, chunk).generate(PROMPTS, params)
     loaded = llama4(drafts, True, chunk)
-    assert isinstance(loaded.executor, GraphExecutor)
+    assert isinstance(loaded.engine.executor, GraphExecutor)
     graphed = loaded.generate(PROMPTS, params)
     assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.97
     if drafts:

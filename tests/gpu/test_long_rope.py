@@ -79,7 +79,7 @@ def test_rounds_from_graphs_give_each_request_its_factors(kind: str, drafts: int
     model = longrope(kind)
     answers = [answer(model, prompt, NEW, cached=kind == "llama") for prompt in PROMPTS]
     with served(model, [p + a for p, a in zip(PROMPTS, answers, strict=True)], drafts) as wrapped:
-        assert isinstance(wrapped.executor, GraphExecutor)
+        assert isinstance(wrapped.engine.executor, GraphExecutor)
         found = [c.token_ids for c in wrapped.generate(PROMPTS, SamplingParams(max_new_tokens=NEW))]
     # Wrong factors change every answer that passes the original length within a few tokens; rounding, some late ones.
     assert share_of_equal_tokens(found, answers) > 0.8
@@ -91,6 +91,6 @@ def test_a_sparse_model_is_captured_as_a_dense_one() -> None:
     prompts = [prompt[:12] for prompt in PROMPTS[1:5]]
     answers = [answer(model, prompt, 16, cached=True) for prompt in prompts]
     with served(model, [p + a for p, a in zip(prompts, answers, strict=True)], 3) as wrapped:
-        assert isinstance(wrapped.executor, GraphExecutor)
+        assert isinstance(wrapped.engine.executor, GraphExecutor)
         found = [c.token_ids for c in wrapped.generate(prompts, SamplingParams(max_new_tokens=16))]
     assert share_of_equal_tokens(found, answers) > 0.7

@@ -22,7 +22,7 @@ def answers(backend: str, k: int, alone: bool = False, draft: str = "lookup") ->
     load = SpeculativeModel.from_pretrained
     options: dict[str, Any] = {"max_num_seqs": 1 if alone else 16, "dtype": torch.float16, "backend": backend}
     with load("gsm-llama", draft, num_speculative_tokens=K, lookup_min=LEAST, **options) as model:
-        executor, ahead = model.executor, []
+        executor, ahead = model.engine.executor, []
         launch = executor.launch_next  # type: ignore[attr-defined]
         executor.launch_next = lambda *given: (ahead.append(1), launch(*given))[1]  # type: ignore[attr-defined]
         asked = [f"Question: {question}\nAnswer:" for question in QUESTIONS[:8]]

@@ -63,7 +63,7 @@ def test_graphs_draft_as_eager_rounds(name: str, drafts: int) -> None:
     options = {**SIZES, "page_size": 16, "num_speculative_tokens": drafts}
     eager = wrap(model, head, cuda_graphs=False, **options).generate(PROMPTS, params)
     loaded = wrap(model, head, cuda_graphs=True, **options)
-    assert isinstance(loaded.executor, GraphExecutor)
+    assert isinstance(loaded.engine.executor, GraphExecutor)
     graphed = loaded.generate(PROMPTS, params)
     assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.9
     assert agreement(drafted(graphed), drafted(eager)) >= 0.9

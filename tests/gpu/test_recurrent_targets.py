@@ -70,7 +70,7 @@ def test_graphs_give_the_eager_tokens_and_drafts(name: str, drafts: int) -> None
     options = {**SIZES, "page_size": 16, "max_model_len": 256, "num_speculative_tokens": drafts or None}
     eager = wrap(model, head, cuda_graphs=False, **options).generate(PROMPTS, params)
     loaded = wrap(model, head, cuda_graphs=True, **options)
-    assert isinstance(loaded.executor, GraphExecutor)
+    assert isinstance(loaded.engine.executor, GraphExecutor)
     graphed = loaded.generate(PROMPTS, params)
     assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.9
     if drafts:

@@ -557,7 +557,7 @@ def test_no_graphs_are_captured_over_what_nobody_can_see(kind: str, graphs_on_cp
         wrap(model, eagle3_head(model), num_speculative_tokens=5) as wrapped,
     ):
         assert wrapped.graphs.startswith(f"off: the model has a {reason}")
-        assert isinstance(wrapped.executor, EagerExecutor)
+        assert isinstance(wrapped.engine.executor, EagerExecutor)
         assert wrapped.generate(PROMPTS[0], GREEDY)[0].token_ids == own_answers(model)[0]
 
 

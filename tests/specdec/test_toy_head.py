@@ -249,7 +249,7 @@ def test_a_graph_executor_of_its_own_refuses_it_too(graphs_on_cpu: list[Any]) ->
     with backend_of_ours(FixedPlaceBackend(torch.device("cpu"))):
         wrapped = wrap(tiny_llama(), ToyHead(tiny_llama()), num_speculative_tokens=3)
     with pytest.raises(InvalidInputError, match="toy heads run without CUDA graphs; use cuda_graphs=False"):
-        GraphExecutor(wrapped.target, wrapped.executor.drafter, wrapped.config)
+        GraphExecutor(wrapped.target, wrapped.engine.executor.drafter, wrapped.config)
 
 
 def test_what_is_no_head_is_named_before_anything_is_built() -> None:

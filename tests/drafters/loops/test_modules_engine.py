@@ -147,7 +147,7 @@ def test_a_request_must_not_carry_anothers_vector(
 ) -> None:
     """Where attention decides, drafts are the oracle's; planted: what is carried from round to round is lost."""
     wrapped = make("deepseek_v3", 2, num_speculative_tokens=3)
-    loop: Any = wrapped.executor.drafter.loop
+    loop: Any = wrapped.engine.executor.drafter.loop
     with torch.no_grad():
         for each in wrapped.head.heads:  # type: ignore[union-attr]
             each.blocks[0].self_attn.o_proj.weight.mul_(50)  # attention decides

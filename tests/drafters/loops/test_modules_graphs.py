@@ -47,7 +47,7 @@ def with_graphs(build: Make, *args: Any, **options: Any) -> SpeculativeModel:
     with backend_of_ours(FixedPlaceBackend(torch.device("cpu"))):
         wrapped = build(*args, cuda_graphs=True, **options)
     launch_ahead(wrapped)
-    assert isinstance(wrapped.executor, GraphExecutor)
+    assert isinstance(wrapped.engine.executor, GraphExecutor)
     return wrapped
 
 
@@ -253,7 +253,7 @@ def test_modules_are_traced_without_a_break(
     with compiler_settings():  # a real replay compiles nothing anew
         completions = graphed.generate(PROMPTS, GREEDY)
     assert found(completions) == found(expected)
-    assert graphed.executor.report.fused_groups == 2 * 4 + 2 * 2  # type: ignore[attr-defined]
+    assert graphed.engine.executor.report.fused_groups == 2 * 4 + 2 * 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_drafts_from_graphs(
     with backend_of_ours(FixedPlaceBackend(torch.device("cpu"))):
         graphed = wrap(case.model, folder, cuda_graphs=True, **sizes)
     launch_ahead(graphed)
-    assert isinstance(graphed.executor, GraphExecutor) and len(graphed.head.blocks) == 2
+    assert isinstance(graphed.engine.executor, GraphExecutor) and len(graphed.head.blocks) == 2
     completions = graphed.generate(PROMPTS, GREEDY)
     assert [(c.token_ids, c.drafts) for c in completions] == [(c.token_ids, c.drafts) for c in eager]
     accepted = [r.accepted for c in completions for r in c.stats.rounds]

@@ -77,7 +77,7 @@ def built_in(draft_sampling: str) -> SpeculativeModel:
             draft_sampling=draft_sampling,
         )
     launch_ahead(model)
-    assert isinstance(model.executor, GraphExecutor)
+    assert isinstance(model.engine.executor, GraphExecutor)
     return model
 
 

@@ -34,7 +34,7 @@ def graphed(folder: Path, sizes: dict[str, Any], groups: int) -> None:
         setattr(head, name, getattr(head, name).double())
     before = state_of(target)
     model = with_graphs(head, target, num_speculative_tokens=3, max_num_seqs=3)
-    assert model.executor.report.fused_groups == groups
+    assert model.engine.executor.report.fused_groups == groups
     assert any(isinstance(m, SiblingFp8Linear) for m in target.modules())
     answers = model.generate(PROMPTS, SamplingParams(max_new_tokens=NEW))
     assert [c.token_ids for c in answers] == [greedy(oracle, prompt, NEW) for prompt in PROMPTS]

@@ -329,7 +329,7 @@ def test_compiled_code_gives_the_same_tokens_and_drafts(recorded_on_cpu: list[Re
     completions = graphed.generate(PROMPTS, params)
     assert [c.token_ids for c in completions] == [hf_greedy(p, 24) for p in PROMPTS]
     assert [c.drafts for c in completions] == [c.drafts for c in eager]
-    assert graphed.executor.report.fused_groups == 2 * 4 + 2
+    assert graphed.engine.executor.report.fused_groups == 2 * 4 + 2
     assert sum(g.replays for g in recorded_on_cpu) > 30
 
 
@@ -424,7 +424,7 @@ def test_every_captured_graph_is_reported(
         draft_sampling=drawn,
         max_num_batched_tokens=256,
     )
-    report = graphed.executor.report
+    report = graphed.engine.executor.report
     assert (report.graphs, report.sampled_graphs) == ((1 + num_drafts) * len(report.rows), sampled)
     assert report.graphs + report.sampled_graphs == len(graphs_on_cpu)
     layers = tiny_llama().config.num_hidden_layers

@@ -49,7 +49,7 @@ def test_tokens_and_drafts_are_those_of_one_group_run_eagerly(
     assert [(tokens, drafts) for tokens, drafts, _ in right] == [
         (c.token_ids, c.drafts) for _, c in sorted(completions.items())
     ]
-    assert isinstance(wrapped.executor, GraphExecutor) and free_everywhere(wrapped)
+    assert isinstance(wrapped.engine.executor, GraphExecutor) and free_everywhere(wrapped)
     assert len(fixed) - captured == len(planned) > 15, "verifications of a fixed shape plan both groups"
     assert wrapped.engine_stats.rounds > len(planned) + 5, "others run by segments"
     assert len(launched) > 20 and most > 10

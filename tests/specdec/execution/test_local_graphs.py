@@ -54,7 +54,7 @@ def answers(
     """(tokens, drafts, rounds) of every request."""
     with backend_of_ours(FixedPlaceBackend(torch.device("cpu"))):
         model = wrap(target, head, cuda_graphs=graphs, **{**SIZES, **sizes})
-    assert isinstance(model.executor, GraphExecutor) == bool(graphs)
+    assert isinstance(model.engine.executor, GraphExecutor) == bool(graphs)
     launch_ahead(model, bool(graphs))
     with model:
         completions = model.generate(prompts, params)

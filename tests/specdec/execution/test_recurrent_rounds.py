@@ -69,7 +69,7 @@ def test_tokens_are_transformers_own(
     for _ in range(2):
         completions = wrapped.generate(PROMPTS, SamplingParams(NEW))
         assert [p + list(c.token_ids) for p, c in zip(PROMPTS, completions, strict=True)] == right
-    assert isinstance(wrapped.executor, GraphExecutor) and free_everywhere(wrapped)
+    assert isinstance(wrapped.engine.executor, GraphExecutor) and free_everywhere(wrapped)
     assert len(fixed) - captured > 15, "verifications of a fixed shape"
     assert (len(ahead) > 20) == (drafts > 0), "launched before the commit"
     assert wrapped.graphs == "on"

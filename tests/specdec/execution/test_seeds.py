@@ -75,7 +75,7 @@ def loaded(execution: dict[str, Any], drawn: str, **sizes: Any) -> Any:
     options = {"num_speculative_tokens": 3, "draft_sampling": drawn} | sizes | execution
     wrapped = wrap(tiny_llama(), table_head(tiny_llama()), **options)
     launch_ahead(wrapped, bool(execution))
-    assert isinstance(wrapped.executor, GraphExecutor) == bool(execution)
+    assert isinstance(wrapped.engine.executor, GraphExecutor) == bool(execution)
     return wrapped
 
 

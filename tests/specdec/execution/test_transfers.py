@@ -60,10 +60,10 @@ def transfers_a_round(
     prompts = Load(1, (70, 70), (2, 2), sampled_share=sampled_prompts).arrivals(VOCAB)
     with kernels_by_reference(), some(engine_of(graphed), rows, prompts, ROUNDS) as go_on:
         reads, prefills = count_calls(monkeypatch, HostReads, "start"), count_calls(monkeypatch, RaggedPrefill, "run")
-        before = graphed.executor.transfers
+        before = graphed.engine.executor.transfers
         assert go_on() == len(reads) == ROUNDS
         assert len(prefills) == (ROUNDS if some is mixed_rounds else 0)
-        sent = graphed.executor.transfers - before
+        sent = graphed.engine.executor.transfers - before
     assert free_everywhere(graphed)
     return float(sent / ROUNDS)
 

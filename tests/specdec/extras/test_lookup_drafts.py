@@ -119,7 +119,8 @@ def test_an_interrupt_at_any_round_changes_nothing() -> None:
     right = [(c.token_ids, c.drafts) for c in model.generate(QUOTES[:3], GREEDY)]
     engine = engine_of(model)
     for at in range(2, 9):
-        numbers, ends, plain, left = [engine.submit(q, GREEDY) for q in QUOTES[:3]], {}, model.executor.verify, [at]
+        numbers, ends = [engine.submit(q, GREEDY) for q in QUOTES[:3]], {}
+        plain, left = model.engine.executor.verify, [at]
 
         def verify(*given: Any, plain: Any = plain, left: list[int] = left) -> Any:
             left[0] -= 1
@@ -128,7 +129,7 @@ def test_an_interrupt_at_any_round_changes_nothing() -> None:
             return plain(*given)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model.executor, "verify", verify, raising=False)
+            patch.setattr(model.engine.executor, "verify", verify, raising=False)
             while engine.has_work:
                 try:
                     updates = engine.step()
@@ -158,8 +159,8 @@ def test_rounds_ahead_while_nothing_matches(graphs_on_cpu: list[Any]) -> None:  
     ids = [list(range(3, 33))]
     for each in (model, plain):
         launched: list[Any] = []
-        chain = each.executor.launch_next
-        each.executor.launch_next = lambda *given, chain=chain, seen=launched: (seen.append(1), chain(*given))[1]
+        chain = each.engine.executor.launch_next
+        each.engine.executor.launch_next = lambda *given, chain=chain, seen=launched: (seen.append(1), chain(*given))[1]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TokenIndex, "propose", lambda self, most: [])
             assert each.generate(ids, SamplingParams(20))[0].token_ids == hf_greedy(ids[0], 20)

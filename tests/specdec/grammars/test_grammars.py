@@ -204,7 +204,7 @@ def test_an_interrupt_at_any_round_changes_nothing() -> None:
     engine = engine_of(model)
     for at in range(2, 9):
         numbers = [engine.submit(prompt, own, eos_token_ids=()) for prompt, own in asked[:4]]
-        ends, plain, left = dict[int, Any](), model.executor.verify, [at]
+        ends, plain, left = dict[int, Any](), model.engine.executor.verify, [at]
 
         def verify(*given: Any, plain: Any = plain, left: list[int] = left) -> Any:
             left[0] -= 1
@@ -213,7 +213,7 @@ def test_an_interrupt_at_any_round_changes_nothing() -> None:
             return plain(*given)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model.executor, "verify", verify, raising=False)
+            patch.setattr(model.engine.executor, "verify", verify, raising=False)
             while engine.has_work:
                 try:
                     updates = engine.step()

@@ -50,9 +50,9 @@ def test_the_default_is_graphs_where_there_are_any(graphs_on_cpu: list[Replayed]
     with warnings.catch_warnings():
         warnings.simplefilter("error", SpecdecWarning)
         model, plain = load(), wrap(tiny_llama())
-    assert isinstance(model.executor, GraphExecutor) and model.graphs == "on"
+    assert isinstance(model.engine.executor, GraphExecutor) and model.graphs == "on"
     assert model.describe()["graphs"]["state"] == "on"
-    assert isinstance(plain.executor, EagerExecutor) and plain.graphs == "off: backend 'torch' has none"
+    assert isinstance(plain.engine.executor, EagerExecutor) and plain.graphs == "off: backend 'torch' has none"
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_what_cannot_be_compiled_or_captured_runs_without_and_says_so(
     weights = {name: p.clone() for name, p in target.named_parameters()}
     with pytest.warns(SpecdecWarning, match="LlamaForCausalLM runs without CUDA graphs.*RuntimeError: a graph break"):
         model = load(target)
-    assert isinstance(model.executor, EagerExecutor) and model.graphs == "off: RuntimeError: a graph break"
+    assert isinstance(model.engine.executor, EagerExecutor) and model.graphs == "off: RuntimeError: a graph break"
     assert ("CUDA graphs", model.graphs) in route_rows(model.describe())
     assert not any(isinstance(m, SiblingLinear) for m in [*target.modules(), *model.head.modules()])
     assert all(torch.equal(p, weights[name]) for name, p in target.named_parameters())

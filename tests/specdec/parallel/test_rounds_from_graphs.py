@@ -58,11 +58,11 @@ def test_they_are_the_rounds_of_one_rank(
     found = []
     for options in ({}, {"tensor_parallel_size": 2}):
         with SpeculativeModel.from_pretrained("gsm-llama", draft, cuda_graphs=True, **sizes, **options) as model:
-            assert isinstance(model.executor, GraphExecutor) and model.graphs == "on"
+            assert isinstance(model.engine.executor, GraphExecutor) and model.graphs == "on"
             if options:
                 model.engine.run("on_ranks:launch_ahead")  # type: ignore[attr-defined]
             else:
-                model.engine.use(model.executor, queue_verification=True)
+                model.engine.use(model.engine.executor, queue_verification=True)
             found.append((tokens(model, mixed[0]), tokens(model, mixed[1]), tokens(model, mixed), model.engine_stats))
             if options:
                 assert differing_ids(model.engine) == [0, 0]  # type: ignore[arg-type]
