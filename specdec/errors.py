@@ -45,6 +45,14 @@ class ClosedModelError(SpecdecError):
     """A SpeculativeModel was used after its `close()`, or closed while the request was running."""
 
 
+class QueueFullError(SpecdecError):
+    """As many requests wait as `max_waiting_requests` allows; nothing of this call was queued."""
+
+
+class DrainingError(SpecdecError):
+    """The model ends what it has (`drain`, `aclose`) and takes no new requests."""
+
+
 class NotCopyableError(SpecdecError, TypeError):
     """A SpeculativeModel was to be copied or pickled; it holds caches, hooks and device memory that have no copy."""
 
@@ -88,6 +96,7 @@ UNNAMED_ERRORS = (
 __all__ = [
     "CacheTooSmallError",
     "ClosedModelError",
+    "DrainingError",
     "HandoffMismatchError",
     "HeadLoadError",
     "HeadMismatchError",
@@ -99,6 +108,7 @@ __all__ = [
     "NotCopyableError",
     "OutOfDeviceMemoryError",
     "OutOfPagesError",
+    "QueueFullError",
     "RanksLostError",
     "RequestFailedError",
     "RoundFailedError",

@@ -101,6 +101,7 @@ class SpeculativeModel:
         tokenizer: Any = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
+        max_waiting_requests: int | None = None,
         max_num_batched_tokens: int = 2048,
         max_num_prefill_tokens: int = MAX_NUM_PREFILL_TOKENS,
         page_size: int = 16,
@@ -144,8 +145,9 @@ class SpeculativeModel:
             dtype: "auto" (float32 on a CPU, else the checkpoint's), a torch dtype or its name. device: default CUDA if
                 there is one. tokenizer: or its folder or hub name; default the target's; needed where that has no name.
             max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding changes.
-            max_num_seqs, max_num_batched_tokens: most requests in one batch, and tokens of one forward;
-                max_num_prefill_tokens: prompt tokens of one in which other requests decode, and wait for it.
+            max_num_seqs, max_waiting_requests: most requests in one batch, and beside it: a call that would bring more
+                is refused (QueueFullError). max_num_batched_tokens: most tokens of one forward; max_num_prefill_tokens:
+                prompt tokens of one in which other requests decode, and wait for it.
             page_size: tokens a page of the KV cache. kv_cache_tokens: its size, in tokens of layers that see all;
                 default max_num_seqs full-length requests, within gpu_memory_utilization, or 1 GiB on a CPU.
             kv_cache_dtype: "auto" (the model's), or "fp8": the target's in 8 bits (e4m3), which changes its tokens a
@@ -280,7 +282,7 @@ class SpeculativeModel:
         check = self._live.begin_check()
         with interrupts_as_they_are():
             requests = make(*given)
-            check_each(requests, lambda request: self.engine.check(request.token_ids, request.params))
+            check_each(requests, lambda request: self.engine.admission.check(request.token_ids, request.params))
         return Stream(self._shared, requests, check=check)
 
     @own_torch_state()
