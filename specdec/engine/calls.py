@@ -32,15 +32,15 @@ class Call:
         places: request id -> index in the call, of the requests that are not ended.
         inbox: updates, and None to wake the sleeping caller.
         num_requests: so far. refusal: why the call cannot be served, found during its first round.
-        made: when, in time.perf_counter seconds.
+        made: when, in time.perf_counter seconds. has_thread: a thread of its own reads it, which no fork has.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_thread: bool = False) -> None:
         self.refusal: SpecdecError | None = None
         self.places: dict[int, int] = {}
         self.inbox: SimpleQueue[Update | None] = SimpleQueue()
         self._last: dict[int, Update] = {}
-        self.num_requests, self.made = 0, time.perf_counter()
+        self.num_requests, self.made, self.has_thread = 0, time.perf_counter(), has_thread
 
     @property
     def is_ready(self) -> bool:

@@ -387,6 +387,7 @@ class SharedEngine:
         own = self._holder == me  # it forked inside a round, from a hook for example: that goes on here as well
         if not own:
             gone += [self._leading] if self._leading else []
+            gone += {call for call in self._calls.values() if call.has_thread}
             self._lock, self._holder, self._leading, self._in_round = threading.Lock(), None, None, False
         self.forked, self._without_device = True, self._device_type == "cuda"
         self._sleeping, self._line = {}, {me: self._line[me]} if own and me in self._line else {}
