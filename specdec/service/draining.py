@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from math import inf
 from typing import Any
 
+from specdec.errors import ClosedModelError
+
 
 @contextmanager
 def drained(model: Any, timeout: float | None) -> Iterator[int]:
@@ -44,6 +46,9 @@ def drain(model: Any, timeout: float | None) -> int:
 
 def drain_and_close(model: Any, timeout: float | None) -> int:
     """See `SpeculativeModel.aclose`."""
-    with drained(model, timeout) as cancelled:
-        model.close()
-        return cancelled
+    try:
+        with drained(model, timeout) as cancelled:
+            model.close()
+    except ClosedModelError:
+        return 0  # another thread was faster
+    return cancelled
