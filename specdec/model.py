@@ -262,7 +262,7 @@ class SpeculativeModel:
 
     def stream_async(self, prompts: Prompts = None, params: Params = None, **options: Any) -> AsyncStream:
         """As `stream`, for `async for`: see docs/service.md. Bad input raises as it is read, or by `start`."""
-        from specdec.service.asynchronous import stream_of
+        from specdec.service.leading import stream_of
 
         return stream_of(self, prompts, params, options)
 

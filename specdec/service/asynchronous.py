@@ -1,40 +1,24 @@
-"""Asynchronous calls: one thread leads rounds for all of a model's, and hands their updates to their event loops.
-
-The engine has no thread of its own: a caller runs the round for all. An event loop must not, so a thread does it for
-all of them (`Leader`), as one call of the engine that stays open. What a round brings is put into the streams at once,
-and each event loop is woken once a round at most. A second thread reads prompts and parameters, in the order of the
-calls: a tokenizer or a grammar's compiler stops neither rounds nor event loops.
-"""
+"""AsyncStream: the updates of one asynchronous call, handed over from the thread that leads rounds."""
 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import os
 import threading
 import weakref
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
-from specdec.engine.calls import CLOSED_MEANWHILE, READ_ELSEWHERE, Call
-from specdec.engine.sharing import SharedEngine
+from specdec.engine.calls import Call
 from specdec.engine.streams import Stream, StreamUpdate, raise_first
-from specdec.errors import ClosedModelError, SpecdecError
+from specdec.errors import SpecdecError
 from specdec.requests.request import Completion, Update
 
 MOST_UNREAD = 16
 """Updates that wait for a slow reader before new ones are added to the last one of the same completion."""
-_FAILED = "the thread that leads rounds for asynchronous calls was struck by an error from outside, ask again"
-_LONGEST_END = 5.0
-"""Seconds to wait for the thread when the model is closed or the process ends."""
-
-_leaders: weakref.WeakSet[Leader] = weakref.WeakSet()
 
 
 class AsyncStream(AsyncIterator[StreamUpdate]):
@@ -47,8 +31,8 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
     `cancel` and `close` may be called on any thread.
     """
 
-    def __init__(self, leader: Leader, make: Callable[[], Stream]) -> None:
-        """make: reads the call's prompts and parameters; runs on another thread."""
+    def __init__(self, leader: Any, make: Callable[[], Stream]) -> None:
+        """leader: a `Leader`. make: reads the call's prompts and parameters; runs on another thread."""
         self._leader, self._make = leader, make
         self.loop: AbstractEventLoop | None = None
         self.part = Call()
@@ -59,6 +43,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         self._errors: list[SpecdecError] = []
         self._failure: BaseException | None = None
         self._places: dict[int, int] | None = None
+        self._task: asyncio.Task[Any] | None = None
         self._cancelled: deque[tuple[int, ...]] = deque()
         self._whole = self._signalled = self.closed = False
 
@@ -69,6 +54,8 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
     async def __anext__(self) -> StreamUpdate:
         """Raises as `start`; after the last update RequestFailedError or RoundFailedError, when requests failed;
         ClosedModelError when the model was closed meanwhile."""
+        self._leader.check_process()
+        self._follow_task()
         try:
             await self.start()
             while (found := self._next()) is None:
@@ -116,7 +103,8 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         """Cancel unfinished requests and read no more. Idempotent, never waits."""
         self.closed = True
         self.cancel()
-        self._unread.clear()
+        with self._lock:
+            self._unread.clear()
         self._leader.kept.discard(self)
         if self.loop is not None and self.needs_signal():
             signal_all(self.loop, [self])
@@ -129,6 +117,18 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         with suppress(AttributeError):  # __init__ did not come to its end, or the interpreter ends
             if self._places:
                 self.cancel()
+
+    def _follow_task(self) -> None:
+        """The task that reads: cancelled outside of a read, in its own code, it ends the stream too."""
+        task = asyncio.current_task()
+        if task is not self._task and task is not None:
+            self._task = task
+            task.add_done_callback(partial(_close_if_cancelled, weakref.ref(self)))
+
+    def reader_ended(self, task: asyncio.Task[Any]) -> None:
+        """Close it where this task was the last one that read it, and was cancelled."""
+        if task is self._task and task.cancelled():
+            self.close()
 
     async def _change(self) -> None:
         """Wait for a signal since the state was looked at; meanwhile the leader keeps the stream alive."""
@@ -215,6 +215,11 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         self._changed.set()
 
 
+def _close_if_cancelled(stream_of: weakref.ref[AsyncStream], task: asyncio.Task[Any]) -> None:
+    if (stream := stream_of()) is not None:
+        stream.reader_ended(task)
+
+
 def merged(first: StreamUpdate, then: StreamUpdate) -> StreamUpdate:
     """Two updates of one completion as one."""
     ids, text = [*first.token_ids, *then.token_ids], first.text + then.text
@@ -236,167 +241,3 @@ def signal_all(loop: AbstractEventLoop, streams: list[AsyncStream]) -> None:
 def _signal(streams: list[AsyncStream]) -> None:
     for stream in streams:
         stream.signal()
-
-
-class Leader:
-    """Leads rounds for all asynchronous calls of a model, on a thread that begins with the first call.
-
-    The thread refers to it only while there is something to do: a model that was dropped is collected.
-
-    Attributes:
-        shared: the model's engine. call: of all requests, open as long as the model is. readers: the thread on which
-            prompts and parameters are read. kept: streams whose readers wait. process: it belongs to this one.
-    """
-
-    def __init__(self, shared: SharedEngine) -> None:
-        self.shared, self.call = shared, Call(has_thread=True)
-        self.readers = ThreadPoolExecutor(1, "specdec-prompts")
-        self.kept: set[AsyncStream] = set()
-        self.process = os.getpid()
-        self._new: deque[AsyncStream] = deque()
-        self._owners: dict[int, tuple[weakref.ref[AsyncStream], int]] = {}
-        self._told: set[AsyncStream] = set()
-        self._wake: SimpleQueue[None] = SimpleQueue()
-        self._change = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._ended = False
-        weakref.finalize(self, self._wake.put, None).atexit = False
-        _leaders.add(self)
-
-    def check_process(self) -> None:
-        """Raises SpecdecError in a fork of the process whose thread leads."""
-        if self.process != os.getpid():
-            raise SpecdecError(READ_ELSEWHERE)
-
-    def check(self) -> None:
-        """Raises SpecdecError in a fork, ClosedModelError after the model's `close`."""
-        self.check_process()
-        self.shared.check_open()
-
-    def add(self, stream: AsyncStream) -> None:
-        """Queue a stream's requests before the next round. Raises ClosedModelError after `end`."""
-        with self._change:
-            if self._ended:
-                raise ClosedModelError(CLOSED_MEANWHILE)
-            self._new.append(stream)
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(
-                    target=_run, args=(weakref.ref(self), self._wake), name="specdec-leader", daemon=True
-                )
-                self._thread.start()
-        self._wake.put(None)
-
-    def end(self) -> None:
-        """End the thread; calls that are open raise ClosedModelError after the updates that they have."""
-        with self._change:
-            self._ended, thread = True, self._thread
-        self._wake.put(None)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_LONGEST_END)
-        self.readers.shutdown(wait=False)
-
-    def lead(self) -> bool:
-        """On its thread: run rounds until nothing is left to do. False at the end."""
-        try:
-            while True:
-                while not self._wake.empty():
-                    self._wake.get()
-                if self._ended:
-                    raise ClosedModelError(CLOSED_MEANWHILE)
-                if not self._new and not self._owners:
-                    return True
-                self._queue_new()
-                if self._owners:
-                    self.shared.help()
-                self._hand_over()
-                self.shared.check_open()
-        except BaseException as error:
-            self._hand_over()
-            self._fail(error)
-            return isinstance(error, Exception) and not self._ended
-
-    def _queue_new(self) -> None:
-        while self._new:
-            stream = self._new.popleft()
-            if stream.closed or stream.requests is None:
-                continue
-            self._told.add(stream)
-            try:
-                requests, check = stream.requests.hand_over()
-                first = self.call.num_requests
-                self.shared.submit(requests, check, self.call, stream.part)
-            except Exception as error:
-                stream.fail(error)
-                continue
-            own = weakref.ref(stream)
-            self._owners.update({first + index: (own, index) for index in range(len(requests))})
-            stream.queued(range(first, first + len(requests)))
-
-    def _hand_over(self) -> None:
-        """What the last round has brought goes into the streams, and their event loops are told."""
-        told, self._told = self._told, set()
-        for place, update in self.shared.received(self.call):
-            own, index = self._owners[place] if not update.last else self._owners.pop(place)
-            if (stream := own()) is None:
-                continue
-            if stream.part.refusal is not None:
-                stream.closed = True  # as `SharedEngine.next`, which reads no update of a refused call
-                stream.fail(stream.part.refusal)
-            if stream.put(index, update):
-                told.add(stream)
-        _tell(told)
-
-    def _fail(self, error: BaseException) -> None:
-        """End all calls that are open."""
-        closed = isinstance(error, ClosedModelError)
-        each = {stream for own, _ in self._owners.values() if (stream := own()) is not None}
-        new = [self._new.popleft() for _ in range(len(self._new))]
-        for stream in (*each, *new):
-            mine = ClosedModelError(CLOSED_MEANWHILE) if closed else SpecdecError(f"{_FAILED}: {error!r}")
-            mine.__cause__ = None if closed else error
-            stream.fail(mine)
-        self._owners.clear()
-        self.shared.abandon(self.call)
-        self.call = Call(has_thread=True)
-        _tell({*each, *new})
-
-
-def _tell(streams: set[AsyncStream]) -> None:
-    """Wake the readers of these streams: one callback for each event loop."""
-    by_loop: dict[AbstractEventLoop, list[AsyncStream]] = {}
-    for stream in streams:
-        if stream.loop is not None and stream.needs_signal():
-            by_loop.setdefault(stream.loop, []).append(stream)
-    for loop, own in by_loop.items():
-        signal_all(loop, own)
-
-
-def _run(leader_of: weakref.ref[Leader], wake: SimpleQueue[None]) -> None:
-    """The thread."""
-    while True:
-        wake.get()
-        leader = leader_of()
-        if leader is None or not leader.lead():
-            return
-        del leader
-
-
-def leader_of(model: Any) -> Leader:
-    """The leader of a `SpeculativeModel`, made at its first asynchronous call; the model ends it when it is closed."""
-    found: Leader = vars(model).setdefault("_leader", Leader(model._shared))
-    if found.process != os.getpid():
-        found = vars(model)["_leader"] = Leader(model._shared)
-    return found
-
-
-def stream_of(model: Any, prompts: Any, params: Any, options: dict[str, Any]) -> AsyncStream:
-    """See `SpeculativeModel.stream_async`."""
-    return AsyncStream(leader_of(model), partial(model.stream, prompts, params, **options))
-
-
-@atexit.register
-def _end_all() -> None:
-    """A thread that is inside torch while the interpreter ends may crash the process."""
-    for leader in list(_leaders):
-        if leader.process == os.getpid():
-            leader.end()

@@ -27,7 +27,7 @@ from typing import Any
 import click
 
 ROOT = Path(__file__).resolve().parents[2]
-SLICE = 0.005
+SLICE = 0.01
 """Seconds that the task sleeps which measures the delay of the event loop."""
 PROMPTS = [f"{name} has {i} boxes of {3 + i % 9} eggs. How many eggs?" for i in range(2, 52) for name in ("Tom", "Ann")]
 

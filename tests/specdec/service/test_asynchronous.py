@@ -9,6 +9,7 @@ import random
 import threading
 import time
 import weakref
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from fakes import free_everywhere, hf_greedy, random_prompts, table_head, tiny_l
 
 from specdec import ClosedModelError, InvalidInputError, ModelChangedError, RequestFailedError, SpecdecError
 from specdec.requests.sampling import SamplingParams
-from specdec.service.asynchronous import MOST_UNREAD, leader_of
+from specdec.service.asynchronous import MOST_UNREAD
+from specdec.service.leading import leader_of
 
 PROMPTS = random_prompts((5, 9, 3, 7, 6, 4))
 NEW = 16
@@ -123,6 +125,47 @@ def test_a_cancelled_task_is_a_cancelled_request_within_one_round(model: Any) ->
 
     assert asyncio.run(cancelled()) <= 1
     assert free_everywhere(model)
+
+
+def test_a_task_that_is_cancelled_between_two_reads_ends_its_stream(model: Any) -> None:
+    """Although the cancelled task still refers to it."""
+
+    async def between() -> bool:
+        async def reads() -> None:
+            async for _ in model.stream_async(PROMPTS[0], ENDLESS):
+                await asyncio.sleep(3600)
+
+        task = asyncio.create_task(reads())
+        rounds = count_rounds(model)
+        await until(lambda: rounds[0] > 3)
+        task.cancel()
+        begun = rounds[0]
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: not model.engine.has_work)
+        return rounds[0] - begun <= 2 and task.cancelled()
+
+    assert asyncio.run(between())
+
+
+def test_a_stream_that_another_task_goes_on_reading_is_not_ended(model: Any) -> None:
+    async def handed_on() -> Any:
+        stream = model.stream_async(PROMPTS[0], max_new_tokens=NEW)
+
+        begun = asyncio.Event()
+
+        async def begins() -> None:
+            await anext(stream)
+            begun.set()
+            await asyncio.sleep(3600)
+
+        task = asyncio.create_task(begins())
+        await begun.wait()
+        rest = asyncio.create_task(stream.completions())
+        await asyncio.sleep(0)
+        task.cancel()
+        return await rest
+
+    assert asyncio.run(handed_on())[0].token_ids == right(PROMPTS[0])
 
 
 def test_a_planted_cancellation_that_does_not_reach_the_engine_is_seen(model: Any) -> None:
@@ -406,29 +449,22 @@ def test_a_long_life_keeps_nothing_of_ended_requests(model: Any) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_fork_has_asynchronous_calls_of_its_own(model: Any) -> None:
-    async def parent() -> int:
+    async def parent() -> Any:
         stream = model.stream_async(PROMPTS[0], ENDLESS)
         await anext(stream)
-        process = os.fork()
-        if process:
-            await stream.aclose()
-            return os.waitstatus_to_exitcode((await asyncio.to_thread(os.waitpid, process, 0))[1])
-        os._exit(asyncio_in_child(model, stream))
+        child = get_context("fork").Process(target=in_child, args=(model, stream))
+        child.start()
+        await stream.aclose()
+        await asyncio.to_thread(child.join, 120)
+        return child.exitcode
 
     assert asyncio.run(parent()) == 0
     assert model.generate(PROMPTS[1], max_new_tokens=NEW)[0].token_ids == right(PROMPTS[1])
 
 
-def asyncio_in_child(model: Any, stream: Any) -> int:
-    """0 where the parent's stream is refused and a new call is served."""
-    asyncio.events._set_running_loop(None)
-    try:
+def in_child(model: Any, stream: Any) -> None:
+    """Raises where the parent's stream is not refused, or a new call is not served."""
+    with pytest.raises(SpecdecError, match="forked"):
         stream.__anext__().send(None)
-    except SpecdecError as error:
-        if "forked" not in str(error):
-            return 2
-    try:
-        found = asyncio.run(model.generate_async(PROMPTS[1], max_new_tokens=NEW))
-    except BaseException:
-        return 3
-    return 0 if found[0].token_ids == right(PROMPTS[1]) and not model.engine.has_work else 4
+    found = asyncio.run(model.generate_async(PROMPTS[1], max_new_tokens=NEW))
+    assert found[0].token_ids == right(PROMPTS[1]) and not model.engine.has_work
