@@ -6,6 +6,7 @@ pip install "specdec-hf[serve]"; python examples/serve_openai.py --model gsm-lla
 from __future__ import annotations
 
 import asyncio
+import gc
 import hmac
 import json
 import time
@@ -15,9 +16,9 @@ from typing import Any
 
 import click
 import uvicorn
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.exceptions import HTTPException
 
 from specdec import InvalidInputError, SpecdecError, SpeculativeModel
 from specdec.service.openai_format import chunks, error_body, error_of, request_of, response_of
@@ -39,7 +40,7 @@ class Service:
         app.add_api_route("/metrics", self.metrics, response_class=PlainTextResponse)
         app.add_api_route("/health", self.health, response_model=None)
         app.add_exception_handler(SpecdecError, failed)
-        app.add_exception_handler(AnyHTTPException, refused)
+        app.add_exception_handler(HTTPException, refused)
         return app
 
     async def authorise(self, request: Request) -> None:
@@ -141,6 +142,7 @@ def main(model: str, draft: str | None, name: str | None, host: str, port: int, 
     """Serve a model at http://HOST:PORT/v1."""
     sizes = {size: options[size] for size in ("max_num_seqs", "max_waiting_requests")}
     with SpeculativeModel.from_pretrained(model, draft, **sizes) as loaded:
+        gc.freeze()  # a full collection would look at all of torch, and stop the event loop for 0.3 s
         service = Service(loaded, name or model, options["api_key"], options["max_body_bytes"])
         Server(service, options["drain_seconds"], host, port).run()
 

@@ -10,6 +10,7 @@ SIGTERM while these run: all must be answered. Ends in one JSON line; exits with
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -73,6 +74,8 @@ def serve(port: int, report: Path, seconds: float) -> None:
     """The server's process; what is left when it was drained, and the delays of its event loop, go into a file."""
     module, model, delays = example(), loaded(), list[float]()
     model.generate([chat(prompt) for prompt in PROMPTS[:32]], max_new_tokens=8)
+
+    gc.freeze()  # as the example's `main`
 
     class Server(module.Server):  # type: ignore[misc, name-defined]
         async def startup(self, sockets: Any = None) -> None:
