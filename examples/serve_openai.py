@@ -1,7 +1,4 @@
-"""An HTTP server with OpenAI's interface over one model (docs/service.md).
-
-pip install "specdec-hf[serve]"; python examples/serve_openai.py --model gsm-llama --draft auto
-"""
+"""An HTTP server with OpenAI's interface over one model: pip install "specdec-hf[serve]"; see docs/service.md."""
 
 from __future__ import annotations
 
@@ -140,7 +137,7 @@ class Server(uvicorn.Server):
 @click.option("--drain-seconds", default=30.0, show_default=True, help="For running requests to end after SIGTERM.")
 def main(model: str, draft: str | None, name: str | None, host: str, port: int, **options: Any) -> None:
     """Serve a model at http://HOST:PORT/v1."""
-    sizes = {size: options[size] for size in ("max_num_seqs", "max_waiting_requests")}
+    sizes = {"max_num_seqs": options["max_num_seqs"], "max_waiting_requests": options["max_waiting_requests"]}
     with SpeculativeModel.from_pretrained(model, draft, **sizes) as loaded:
         gc.freeze()  # a full collection would look at all of torch, and stop the event loop for 0.3 s
         service = Service(loaded, name or model, options["api_key"], options["max_body_bytes"])

@@ -14,12 +14,14 @@ import gc
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import Counter
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -28,6 +30,8 @@ from typing import Any
 import click
 
 ROOT = Path(__file__).resolve().parents[2]
+LONG = 200
+"""New tokens of the requests that are in flight at SIGTERM."""
 SLICE = 0.01
 """Seconds that the task sleeps which measures the delay of the event loop."""
 PROMPTS = [f"{name} has {i} boxes of {3 + i % 9} eggs. How many eggs?" for i in range(2, 52) for name in ("Tom", "Ann")]
@@ -70,6 +74,14 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else 0.0
 
 
+def left(model: Any, limit: float) -> dict[str, Any]:
+    """What is there once the model is drained, and while it takes nothing new."""
+    from specdec.service.draining import drained
+
+    with drained(model, limit) as cancelled:
+        return {"cancelled": cancelled, "usage": vars(model.usage()), "metrics": dict(model.metrics())}
+
+
 def serve(port: int, report: Path, seconds: float) -> None:
     """The server's process; what is left when it was drained, and the delays of its event loop, go into a file."""
     module, model, delays = example(), loaded(), list[float]()
@@ -85,8 +97,7 @@ def serve(port: int, report: Path, seconds: float) -> None:
         async def drain(self) -> None:
             self.service.draining = True
             self.measuring.cancel()
-            cancelled = await asyncio.to_thread(model.drain, self.limit)
-            found = {"cancelled": cancelled, "usage": vars(model.usage()), "metrics": dict(model.metrics())}
+            found = await asyncio.to_thread(left, model, self.limit)
             found["delay_ms"] = {
                 name: 1e3 * percentile(delays, at) for name, at in (("p50", 0.5), ("p99", 0.99), ("max", 1))
             }
@@ -99,11 +110,18 @@ def serve(port: int, report: Path, seconds: float) -> None:
 class Soak:
     """The clients, and what they met."""
 
-    def __init__(self, port: int, right: list[str], new: int) -> None:
+    def __init__(self, port: int, right: list[str], long: list[str], new: int) -> None:
+        """right, long: the texts of all prompts, with `new` tokens and with `LONG`."""
         from openai import AsyncOpenAI
 
         self.client = AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300)
-        self.right, self.new, self.kinds, self.wrong = right, new, Counter[str](), list[str]()
+        self.right, self.long, self.new = right, long, new
+        self.kinds, self.wrong = Counter[str](), list[str]()
+
+    def present(self) -> float:
+        """Requests that wait or run in the server."""
+        text = urllib.request.urlopen(f"{str(self.client.base_url).removesuffix('v1/')}metrics").read().decode()
+        return sum(float(value) for value in re.findall(r"^specdec_requests_(?:running|waiting) (.*)$", text, re.M))
 
     async def ask(self, kind: str, place: int) -> None:
         """One request of a kind; what is not as it should be is noted."""
@@ -115,7 +133,7 @@ class Soak:
 
     def options(self, place: int, **more: Any) -> dict[str, Any]:
         own = {"model": "gsm-llama", "messages": chat(PROMPTS[place]), "temperature": 0, "max_tokens": self.new}
-        return own | more
+        return own | {"extra_body": {"ignore_eos": self.new == LONG}} | more
 
     def compare(self, place: int, text: str | None) -> None:
         assert text == self.right[place], f"{text!r} is not {self.right[place]!r}"
@@ -160,10 +178,11 @@ class Soak:
         await asyncio.gather(*(client() for _ in range(clients)))
 
     async def end(self, clients: int, process: subprocess.Popen[bytes]) -> Counter[str]:
-        """SIGTERM with so many requests in flight, all of which are answered; one that comes later is refused."""
-        before = self.kinds.copy()
+        """SIGTERM with so many requests in the model, all of which are answered; one that comes later is refused."""
+        before, self.new, self.right = self.kinds.copy(), LONG, self.long
         tasks = [asyncio.create_task(self.ask("streamed" if i % 2 else "plain", i)) for i in range(clients)]
-        await asyncio.sleep(0.3)
+        while await asyncio.to_thread(self.present) < clients:
+            await asyncio.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         await asyncio.sleep(0.1)
         try:
@@ -187,7 +206,13 @@ def main(clients: int, requests: int, disconnects: int, deadlines: int, new: int
     if serving is not None:
         return serve(*serving, seconds=120.0)
     model = loaded()
-    right = [c.text for c in model.generate([chat(prompt) for prompt in PROMPTS], max_new_tokens=new)]
+    right, long = (
+        [
+            c.text
+            for c in model.generate([chat(prompt) for prompt in PROMPTS], max_new_tokens=most, ignore_eos=most == LONG)
+        ]
+        for most in (new, LONG)
+    )
     model.close()
     kinds = ["disconnect"] * disconnects + ["deadline"] * deadlines
     kinds += ["plain" if i % 2 else "streamed" for i in range(requests - len(kinds))]
@@ -202,7 +227,7 @@ def main(clients: int, requests: int, disconnects: int, deadlines: int, new: int
         if b"Application startup complete" in line:
             break
     begun = time.perf_counter()
-    soak = Soak(port, right, new)
+    soak = Soak(port, right, long, new)
 
     async def everything() -> Counter[str]:
         await soak.run(clients, kinds)

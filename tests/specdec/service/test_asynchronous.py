@@ -16,8 +16,9 @@ import pytest
 from fakes import free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 
 from specdec import ClosedModelError, InvalidInputError, ModelChangedError, RequestFailedError, SpecdecError
+from specdec.engine.streams import Stream
 from specdec.requests.sampling import SamplingParams
-from specdec.service.asynchronous import MOST_UNREAD
+from specdec.service.asynchronous import MOST_UNREAD, AsyncStream
 from specdec.service.leading import leader_of
 
 PROMPTS = random_prompts((5, 9, 3, 7, 6, 4))
@@ -261,6 +262,7 @@ def test_a_stream_that_is_dropped_or_left_is_ended(model: Any) -> None:
 
     asyncio.run(left())
     assert free_everywhere(model)
+    assert model.metrics()["requests_ended_by_cancelled_total"] == 2
 
 
 def test_a_slow_reader_finds_few_updates_with_all_tokens_and_delays_nobody(model: Any) -> None:
@@ -364,6 +366,31 @@ def test_a_changed_model_refuses_its_call_alone(model: Any) -> None:
         return await running
 
     assert len(asyncio.run(changed())[0].token_ids) == 60
+
+
+def test_a_check_that_fails_during_the_first_round_refuses_its_call_alone(model: Any) -> None:
+    def changed() -> None:
+        raise ModelChangedError("planted")
+
+    def make() -> Stream:
+        requests, _ = model.stream(PROMPTS[1], max_new_tokens=NEW).hand_over()
+        return Stream(leader_of(model).shared, requests, check=changed)
+
+    async def both() -> Any:
+        running = asyncio.create_task(model.generate_async(PROMPTS[0], max_new_tokens=60, ignore_eos=True))
+        await until(lambda: model.engine.scheduler.running)
+        with pytest.raises(ModelChangedError, match="planted"):
+            await AsyncStream(leader_of(model), make).completions()
+        return await running
+
+    assert len(asyncio.run(both())[0].token_ids) == 60
+    assert free_everywhere(model)
+
+
+def test_close_ends_a_thread_that_has_nothing_to_do(model: Any) -> None:
+    asyncio.run(model.generate_async(PROMPTS[0], max_new_tokens=2))
+    model.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "specdec-leader"]
 
 
 def test_close_is_told_to_those_who_wait_and_ends_the_threads(model: Any) -> None:

@@ -119,6 +119,7 @@ def test_the_rate_is_of_the_last_whole_seconds() -> None:
         counters.add_reported([Update(0, [1] * 3, ""), Update(1, [2], "")], second + 0.1)
         counters.add_reported([Update(0, [1], "")], second + 0.7)
     assert counters.reported == 150
+    assert counters.lately(29.5) == 5 * LATELY, "the last second has only begun"
     assert (
         counters.lately(30.2) == 5 * LATELY and counters.lately(35.0) == 5 * (LATELY - 5) and counters.lately(99.0) == 0
     )
