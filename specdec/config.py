@@ -61,6 +61,7 @@ class EngineConfig:
         enable_prefix_caching: whether requests begin with pages that earlier ones left, see `attention.cache.prefix`.
         keep_prefixes: keep those of earlier calls where a hook or parametrization of the target has hidden state, see
             `specdec.wrapped.versions`.
+        max_waiting_requests: most requests beyond `max_num_seqs` that may be in the engine; None: any number.
         extras: what only some engines' rounds have, see `specdec.rounds.extras.RoundExtra`; at most one of a class.
     """
 
@@ -77,6 +78,7 @@ class EngineConfig:
     enable_prefix_caching: bool = False
     keep_prefixes: bool = False
     extras: tuple[Any, ...] = ()
+    max_waiting_requests: int | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes that cannot work together."""

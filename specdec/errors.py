@@ -49,6 +49,14 @@ class ClosedModelError(SpecdecError):
     """A SpeculativeModel was used after its `close()`, or closed while the request was running."""
 
 
+class QueueFullError(SpecdecError):
+    """As many requests wait as `max_waiting_requests` allows; nothing of this call was queued."""
+
+
+class DrainingError(SpecdecError):
+    """The model ends what it has (`drain`, `aclose`) and takes no new requests."""
+
+
 class NotCopyableError(SpecdecError, TypeError):
     """A SpeculativeModel was to be copied or pickled; it holds caches, hooks and device memory that have no copy."""
 
@@ -92,6 +100,7 @@ UNNAMED_ERRORS = (
 __all__ = [
     "CacheTooSmallError",
     "ClosedModelError",
+    "DrainingError",
     "HandoffMismatchError",
     "HeadLoadError",
     "HeadMismatchError",
@@ -104,6 +113,7 @@ __all__ = [
     "OutOfDeviceMemoryError",
     "OutOfPagesError",
     "OutputError",
+    "QueueFullError",
     "RanksLostError",
     "RequestFailedError",
     "RoundFailedError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+from asyncio import to_thread
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
@@ -20,7 +20,7 @@ from specdec.engine.stats import EngineStats
 from specdec.engine.streams import Stream, StreamUpdate, completed
 from specdec.errors import NOT_COPYABLE, ClosedModelError, InvalidInputError, ModelLoadError, NotCopyableError
 from specdec.interrupts import interrupts_as_they_are
-from specdec.loading.assembly import Parts, assemble
+from specdec.loading.assembly import FREED, Parts, assemble, dismantle
 from specdec.loading.facts import facts_of
 from specdec.loading.memory import memory_named
 from specdec.loading.parts import load_parts
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
     from specdec.handoff.moved import Handoff
     from specdec.handoff.transfers import OnFailure, Transfers
     from specdec.rollouts.new_weights import Weights
-
-_FREED = ("target", "head", "runners", "engine", "_live")  # attributes that `close` deletes
+    from specdec.service.asynchronous import AsyncStream
+    from specdec.service.monitoring import Metrics
 
 
 class SpeculativeModel:
     """A Hugging Face causal language model that drafts and verifies several tokens a round: load, generate, stream.
 
-    Threads: `generate`, `generate_iter`, `stream`, `describe`, `engine_stats` and `hf_model` may be used on any thread.
-    Requests of all share one batch; callers that wait run the rounds, and a forward of `hf_model` waits for a round's
-    and vice versa. From asyncio: an executor with as many threads as calls at once, and `Stream.close` where an await
-    is cancelled (docs/threads.md). A stream that is not read delays no other; a failed request or an interrupted caller
-    ends its own requests only. A call from inside a round (by the tokenizer or a hook) is refused with a SpecdecError.
+    Threads: every method may be called on any thread. Requests of all share one batch; callers that wait run the
+    rounds, and a forward of `hf_model` waits for a round's and vice versa. A stream that is not read delays no other; a
+    failed request or an interrupted caller ends its own requests only. A call from inside a round (by the tokenizer or
+    a hook) is refused with a SpecdecError. Services: docs/service.md.
 
     Life: see `close`, which a with-block calls at its end, and garbage collection. Several may wrap one `hf_model`.
 
     Attributes:
         hf_model: the transformers model; its own `generate` works as before. It stays after `close`.
         tokenizer: its tokenizer. head: the draft head, or None. config: sizes and limits of the engine.
+        num_speculative_tokens: K, drafts a round. dtype, device: the target's.
         generation_config_use: "model" or "ignore": whether the model's own generation_config applies.
         backend_name: the attention backend. runners: attention of each cache group of the target, then of the head.
         self_test_error: relative logit error of the load-time self-test. twin: the test in specdec/selftest/twin.py.
@@ -75,8 +75,10 @@ class SpeculativeModel:
         """Build the engine and run the self-test; prefer `from_pretrained`. Every process of the group calls this.
         Raises InvalidInputError, UnsupportedModelError, UnsupportedAttentionError: see `assemble`."""
         self.hf_model, self.tokenizer, self.head = parts.probed.model, parts.tokenizer, parts.head
+        self.dtype, self.device = self.hf_model.dtype, self.hf_model.device
         self.group, self.ranks = group, group if group.size > 1 else None
         self.config, self.checkpoint = parts.config, parts.checkpoint
+        self.num_speculative_tokens = parts.config.num_speculative_tokens
         self.generation_config_use, self._prefix_caching = options.generation_config, parts.prefix_caching
         self.backend_name, self.cascade_attention = parts.backend.name, parts.cascade
         with startup_progress() as self.steps:
@@ -102,6 +104,7 @@ class SpeculativeModel:
         tokenizer: Any = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
+        max_waiting_requests: int | None = None,
         max_num_batched_tokens: int = 2048,
         max_num_prefill_tokens: int = MAX_NUM_PREFILL_TOKENS,
         page_size: int = 16,
@@ -145,8 +148,9 @@ class SpeculativeModel:
             dtype: "auto" (float32 on a CPU, else the checkpoint's), a torch dtype or its name. device: default CUDA if
                 there is one. tokenizer: or its folder or hub name; default the target's; needed where that has no name.
             max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding changes.
-            max_num_seqs, max_num_batched_tokens: most requests in one batch, and tokens of one forward;
-                max_num_prefill_tokens: prompt tokens of one in which other requests decode, and wait for it.
+            max_num_seqs, max_waiting_requests: most requests in one batch, and beside it: a call that would bring more
+                is refused (QueueFullError). max_num_batched_tokens: most tokens of one forward; max_num_prefill_tokens:
+                prompt tokens of one in which other requests decode, and wait for it.
             page_size: tokens a page of the KV cache. kv_cache_tokens: its size, in tokens of layers that see all;
                 default max_num_seqs full-length requests, within gpu_memory_utilization, or 1 GiB on a CPU.
             kv_cache_dtype: "auto" (the model's), or "fp8": the target's in 8 bits (e4m3), which changes its tokens a
@@ -201,25 +205,10 @@ class SpeculativeModel:
             return cls(parts, options, group)
 
     @property
-    def num_speculative_tokens(self) -> int:
-        """K, drafts a round."""
-        return self.config.num_speculative_tokens
-
-    @property
     def prefix_caching(self) -> str:
         """ "on"; "within each call: " or "off: " and the reason."""
         reason = self.engine.forgets_prefixes
         return f"within each call: {reason}" if reason else self._prefix_caching
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The target's dtype."""
-        return self.hf_model.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the target lives."""
-        return self.hf_model.device
 
     @property
     def engine_stats(self) -> EngineStats:
@@ -227,8 +216,8 @@ class SpeculativeModel:
         return self._shared.stats
 
     def usage(self) -> Usage:
-        """Requests, and the rows and pages that they hold. Waits for a round on another thread. Raises SpecdecError
-        inside a round, and InvariantError, with SPECDEC_CHECK=1, when a page has no owner, or two."""
+        """Requests, and the rows and pages that they hold; waits for a round. Raises SpecdecError inside a round, and
+        InvariantError, with SPECDEC_CHECK=1, when a page has no owner, or two."""
         return self._shared.usage()
 
     def generate(
@@ -249,8 +238,8 @@ class SpeculativeModel:
         Raises:
             InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
             ClosedModelError: closed, also by another thread meanwhile. ModelChangedError: `hf_model` was moved, recast,
-                resized, rebuilt or put into training mode. RoundFailedError: a round of this call failed twice.
-                RequestFailedError, at the end: a tokenizer or code of the user's raised. Exception: of an alarm, …
+                resized or rebuilt. RoundFailedError: a round of this call failed twice. RequestFailedError, at the end:
+                a tokenizer or code of the user's raised. Exception: of an alarm, …
         """
         done = dict((with_bar if progress else completed)(self.stream(prompts, params, **options)))
         return [done[i] for i in sorted(done)]
@@ -267,21 +256,48 @@ class SpeculativeModel:
         own = self.hf_model, self.tokenizer, self.generation_config_use
         return self._stream(submissions, prompts, params, *own, options)
 
-    def score(self, prompts: Prompts, completions: Prompts, *, logprobs: int = 0) -> list[Score]:
-        """Log-probabilities of given completions, in one batch; prompts' common beginnings are read once.
+    async def generate_async(self, prompts: Prompts = None, params: Params = None, **options: Any) -> list[Completion]:
+        """As `generate`, awaited: the event loop is not blocked, and a cancelled await cancels its requests."""
+        return await self.stream_async(prompts, params, **options).completions()
 
-        prompts: as for `generate`, one for each completion, or one. completions: texts (tokenised without special
-        tokens) or ids. logprobs: alternatives of each token. Raises as `generate`."""
-        return scores(
-            completed(self._stream(to_be_scored, prompts, completions, logprobs, self.tokenizer, self.device))
-        )
+    def stream_async(self, prompts: Prompts = None, params: Params = None, **options: Any) -> AsyncStream:
+        """As `stream`, for `async for`: see docs/service.md. Bad input raises as it is read, or by `start`."""
+        from specdec.service.leading import stream_of
+
+        return stream_of(self, prompts, params, options)
+
+    def metrics(self) -> Metrics:
+        """Numbers for monitoring, also as Prometheus text. Never waits for a round. Raises ClosedModelError."""
+        from specdec.service.monitoring import metrics_of
+
+        return metrics_of(self.engine)
+
+    def drain(self, timeout: float | None = None) -> int:
+        """Wait until all requests have ended; new ones are refused meanwhile (DrainingError). After `timeout` seconds
+        the others are cancelled, with the tokens that they have: returns how many these are."""
+        from specdec.service.draining import drain
+
+        return drain(self, timeout)
+
+    async def aclose(self, timeout: float | None = None) -> int:
+        """As `drain`, then `close`, awaited."""
+        from specdec.service.draining import drain_and_close
+
+        return await to_thread(drain_and_close, self, timeout)
+
+    def score(self, prompts: Prompts, completions: Prompts, *, logprobs: int = 0) -> list[Score]:
+        """Log-probabilities of given completions, in one batch; prompts' common beginnings are read once. prompts: as
+        for `generate`, one for each completion, or one. completions: texts (tokenised without special tokens) or ids.
+        logprobs: alternatives of each token. Raises as `generate`."""
+        asked = self._stream(to_be_scored, prompts, completions, logprobs, self.tokenizer, self.device)
+        return scores(completed(asked))
 
     def _stream(self, make: Callable[..., list[Submission]], *given: Any) -> Stream:
         self._shared.check_open()
         check = self._live.begin_check()
         with interrupts_as_they_are():
             requests = make(*given)
-            check_each(requests, lambda request: self.engine.check(request.token_ids, request.params))
+            check_each(requests, lambda request: self.engine.admission.check(request.token_ids, request.params))
         return Stream(self._shared, requests, check=check)
 
     def refresh(self) -> float:
@@ -291,17 +307,15 @@ class SpeculativeModel:
 
         Raises:
             ModelChangedError: more than values has changed (with CUDA graphs also addresses): wrap the model again.
-            UnsupportedModelError: the self-test failed. InvalidInputError: requests run on the old weights, or this
-                process has one share of the weights.
+            UnsupportedModelError: the self-test failed. InvalidInputError: requests run, or this process has a share.
         """
         return self._renew("refresh()", lambda: None)
 
     def update_weights(self, weights: Weights, *, head: Weights = ()) -> float:
         """Copy new values into `hf_model`, and into the head, in place, then `refresh`; returns the same.
 
-        weights, head: names of their `state_dict` with tensors, all or some, in a mapping or as pairs. A mapping or a
-        list is checked before anything is written, an iterator item by item. Raises InvalidInputError for a name or
-        shape that is not there, for nothing, and while requests run; else as `refresh`."""
+        weights, head: by names of their `state_dict`, all or some, in a mapping or as pairs; see docs/rollouts.md.
+        Raises InvalidInputError for a name or shape that is not there, and while requests run; else as `refresh`."""
         from specdec.rollouts.new_weights import write
 
         return self._renew("update_weights()", lambda: write(self, weights, head))
@@ -309,14 +323,13 @@ class SpeculativeModel:
     @own_torch_state()
     def _renew(self, what: str, change: Callable[[], None]) -> float:
         self.group.check_whole(what, "save new weights and load them again")
-        with self._shared.between_rounds() as idle:
+        with self._shared.between_rounds() as idle, interrupts_as_they_are():
             if not idle:
                 raise InvalidInputError(f"requests are running on the old weights; finish them before {what}")
             self._live.check()
             self.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
-            with interrupts_as_they_are():
-                change()
-                self.self_test_error = self_test(self.target)
+            change()
+            self.self_test_error = self_test(self.target)
         return self.self_test_error
 
     @own_torch_state()
@@ -372,20 +385,9 @@ class SpeculativeModel:
         another thread. If a GPU waits for a lost rank, its memory stays until this process ends. Raises SpecdecError
         inside a round."""
         self._shared.close()  # from here on every step can be done twice: an interrupted close() is called again
-        self.group.close()
-        device = self.device
-        if device.type == "cuda" and self.group.lost:
-            return  # a sum on the device may wait for the lost rank for ever, and so would a synchronisation
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if (transfers := vars(self).get("_transfers")) is not None:
-            transfers.close()
-        freed = bool([vars(self).pop(name) for name in _FREED if name in vars(self)])
-        if freed and not self._shared.forked:  # a fork would first copy the memory of all objects
-            gc.collect()  # compiled code and graphs refer to themselves
-        self._alterations.undo()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        if (leader := vars(self).get("_leader")) is not None:
+            leader.end()
+        dismantle(self)
 
     __repr__, _repr_html_ = model_line, model_html
 
@@ -399,7 +401,7 @@ class SpeculativeModel:
 
         def __getattr__(self, name: str) -> Any:
             """Only for what `close` has freed. Raises ClosedModelError, or AttributeError for any other name."""
-            if name in _FREED and "_shared" in vars(self):
+            if name in FREED and "_shared" in vars(self):
                 raise ClosedModelError(f"this SpeculativeModel is closed: its {name.lstrip('_')} is freed")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

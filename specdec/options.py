@@ -76,6 +76,9 @@ class LoadOptions:
     tokenizer: Any = field(default=None, metadata=_about(Kind(), "Folder or hub name (default: the target's own)."))
     max_model_len: int | None = field(default=None, metadata=_about(Whole(1), "Most tokens of one request."))
     max_num_seqs: int = field(default=32, metadata=_about(Whole(1), "Most requests at once."))
+    max_waiting_requests: int | None = field(
+        default=None, metadata=_about(Whole(0), "Most requests that wait for others to end (default: any number).")
+    )
     max_num_batched_tokens: int = field(
         default=2048, metadata=_about(Whole(1), "Most tokens of one forward; longer prompts take several.")
     )

@@ -1,14 +1,16 @@
-"""Set the caller's torch state (inference mode, autocast, default device) aside while a model is loaded or tested."""
+"""Set the caller's torch state (inference mode, autocast, default device) aside: while loading, testing, in rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
+
+from attention.hf.gate import use_own_threads
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -21,7 +23,7 @@ def own_torch_state() -> Iterator[None]:
     (`torch.set_default_device`, `with torch.device(…)`) would place tensors that are made on the CPU first, by a
     generator of the CPU. Tensors made in inference mode could not be written by graphs captured outside.
 
-    Also a decorator. Rounds do the same for autocast and default device: `SharedEngine._at_home`.
+    Also a decorator. Rounds do the same for autocast and default device: `at_home`.
     """
     with ExitStack() as own:
         own.enter_context(torch.inference_mode(False))
@@ -30,6 +32,24 @@ def own_torch_state() -> Iterator[None]:
                 own.enter_context(torch.autocast(device, enabled=False))
         own.enter_context(no_default_device())
         yield
+
+
+def at_home(device: torch.device, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Torch's thread-local state, the same for every round: device, stream (None on a CPU), no autocast."""
+    use_own_threads()
+    autocast = torch.is_autocast_enabled(device.type)
+    default = has_default_device()
+    if stream is None and not autocast and not default:
+        return nullcontext()
+    home = ExitStack()
+    if stream is not None:
+        home.enter_context(torch.cuda.device(device))
+        home.enter_context(torch.cuda.stream(stream))
+    if autocast:
+        home.enter_context(torch.autocast(device.type, enabled=False))
+    if default:
+        home.enter_context(no_default_device())
+    return home
 
 
 def has_default_device() -> bool:

@@ -225,7 +225,7 @@ class EngineLM(TemplateLM):
             )
         try:
             own = replace(params, grammar=Grammar.json(request.doc[field]))
-            self._model.engine.check(ids, own)
+            self._model.engine.admission.check(ids, own)
         except InvalidInputError as error:
             _LOG.warning("%s, document %s: answered without its schema: %s", request.task_name, request.doc_id, error)
             return params

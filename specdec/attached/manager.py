@@ -177,7 +177,7 @@ class Manager:
             raise RuntimeError("the manager is stopping and takes no more requests; start() it again")
         name = f"req_{next(self._numbers)}" if request_id is None else request_id
         params = self._of_request(max_new_tokens, eos_token_id, options)
-        self.model.engine.check(list(input_ids), params)
+        self.model.engine.admission.check(list(input_ids), params)
         ids = (name, *(f"{name}__child#{i}" for i in range(params.n - 1)))
         with self._change:
             self._new.append(_New(ids, list(input_ids), params, streaming, record_timestamps))

@@ -11,7 +11,7 @@ import numpy as np
 
 from attention.cache.windowed import WindowedTables
 from specdec.config import EngineConfig
-from specdec.errors import CacheTooSmallError, InvalidInputError
+from specdec.errors import CacheTooSmallError, InvalidInputError, QueueFullError
 from specdec.requests.grammar import DecidedElsewhere
 from specdec.requests.logprobs import MOST_ROW_BYTES
 from specdec.requests.request import Request, Times
@@ -76,6 +76,15 @@ class Admission:
         self._with_grammar(params, self._eos)
         self.check_cache(len(token_ids), len(token_ids) if prompt_alone else limit)
         return limit
+
+    def check_room(self, present: int, new: int) -> None:
+        """Whether so many new requests may join those that wait or run. Raises QueueFullError."""
+        most = self.config.max_waiting_requests
+        if most is not None and present + new > self.config.max_num_seqs + most:
+            raise QueueFullError(
+                f"{new} new requests beside {present} that wait or run: at most {self.config.max_num_seqs} run at once "
+                f"(max_num_seqs) and {most} wait (max_waiting_requests); ask again later"
+            )
 
     def request(
         self,

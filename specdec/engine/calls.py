@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
@@ -14,6 +15,7 @@ CLOSED = (
     "load one that was divided among ranks by its name"
 )
 CLOSED_MEANWHILE = "the SpeculativeModel was closed while this request was running; read what is wanted before close()"
+DRAINING = "the model ends what it has and takes no new requests (drain, aclose); ask again later, or another one"
 READ_ELSEWHERE = (
     "another thread was waiting for this stream when the process was forked, and it is not in this process; ask again"
 )
@@ -30,14 +32,15 @@ class Call:
         places: request id -> index in the call, of the requests that are not ended.
         inbox: updates, and None to wake the sleeping caller.
         num_requests: so far. refusal: why the call cannot be served, found during its first round.
+        made: when, in time.perf_counter seconds. has_thread: a thread of its own reads it, which no fork has.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_thread: bool = False) -> None:
         self.refusal: SpecdecError | None = None
         self.places: dict[int, int] = {}
         self.inbox: SimpleQueue[Update | None] = SimpleQueue()
         self._last: dict[int, Update] = {}
-        self.num_requests = 0
+        self.num_requests, self.made, self.has_thread = 0, time.perf_counter(), has_thread
 
     @property
     def is_ready(self) -> bool:
@@ -57,6 +60,11 @@ class Call:
         else:
             self._last[update.request_id] = update
         return update
+
+    def end(self, request_id: int) -> None:
+        """Forget a request that has ended, its last update too: a call may stay open for any number of requests."""
+        self.places.pop(request_id, None)
+        self._last.pop(request_id, None)
 
     def examine(self, check: Callable[[], None]) -> None:
         """Run a check of the model and refuse this call alone if it raises, for any reason."""

@@ -51,7 +51,7 @@ class Engine:
         executor: runs rounds on the device; `use` replaces it.
         inflight: the launched round that is not committed yet; after a round of first tokens alone that round, until
             the next step.
-        drafter: head and draft loop; None without a head. next_id: of the next request; ids count up.
+        drafter: head and draft loop; None without a head. next_id: of the next request. counters: see `stats`.
         admission: checks requests before they are queued. change: guards every change of rows, pages or the queue.
         table, scheduler: rows and pages of the running requests; rebuilt after an interrupt. deadlines: early ends.
         guests: moves requests between engines with their keys and values; None where all begin and end here.
@@ -76,7 +76,7 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self._queue_verification = target.hf_model.device.type == "cuda"
-        self._counters = Counters(self.executor.transfers)
+        self.counters = Counters(self.executor.transfers)
         self._requests: dict[int, Request] = {}
         self.deadlines = Deadlines()
         self.next_id = 0
@@ -108,7 +108,7 @@ class Engine:
         self.scheduler = Scheduler(
             *(c, self.table, pages, head_pages, num_modules, windowed),
             prefixes=prefixes,
-            counters=self._counters,
+            counters=self.counters,
             guests=self.guests,
         )
         self.scheduler.waiting.extend(waiting)
@@ -121,7 +121,7 @@ class Engine:
     def _connect(self) -> None:
         c, scheduler, table = self.config, self.scheduler, self.table
         queue, group = self._queue_verification, self.target.group
-        self._launcher = Launcher(self.executor, scheduler, table, c, self._counters, queue, group)
+        self._launcher = Launcher(self.executor, scheduler, table, c, self.counters, queue, group)
         num_drafts = 0 if self.drafter is None else c.num_speculative_tokens
         self._lookahead = Lookahead(self._launcher, scheduler, table, num_drafts)
 
@@ -132,7 +132,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""
-        return self._counters.stats
+        return self.counters.stats
 
     @property
     def has_work(self) -> bool:
@@ -164,7 +164,7 @@ class Engine:
         if queue_verification is not None:
             self._queue_verification = queue_verification
         self.executor = executor
-        self._counters.transfers = executor.transfers
+        self.counters.transfers = executor.transfers
         self._connect()
 
     def submit(
@@ -181,9 +181,9 @@ class Engine:
             eos_token_ids: ids that end it unless params.ignore_eos is set; default the engine's.
 
         Raises:
-            InvalidInputError, CacheTooSmallError: see `check`.
+            InvalidInputError, CacheTooSmallError: see `Admission.check`.
         """
-        limit = self.check(token_ids, params)
+        limit = self.admission.check(token_ids, params)
         request = self.admission.request(self.take_id(), token_ids, params, limit, sample_index, eos_token_ids)
         return self.queue(request)
 
@@ -218,9 +218,9 @@ class Engine:
             request.times.submitted -= seconds
             self.deadlines.add(request)
 
-    def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
-        """See `Admission.check`."""
-        return self.admission.check(token_ids, params)
+    def check_room(self, new: int) -> None:
+        """Whether so many new requests may be queued. Raises QueueFullError."""
+        self.admission.check_room(len(self._requests), new)
 
     @property
     def forgets_prefixes(self) -> str:
@@ -245,6 +245,7 @@ class Engine:
             for request_id in request_ids:
                 request = self._requests.pop(request_id, None)
                 if request is not None:
+                    self.counters.ends["dropped"] += 1
                     self.deadlines.discard(request_id)
                     self.scheduler.remove(request)
             if not self.scheduler.running:  # no request is left in the launched round
@@ -324,7 +325,7 @@ class Engine:
         while self.meanwhile:
             self.meanwhile[0]()
             self.meanwhile.popleft()  # only now: an interrupt must not skip one
-        self._counters.device_to_host += 1
+        self.counters.device_to_host += 1
         outcome = self.executor.reads.finish(verification.packed, current.target.num_drafts)
         if isinstance(verification, DraftedVerification):
             alone = self._launcher.is_first_tokens_alone(current)
@@ -369,6 +370,7 @@ class Engine:
         if self.deadlines.moments or self.deadlines.cancelled:
             updates += self.deadlines.updates(now, self._requests, updates)
         self.reported = [*self._kept, *updates]
+        self.counters.add_reported(updates, now)
         for request in self._note(updates):
             self.scheduler.remove(request)
         if not self.scheduler.running:
@@ -382,7 +384,7 @@ class Engine:
             if request is not None and update.last:
                 ended.append(self._requests.pop(request.id))
                 self.deadlines.discard(request.id)
-                self._counters.add_finished(update.completion)
+                self.counters.add_finished(update)
             elif request is not None:
                 request.progress = update.progress
         return ended
@@ -392,7 +394,7 @@ class Engine:
         may be in any state, so none of them is read."""
         self._note(self.reported)
         waiting, struck = rewound(self._requests.values())
-        self._counters.interrupted += struck
+        self.counters.interrupted += struck
         self._start(waiting)
 
     def _in_round(self) -> list[Request]:
@@ -404,6 +406,5 @@ class Engine:
         """End the requests of a failed round, and those of the round before it that failed; all if it had none."""
         inside = {request.id for request in self._in_round()}
         failed = [r for r in self._requests.values() if r.id in inside or r.id in struck] or [*self._requests.values()]
-        errors = [Update(request.id, [], "", error=round_failed(error, len(failed))) for request in failed]
-        self.reported = [*self._kept, *errors]
+        self.reported = [*self._kept, *(Update(r.id, [], "", error=round_failed(error, len(failed))) for r in failed)]
         self._mend()

@@ -20,22 +20,20 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import get_ident
 
 import torch
 
-from attention.hf.gate import use_own_threads
-from specdec.engine.calls import CLOSED, CLOSED_MEANWHILE, NO_DEVICE, READ_ELSEWHERE, Call
+from specdec.engine.calls import CLOSED, CLOSED_MEANWHILE, DRAINING, NO_DEVICE, READ_ELSEWHERE, Call
 from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Usage
 from specdec.engine.stats import EngineStats
-from specdec.errors import ClosedModelError, SpecdecError
+from specdec.errors import ClosedModelError, DrainingError, SpecdecError
 from specdec.requests.request import Update
 from specdec.requests.submission import Submits
-from specdec.torch_state import has_default_device, no_default_device
+from specdec.torch_state import at_home
 
 _LONGEST_SLEEP = 0.5
 """Seconds after which a sleeping call checks by itself: an interrupted thread may not have woken it."""
@@ -50,7 +48,8 @@ class SharedEngine:
     """An `Engine` shared by several threads. All access holds `_lock`; `_holder` is the thread that has it.
 
     `_line`: threads that wait for the engine or have it, in order of arrival, each with the queue that wakes it.
-    `_in_round`: a thread runs a round. `forked`: this process is a fork of the one that made it.
+    `_in_round`: a thread runs a round. `forked`: this process is a fork of the one that made it. `num_drains`: threads
+    that wait until all requests have ended; meanwhile new ones are refused.
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
@@ -67,6 +66,7 @@ class SharedEngine:
         self._sleeping: dict[Call, None] = {}
         self._leading: Call | None = None
         self._refused = self.forked = self._without_device = False
+        self.num_drains = 0
         self._abandoned: deque[int] = deque()
         self._delivered: list[Update] = engine.reported
         _engines.add(self)
@@ -122,35 +122,31 @@ class SharedEngine:
             return self._engine.usage()
 
     def submit(
-        self, requests: Sequence[Submits], check: Callable[[], None] | None = None, call: Call | None = None
+        self,
+        requests: Sequence[Submits],
+        check: Callable[[], None] | None = None,
+        call: Call | None = None,
+        part: Call | None = None,
     ) -> Call:
         """Queue the requests of a call, a new one or one that is open.
 
-        check: of the model, runs during the next round; if it raises ModelChangedError, `next` does too.
+        check: of the model, runs during the next round; if it raises ModelChangedError, `next` does too. part: of an
+            open call, these requests alone: takes the refusal in its place, and tells since when they wait.
 
         Raises:
             InvalidInputError: a request is refused, see `Engine.submit`; then no request of the call is queued.
-            SpecdecError: called from inside a round.
+            QueueFullError, DrainingError: likewise. SpecdecError: called from inside a round.
         """
-        me, asked, own = self._outside(), time.perf_counter(), call or Call()
+        own, asked = call or Call(), time.perf_counter() if part is None else part.made
         try:
-            self._line_up(me)
-            with self._lock:
-                self._holder = me
-                try:
-                    self._forget_abandoned()
-                    self._queue(own, requests, time.perf_counter() - asked)
-                    if check is not None:
-                        self._engine.meanwhile.append(partial(self._examine, own, check))
-                finally:
-                    self._holder = None
+            with self.between_rounds():
+                self._queue(own, requests, time.perf_counter() - asked)
+                if check is not None:
+                    self._engine.meanwhile.append(partial(self._examine, part or own, check))
         except BaseException:
             if call is None:
                 self.abandon(own)
             raise
-        finally:
-            self._step_out(me)
-            self._pass_on()
         return own
 
     def next(self, call: Call) -> tuple[int, Update] | None:
@@ -174,17 +170,29 @@ class SharedEngine:
                     raise ClosedModelError(CLOSED_MEANWHILE)
                 if update is None and self._in_round:
                     update = self._sleep(call)
-                place = None if update is None else call.places.get(update.request_id)
-                if update is not None and place is not None:
-                    if update.last:
-                        call.places.pop(update.request_id, None)
-                        self._calls.pop(update.request_id, None)
-                    return place, update
+                if update is not None and (found := self._placed(call, update)) is not None:
+                    return found
                 if not self._in_round:
                     self._lead(call, me)
             return None
         finally:
             self._pass_on()
+
+    def received(self, call: Call) -> list[tuple[int, Update]]:
+        """The call's updates that are there, with their requests' indices. Never waits; one thread at a time."""
+        found = []
+        while not call.inbox.empty():
+            if (update := call.take()) is not None and (placed := self._placed(call, update)) is not None:
+                found.append(placed)
+        return found
+
+    def _placed(self, call: Call, update: Update) -> tuple[int, Update] | None:
+        """An update with its request's index, None where the call has let go of it; the last one ends the request."""
+        place = call.places.get(update.request_id)
+        if update.last:
+            call.end(update.request_id)
+            self._calls.pop(update.request_id, None)
+        return None if place is None else (place, update)
 
     def help(self) -> None:
         """Run a round, or sleep a moment if another thread is in one: for a caller that waits for free pages.
@@ -266,7 +274,10 @@ class SharedEngine:
         return me
 
     def _queue(self, call: Call, requests: Sequence[Submits], waited: float) -> None:
+        if self.num_drains:
+            raise DrainingError(DRAINING)
         first = self._engine.next_id
+        self._engine.check_room(len(requests))
         self._engine.check_weights()
         try:
             ids = []
@@ -315,7 +326,7 @@ class SharedEngine:
                     self._deliver(engine)  # what an interrupted round has reported
                     if call is not None and call.is_ready:
                         return
-                    with self._at_home():
+                    with at_home(self._device, self._stream):
                         engine.step()
                         if self._refused:
                             engine.forget_prefixes()  # its round may have called what has changed
@@ -370,29 +381,13 @@ class SharedEngine:
             for call in list(self._sleeping)[:1]:
                 call.inbox.put(None)
 
-    def _at_home(self) -> AbstractContextManager[object]:
-        """Torch's thread-local state, the same for every round: device, stream, no autocast."""
-        use_own_threads()
-        autocast = torch.is_autocast_enabled(self._device_type)
-        default = has_default_device()
-        if self._stream is None and not autocast and not default:
-            return nullcontext()
-        home = ExitStack()
-        if self._stream is not None:
-            home.enter_context(torch.cuda.device(self._device))
-            home.enter_context(torch.cuda.stream(self._stream))
-        if autocast:
-            home.enter_context(torch.autocast(self._device_type, enabled=False))
-        if default:
-            home.enter_context(no_default_device())
-        return home
-
     def _after_fork(self) -> None:
         """In a child process: only the thread that forked exists, and rounds of other threads do not continue."""
         gone, me = list(self._sleeping), get_ident()
         own = self._holder == me  # it forked inside a round, from a hook for example: that goes on here as well
         if not own:
             gone += [self._leading] if self._leading else []
+            gone += {call for call in self._calls.values() if call.has_thread}
             self._lock, self._holder, self._leading, self._in_round = threading.Lock(), None, None, False
         self.forked, self._without_device = True, self._device_type == "cuda"
         self._sleeping, self._line = {}, {me: self._line[me]} if own and me in self._line else {}

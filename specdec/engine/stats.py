@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.requests.request import Completion
+from specdec.requests.request import FinishReason, Update
 from specdec.requests.shown import tau_words
+
+LATELY = 10
+"""Seconds over which the latest rate of tokens is counted."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,10 @@ class EngineStats:
 class Counters:
     """Mutable counters behind `EngineStats`, with its names. Any thread may read `stats`, a snapshot.
 
-    transfers: host-to-device copies of the executor, over its life, when the last round was counted.
+    transfers: host-to-device copies of the executor, over its life, when the last round was counted. ends: requests
+    that have ended, by finish reason, "failed", or "dropped" by their callers. seconds: sums of the finished ones'
+    waiting, prefill and decoding. reported: new tokens of all requests so far. made: when, in time.perf_counter
+    seconds.
 
     Only the thread that runs a round counts. A snapshot taken meanwhile may have part of that round's counts; no count
     ever decreases.
@@ -65,6 +74,10 @@ class Counters:
 
     def __init__(self, transfers: int = 0) -> None:
         """transfers: copies that the executor has made before, which are not counted."""
+        self.ends = Counter[FinishReason | str]()
+        self.seconds = (0.0, 0.0, 0.0)
+        self.reported, self.made = 0, time.perf_counter()
+        self._lately: list[tuple[int, int]] = [(-1, 0)] * (LATELY + 1)
         self.rounds = self.host_to_device = self.device_to_host = self.preemptions = 0
         self.transfers = transfers
         self.interrupted = self.early_reads = 0
@@ -77,10 +90,26 @@ class Counters:
         counts = self.rounds, self.host_to_device, self.device_to_host, self.preemptions
         return EngineStats(*counts, *self._prefix, self.interrupted, *self._finished, self.early_reads)
 
-    def add_finished(self, completion: Completion | None) -> None:
-        """A request that has ended; None where it failed, which is not counted."""
+    def add_reported(self, updates: Sequence[Update], now: float) -> None:
+        """New tokens of a round; now: in time.perf_counter seconds."""
+        tokens, second = sum(len(update.token_ids) for update in updates), int(now)
+        self.reported += tokens
+        place = second % len(self._lately)
+        then, before = self._lately[place]
+        self._lately[place] = second, tokens + before * (then == second)
+
+    def lately(self, now: float) -> int:
+        """New tokens of the last LATELY whole seconds."""
+        return sum(tokens for second, tokens in self._lately if int(now) - LATELY <= second < int(now))
+
+    def add_finished(self, update: Update) -> None:
+        """The last update of a request. One that failed is among `ends` alone."""
+        completion = update.completion
+        self.ends["failed" if completion is None else completion.finish_reason] += 1
         if completion is None:
             return
+        queue, prefill, decode, own = *self.seconds, completion.stats
+        self.seconds = queue + own.queue_s, prefill + own.prefill_s, decode + own.decode_s
         requests, tokens, verified, emitted = self._finished
         pooled = completion.pooled
         counts = requests + 1, tokens + len(completion.token_ids)

@@ -82,7 +82,8 @@ class Stream(Iterator[StreamUpdate]):
                     return StreamUpdate(place, update.token_ids, update.text, update.completion, update.logprobs)
                 self._errors.append(update.error)
             if self._errors:
-                self._raise_errors()
+                errors, self._errors = self._errors, []
+                raise_first(errors)
             raise StopIteration
         except BaseException:
             self.close()
@@ -106,15 +107,25 @@ class Stream(Iterator[StreamUpdate]):
             with suppress(IndexError):  # the other thread was faster
                 self._shared.cancel(call, self._cancelled.popleft())
 
+    def completions(self) -> list[Completion]:
+        """Read to the end: the completions in order. `cancel`, on another thread, ends them early. Raises as `next`."""
+        done = dict(completed(self))
+        return [done[i] for i in sorted(done)]
+
+    def hand_over(self) -> tuple[Sequence[Submission], Callable[[], None] | None]:
+        """Give away the requests of a stream that nobody has read, and their check; it is closed then."""
+        requests, self._requests = self._requests or (), None
+        return requests, self._check
+
     def take_over(self, other: Stream) -> range:
         """Queue the requests of a stream that nobody has read, and add them to this call: their places in it.
 
         Raises as the first `next` of the other would.
         """
-        requests, other._requests = other._requests or (), None
+        requests, check = other.hand_over()
         own = self._queued()
         before = 0 if own is None else own.num_requests
-        self._call = self._shared.submit(requests, other._check, own)
+        self._call = self._shared.submit(requests, check, own)
         return range(before, before + len(requests))
 
     def _queued(self) -> Call | None:
@@ -124,13 +135,6 @@ class Stream(Iterator[StreamUpdate]):
             self._call = self._shared.submit(requests, self._check)
             self._pass_on_cancelled()
         return self._call
-
-    def _raise_errors(self) -> NoReturn:
-        first, *more = self._errors
-        self._errors = []
-        if more:
-            first.add_note(f"{len(more)} more requests of this call failed")
-        raise first
 
     def close(self) -> None:
         """Abort unfinished requests. Idempotent."""
@@ -144,6 +148,14 @@ class Stream(Iterator[StreamUpdate]):
                 self.close()
         except AttributeError:  # __init__ did not come to its end, or `sys` is None itself
             return
+
+
+def raise_first(errors: Sequence[SpecdecError]) -> NoReturn:
+    """Raise the first error of a call's failed requests, with a note where there are more."""
+    first, *more = errors
+    if more:
+        first.add_note(f"{len(more)} more requests of this call failed")
+    raise first
 
 
 def completed(stream: Stream) -> Iterator[tuple[int, Completion]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch.nn import Module
 
 from attention.backends.base import AttentionBackend, CascadeBackend
@@ -34,6 +36,9 @@ from specdec.wrapped.probing import TargetProbe
 from specdec.wrapped.settings import Settings
 from specdec.wrapped.target import Target
 from specdec.wrapped.versions import WeightVersions
+
+FREED = ("target", "head", "runners", "engine", "_live")
+"""Attributes of a `SpeculativeModel` that `dismantle` deletes."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,25 @@ def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: Grap
     for build in builds_of(runners):
         build.wait()
     return Assembly(target, runners, engine, live, twin, error, graphs.state)
+
+
+def dismantle(model: Any) -> None:
+    """Free what was made for a `SpeculativeModel` whose engine is closed, and restore its transformers model. Every
+    step can be done twice."""
+    model.group.close()
+    device = model.device
+    if device.type == "cuda" and model.group.lost:
+        return  # a sum on the device may wait for the lost rank for ever, and so would a synchronisation
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if (transfers := vars(model).get("_transfers")) is not None:
+        transfers.close()
+    freed = bool([vars(model).pop(name) for name in FREED if name in vars(model)])
+    if freed and not model._shared.forked:  # a fork would first copy the memory of all objects
+        gc.collect()  # compiled code and graphs refer to themselves
+    model._alterations.undo()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def builds_of(runners: Iterable[GroupRunner]) -> tuple[Build, ...]:

@@ -183,4 +183,5 @@ def _config(
         draft_sampling=options.draft_sampling,
         max_num_prefill_tokens=options.max_num_prefill_tokens,
         extras=extras,
+        max_waiting_requests=options.max_waiting_requests,
     )

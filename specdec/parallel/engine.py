@@ -42,7 +42,7 @@ class LeadingEngine(Engine):
         eos_token_ids: Sequence[int] | None = None,
     ) -> int:
         """See `Engine.submit`; a request that is refused is told to nobody. Raises RanksLostError: a rank is lost."""
-        self.check(token_ids, params)
+        self.admission.check(token_ids, params)
         with self.all_ranks():
             self._tell("submit", list(token_ids), params.for_other_ranks, sample_index, eos_token_ids)
             return super().submit(token_ids, params, sample_index, eos_token_ids)

@@ -25,6 +25,7 @@ from specdec import (
     SpeculativeModel,
 )
 from specdec.engine import sharing
+from specdec.wrapped.group import Group
 from tests.hybrids import tiny_hybrid
 
 pytestmark = pytest.mark.usefixtures("every_self_test")
@@ -170,7 +171,7 @@ def test_an_interrupted_close_is_finished_by_the_next(monkeypatch: pytest.Monkey
     model = wrap(target)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         if when == "before memory is freed":
-            patch.setattr(SpeculativeModel, "device", property(interrupted))
+            patch.setattr(Group, "close", interrupted)
         else:
             patch.setattr(gc, "collect", interrupted)
         model.close()

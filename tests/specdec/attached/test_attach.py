@@ -404,6 +404,6 @@ def test_a_model_with_modules_of_its_own_needs_no_tokenizer() -> None:
     right = model.generate(ids, max_new_tokens=6, do_sample=False)
     with attach(model, "mtp", num_speculative_tokens=2, max_num_seqs=2):
         assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), right)
-    model.config._name_or_path = model.name_or_path = "nowhere"
+    model.name_or_path = "nowhere"
     with pytest.raises(InvalidInputError, match=r"'nowhere' has none: give attach\(…, tokenizer=…\)"):
         attach(model, builtin_path("gsm-deepseek"), num_speculative_tokens=2)

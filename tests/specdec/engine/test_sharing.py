@@ -53,6 +53,8 @@ class Engine:
 
     def check_weights(self) -> None: ...
 
+    def check_room(self, new: int) -> None: ...
+
     def arrange(self, ids: list[int]) -> None:
         self.log.append(f"arrange {ids}")
 

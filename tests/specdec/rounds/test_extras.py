@@ -185,7 +185,7 @@ class Fixed(ToyBias):
 
 def test_an_extra_that_cannot_move_refuses_handoffs() -> None:
     engine = engine_with(0, False, Fixed(STRENGTH))
-    assert engine.check(PROMPTS[0], GREEDY[0])
+    assert engine.admission.check(PROMPTS[0], GREEDY[0])
     with pytest.raises(HandoffMismatchError, match="do not move between engines: the toy stays"):
         moving_requests(engine).check_leaving(Leaving(PROMPTS[0], GREEDY[0], 0, (), 1.0))
 

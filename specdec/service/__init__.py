@@ -1,0 +1,1 @@
+"""For services: asynchronous calls, draining, metrics."""

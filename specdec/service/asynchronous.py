@@ -1,0 +1,243 @@
+"""AsyncStream: the updates of one asynchronous call, handed over from the thread that leads rounds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from asyncio import AbstractEventLoop
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from specdec.engine.calls import Call
+from specdec.engine.streams import Stream, StreamUpdate, raise_first
+from specdec.errors import SpecdecError
+from specdec.requests.request import Completion, Update
+
+MOST_UNREAD = 16
+"""Updates that wait for a slow reader before new ones are added to the last one of the same completion."""
+
+
+class AsyncStream(AsyncIterator[StreamUpdate]):
+    """The updates of one asynchronous call, to be read in one event loop. Its requests are queued at the first read.
+
+    A slow reader delays nobody: what it has not read is kept, in at most `MOST_UNREAD` updates and one for each
+    completion. A task that is cancelled while it reads cancels the requests: their rows and pages are free after the
+    round that runs. A failed request does not end the others of its call: its error is raised after their last update.
+
+    `cancel` and `close` may be called on any thread.
+    """
+
+    def __init__(self, leader: Any, make: Callable[[], Stream]) -> None:
+        """leader: a `Leader`. make: reads the call's prompts and parameters; runs on another thread."""
+        self._leader, self._make = leader, make
+        self.loop: AbstractEventLoop | None = None
+        self.part = Call()
+        self.requests: Stream | None = None
+        self._lock = threading.Lock()
+        self._changed = asyncio.Event()
+        self._unread: deque[StreamUpdate] = deque()
+        self._errors: list[SpecdecError] = []
+        self._failure: BaseException | None = None
+        self._places: dict[int, int] | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled: deque[tuple[int, ...]] = deque()
+        self._whole = self._signalled = self.closed = False
+
+    def __repr__(self) -> str:
+        left = "not queued" if self._places is None else f"{len(self._places)} completions to come"
+        return f"AsyncStream({'closed' if self.closed else left}, {len(self._unread)} unread updates)"
+
+    async def __anext__(self) -> StreamUpdate:
+        """Raises as `start`; after the last update RequestFailedError or RoundFailedError, when requests failed;
+        ClosedModelError when the model was closed meanwhile."""
+        self._leader.check_process()
+        self._follow_task()
+        try:
+            await self.start()
+            while (found := self._next()) is None:
+                await self._change()
+            return found
+        except BaseException:
+            self.close()
+            raise
+
+    async def start(self) -> None:
+        """Queue the requests now, if they are not, and wait until they are.
+
+        Raises:
+            InvalidInputError: a bad prompt or parameter. QueueFullError, DrainingError, ClosedModelError,
+            ModelChangedError: the model takes no such requests, or none at the moment. SpecdecError: in a fork.
+        """
+        if self.loop is None:
+            self._leader.check()
+            self.loop = asyncio.get_running_loop()
+            try:
+                self.requests = await self.loop.run_in_executor(self._leader.readers, self._make)
+                self._leader.add(self)
+            except BaseException as error:
+                self._failure = error
+                self.close()
+                raise
+        while self._is_pending():
+            await self._change()
+        if self._failure is not None and not self._unread:
+            raise self._failure
+
+    async def completions(self) -> list[Completion]:
+        """Read to the end: the completions in order. `cancel` ends them early. Raises as reading does."""
+        self._whole = True
+        done = {update.index: update.completion async for update in self if update.completion is not None}
+        return [done[i] for i in sorted(done)]
+
+    def cancel(self, *indices: int) -> None:
+        """End these completions of the call, by their places in it, or all: each is reported with the tokens that it
+        has, finish reason "cancelled". Never waits; nothing where they have ended."""
+        self._cancelled.append(indices)
+        self.pass_on_cancelled()
+
+    def close(self) -> None:
+        """Cancel unfinished requests and read no more. Idempotent, never waits."""
+        self.closed = True
+        self.cancel()
+        with self._lock:
+            self._unread.clear()
+        self._leader.kept.discard(self)
+        if self.loop is not None and self.needs_signal():
+            signal_all(self.loop, [self])
+
+    async def aclose(self) -> None:
+        """As `close`, for `contextlib.aclosing`."""
+        self.close()
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # __init__ did not come to its end, or the interpreter ends
+            if self._places:
+                self.cancel()
+
+    def _follow_task(self) -> None:
+        """The task that reads: cancelled outside of a read, in its own code, it ends the stream too."""
+        task = asyncio.current_task()
+        if task is not self._task and task is not None:
+            self._task = task
+            task.add_done_callback(partial(_close_if_cancelled, weakref.ref(self)))
+
+    def reader_ended(self, task: asyncio.Task[Any]) -> None:
+        """Close it where this task was the last one that read it, and was cancelled."""
+        if task is self._task and task.cancelled():
+            self.close()
+
+    async def _change(self) -> None:
+        """Wait for a signal since the state was looked at; meanwhile the leader keeps the stream alive."""
+        self._leader.kept.add(self)
+        try:
+            await self._changed.wait()
+        finally:
+            self._leader.kept.discard(self)
+
+    def _look(self) -> None:
+        """To be called before the state is read: every change after it is signalled."""
+        self._leader.check_process()
+        self._changed.clear()
+        self._signalled = False
+
+    def _is_pending(self) -> bool:
+        """Whether its requests are not queued yet, and may be."""
+        self._look()
+        return self._places is None and self._failure is None and not self.closed
+
+    def _next(self) -> StreamUpdate | None:
+        """An update that is there. Raises StopAsyncIteration at the end, or what ended the call."""
+        self._look()
+        with self._lock:
+            if self._unread:
+                return self._unread.popleft()
+            going_on = bool(self._places) and not self.closed
+        if self._failure is not None:
+            raise self._failure
+        if going_on:
+            return None
+        if self._errors:
+            errors, self._errors = self._errors, []
+            raise_first(errors)
+        raise StopAsyncIteration
+
+    # What follows is for the leader's thread.
+
+    def queued(self, places: range) -> None:
+        """Its requests are in the engine, at these places of the leader's call."""
+        self._places = dict(enumerate(places))
+        self.pass_on_cancelled()
+
+    def pass_on_cancelled(self) -> None:
+        """Also called once the requests are queued: they may have been cancelled while they were not."""
+        while self._places is not None and self._cancelled:
+            with suppress(IndexError):  # another thread was faster
+                indices, left = self._cancelled.popleft(), self._places.copy()
+                if places := [place for index, place in left.items() if not indices or index in indices]:
+                    self._leader.shared.cancel(self._leader.call, places)
+
+    def put(self, index: int, update: Update) -> bool:
+        """Take an update; a slow reader finds several in one. Returns whether there is something to read."""
+        new = StreamUpdate(index, update.token_ids, update.text, update.completion, update.logprobs)
+        with self._lock:
+            if update.last and self._places is not None:
+                self._places.pop(index, None)
+            if update.error is not None:
+                self._errors.append(update.error)
+            elif not self.closed and (update.last or not self._whole):
+                self._keep(new)
+        return bool(self._unread) or not self._places
+
+    def _keep(self, new: StreamUpdate) -> None:
+        unread = self._unread
+        for place in reversed(range(len(unread) if len(unread) >= MOST_UNREAD else 0)):
+            if unread[place].index == new.index:
+                unread[place] = merged(unread[place], new)
+                return
+        unread.append(new)
+
+    def fail(self, error: BaseException) -> None:
+        """End the call by an error, raised after the updates that it has."""
+        self._failure = self._failure or error
+        self.cancel()
+
+    def needs_signal(self) -> bool:
+        """Whether its loop must be told of a change: once, until the reader looks."""
+        signalled, self._signalled = self._signalled, True
+        return not signalled
+
+    def signal(self) -> None:
+        """In its event loop: wake the reader."""
+        self._changed.set()
+
+
+def _close_if_cancelled(stream_of: weakref.ref[AsyncStream], task: asyncio.Task[Any]) -> None:
+    if (stream := stream_of()) is not None:
+        stream.reader_ended(task)
+
+
+def merged(first: StreamUpdate, then: StreamUpdate) -> StreamUpdate:
+    """Two updates of one completion as one."""
+    ids, text = [*first.token_ids, *then.token_ids], first.text + then.text
+    told = (
+        None if first.logprobs is None and then.logprobs is None else (*(first.logprobs or ()), *(then.logprobs or ()))
+    )
+    return StreamUpdate(first.index, ids, text, then.completion, told)
+
+
+def signal_all(loop: AbstractEventLoop, streams: list[AsyncStream]) -> None:
+    """Wake the readers of these streams of one event loop. Where it is closed nobody reads them: they are closed."""
+    try:
+        loop.call_soon_threadsafe(_signal, streams)
+    except RuntimeError:
+        for stream in streams:
+            stream.close()
+
+
+def _signal(streams: list[AsyncStream]) -> None:
+    for stream in streams:
+        stream.signal()

@@ -1,0 +1,54 @@
+"""Draining: running requests end, within a limit, while new ones are refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+from typing import Any
+
+from specdec.errors import ClosedModelError
+
+
+@contextmanager
+def drained(model: Any, timeout: float | None) -> Iterator[int]:
+    """A block that begins when no request of a `SpeculativeModel` is left, and in which new ones are refused.
+
+    Yields how many requests were cancelled because they had not ended after `timeout` seconds (None: no limit).
+
+    Raises:
+        ClosedModelError: the model is closed, also meanwhile.
+    """
+    shared, engine = model._shared, model.engine
+    with shared.between_rounds():
+        shared.num_drains += 1
+    try:
+        end, cancelled = inf if timeout is None else time.perf_counter() + timeout, 0
+        while engine.has_work:
+            shared.check_open()
+            if time.perf_counter() >= end:
+                with shared.between_rounds():
+                    left = [request.id for request in (*engine.scheduler.waiting, *engine.scheduler.running)]
+                    engine.deadlines.cancel(left)
+                cancelled, end = len(left), inf
+            shared.help()
+        yield cancelled
+    finally:
+        shared.num_drains -= 1
+
+
+def drain(model: Any, timeout: float | None) -> int:
+    """See `SpeculativeModel.drain`."""
+    with drained(model, timeout) as cancelled:
+        return cancelled
+
+
+def drain_and_close(model: Any, timeout: float | None) -> int:
+    """See `SpeculativeModel.aclose`."""
+    try:
+        with drained(model, timeout) as cancelled:
+            model.close()
+    except ClosedModelError:
+        return 0  # another thread was faster
+    return cancelled

@@ -1,0 +1,119 @@
+"""Metrics: numbers about a model's engine for monitoring, by name and as Prometheus text.
+
+Source: Prometheus documentation, "Metric and label naming" and "Exposition formats" (text format 0.0.4).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from specdec.engine.stats import LATELY
+
+
+class Metric(NamedTuple):
+    """What a number is. kind: "counter" (only grows) or "gauge". help: one line."""
+
+    kind: str
+    help: str
+
+
+_REASONS = ("eos", "stop", "length", "timeout", "cancelled")
+_POOLS = {"target": "target's", "head": "draft head's", "windowed": "windowed"}
+METRICS = {
+    "requests_finished_total": Metric("counter", "Requests that ended with a completion, whatever ended them."),
+    **{
+        f"requests_ended_by_{reason}_total": Metric("counter", f"Requests whose finish reason was {reason}.")
+        for reason in _REASONS
+    },
+    "requests_failed_total": Metric("counter", "Requests that ended with an error."),
+    "requests_dropped_total": Metric("counter", "Requests whose caller went away before their end."),
+    "requests_running": Metric("gauge", "Requests that have a row of the batch."),
+    "requests_waiting": Metric("gauge", "Requests that wait for a row."),
+    "rows_used": Metric("gauge", "Rows of the batch in use."),
+    "rows": Metric("gauge", "Rows that the batch has (max_num_seqs)."),
+    **{f"{pool}_pages_used": Metric("gauge", f"Pages in use of the {name} KV cache.") for pool, name in _POOLS.items()},
+    **{f"{pool}_pages_free": Metric("gauge", f"Free pages of the {name} KV cache.") for pool, name in _POOLS.items()},
+    "prefix_query_tokens_total": Metric("counter", "Prompt tokens that were looked up in the prefix cache."),
+    "prefix_hit_tokens_total": Metric("counter", "Prompt tokens that were found in the prefix cache."),
+    "rounds_total": Metric("counter", "Rounds of the batch."),
+    "preemptions_total": Metric("counter", "Requests that lost their row because pages ran out."),
+    "interrupted_total": Metric("counter", "Requests that lost their row to an interrupt or a repeated round."),
+    "generated_tokens_total": Metric("counter", "New tokens of all requests, running ones included."),
+    "verified_rounds_total": Metric("counter", "Verifications of finished requests."),
+    "emitted_tokens_total": Metric("counter", "Tokens of these verifications."),
+    "acceptance_length": Metric("gauge", "Tokens emitted per verification, of finished requests (tau)."),
+    "tokens_per_second": Metric("gauge", f"New tokens a second over the last {LATELY} whole seconds."),
+    "lifetime_tokens_per_second": Metric("gauge", "New tokens a second since the model was loaded."),
+    "uptime_seconds": Metric("gauge", "Seconds since the model was loaded."),
+    "queue_seconds_total": Metric("counter", "Seconds that finished requests waited for a row, summed."),
+    "prefill_seconds_total": Metric("counter", "Seconds from a row to the first token, summed."),
+    "decode_seconds_total": Metric("counter", "Seconds from the first token to the last, summed."),
+}
+"""What there is, by name; in Prometheus text each name begins with "specdec_"."""
+
+
+class Metrics(Mapping[str, float]):
+    """Numbers at one moment, by the names of `METRICS`; counters count since the model was loaded."""
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self._values = {name: float(values[name]) for name in METRICS}
+
+    def __getitem__(self, name: str) -> float:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Metrics({', '.join(f'{name}={value:g}' for name, value in self.items())})"
+
+    def prometheus(self) -> str:
+        """Prometheus' text format."""
+        lines = []
+        for name, value in self.items():
+            lines += [f"# HELP specdec_{name} {METRICS[name].help}", f"# TYPE specdec_{name} {METRICS[name].kind}"]
+            lines.append(f"specdec_{name} {'NaN' if value != value else repr(value)}")
+        return "\n".join(lines) + "\n"
+
+
+def metrics_of(engine: Any) -> Metrics:
+    """The numbers of an `Engine`, on any thread. Waits for no round: one that runs may be counted in part."""
+    counters, stats, scheduler, now = engine.counters, engine.stats, engine.scheduler, time.perf_counter()
+    uptime, rows = now - counters.made, engine.config.max_num_seqs
+    windowed, head = scheduler.windowed_pages, scheduler.head_pages
+    pools = {"target": [scheduler.target_pages], "head": [] if head is None else [head], "windowed": [*windowed]}
+    queue, prefill, decode = counters.seconds
+    return Metrics(
+        {f"requests_ended_by_{reason}_total": counters.ends[reason] for reason in _REASONS}
+        | {f"{name}_pages_used": sum(pages.num_used for pages in pool) for name, pool in pools.items()}
+        | {f"{name}_pages_free": sum(pages.allocator.num_free for pages in pool) for name, pool in pools.items()}
+        | {
+            "requests_finished_total": stats.requests,
+            "requests_failed_total": counters.ends["failed"],
+            "requests_dropped_total": counters.ends["dropped"],
+            "requests_running": len(scheduler.running),
+            "requests_waiting": len(scheduler.waiting),
+            "rows_used": rows - engine.table.num_free,
+            "rows": rows,
+            "prefix_query_tokens_total": stats.prefix_query_tokens,
+            "prefix_hit_tokens_total": stats.prefix_hit_tokens,
+            "rounds_total": stats.rounds,
+            "preemptions_total": stats.preemptions,
+            "interrupted_total": stats.interrupted,
+            "generated_tokens_total": counters.reported,
+            "verified_rounds_total": stats.verified,
+            "emitted_tokens_total": stats.emitted,
+            "acceptance_length": stats.tau,
+            "tokens_per_second": counters.lately(now) / LATELY,
+            "lifetime_tokens_per_second": counters.reported / uptime,
+            "uptime_seconds": uptime,
+            "queue_seconds_total": queue,
+            "prefill_seconds_total": prefill,
+            "decode_seconds_total": decode,
+        }
+    )
