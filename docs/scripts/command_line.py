@@ -20,6 +20,8 @@ The page is written from the commands by `docs/scripts/command_line.py`.
 specdec --help
 ```
 
+`--version` prints the version.
+
 Exit codes: 0 done, 1 a check or a row failed, 2 bad input, 3 nothing was tested.
 """
 

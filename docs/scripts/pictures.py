@@ -17,7 +17,9 @@ Line = list[tuple[float, float]]
 
 def svg(width: int, height: int, title: str, parts: list[str]) -> str:
     """A picture with a white ground, legible in a dark page too."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" role="img">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" role="img">'
+    )
     ground = f'<rect width="{width}" height="{height}" fill="white"/>'
     return "\n".join([head, f"<title>{title}</title>", ground, *parts, "</svg>", ""])
 
@@ -97,7 +99,9 @@ def tau_picture() -> str:
     line = [(float(k), tau) for k, tau in found.items()]
     most = [(float(k), k + 1.0) for k in found]
     lines = {"K + 1": most, "measured": line}
-    return chart("τ on GSM8K, gsm-llama with its head", "K", "τ", lines, sorted(map(float, found)), math.ceil(most[-1][1]))
+    return chart(
+        "τ on GSM8K, gsm-llama with its head", "K", "τ", lines, sorted(map(float, found)), math.ceil(most[-1][1])
+    )
 
 
 def pictures() -> dict[str, str]:
