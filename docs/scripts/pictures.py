@@ -46,7 +46,7 @@ def round_picture() -> str:
     tokens = (("bonus token", TARGET), ("draft ✓", HEAD), ("draft ✓", HEAD), ("draft ✗", "#bbb"))
     for i, (said, colour) in enumerate(tokens):
         parts += box(80 + 115 * i, 210, 110, said, colour)
-    parts.append(text(545, 235, "→ 2 drafts accepted + the new bonus token = 3 tokens", anchor="start"))
+    parts.append(text(545, 235, "→ 2 accepted + a new bonus token = 3 tokens", anchor="start"))
     parts.append('<path d="M80 195H890" stroke="#bbb" fill="none"/>')
     return svg(900, 270, "One round: verify, read, commit, schedule, draft", parts)
 
@@ -60,12 +60,17 @@ def chart(title: str, x_name: str, y_name: str, lines: dict[str, Line], ticks: l
         parts.append(f'<path d="M70 {y}H470" stroke="#ddd"/>')
         parts.append(text(62, y + 4, f"{value:,.4g}" if most < 10 else f"{value:,.0f}", anchor="end"))
     parts += [text(place[tick], 320, f"{tick:g}") for tick in ticks] + [text(12, 38, y_name, anchor="start")]
+    ends: list[tuple[float, str, str]] = []
     for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
         points = [(place[x], 300 - 260 * y / most) for x, y in line]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in points]
-        parts.append(text(480, points[-1][1] + 4, name, colour, "start"))
+        ends.append((points[-1][1] + 4, name, colour))
+    last = -math.inf
+    for y, name, colour in sorted(ends):
+        last = max(y, last + 15)  # names do not overlap
+        parts.append(text(480, last, name, colour, "start"))
     return svg(560, 355, title, parts)
 
 

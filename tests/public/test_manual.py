@@ -31,6 +31,7 @@ STAND_INS = {
 }
 NOT_RUN = {
     ("index.md", "installs packages; `docs/scripts/quickstart.py` does it with the wheel"),
+    ("batches.md", "needs Ray"),
     ("how-to/gsm8k.md", "needs the GSM8K files"),
     ("numbers.md", "needs a GPU"),
 }
