@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
+DOCS := $(VENV)/.installed-docs
 JOBS ?= $(shell nproc)
 
 # Each worker has half of the tests in their order, and takes from another when it is done: what modules share is made once.
@@ -11,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal
 # Test modules are compiled by pytest (its assertions), 4 s of each worker: kept for the next run whatever the shell says.
 test test-all test-quick mutants: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-quick mutants sweep lint clean
+.PHONY: demo test test-all test-quick mutants sweep lint docs clean
 
 demo: $(RUN)
 	$(BIN)/python examples/demo.py
@@ -37,9 +38,16 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The site, into build/site: what is written from code first, then a strict build. Extra [docs].
+docs: $(DOCS)
+	$(BIN)/python docs/scripts/command_line.py
+	$(BIN)/python docs/scripts/pictures.py
+	$(BIN)/python -m mkdocs build --strict
+
 $(RUN): PACKAGE := .
 $(DEV): PACKAGE := .[dev]
-$(RUN) $(DEV): pyproject.toml
+$(DOCS): PACKAGE := .[docs,eval]
+$(RUN) $(DEV) $(DOCS): pyproject.toml
 	@echo "Installing into $(VENV); torch is large, this may take some minutes."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e "$(PACKAGE)"

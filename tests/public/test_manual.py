@@ -1,0 +1,243 @@
+"""The manual: blocks run, links lead somewhere, names have their place, sentences are short."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import evals.errors  # noqa: F401 (its errors are subclasses that the reference names)
+import specdec
+from specdec.cli.lazy import PluginError  # noqa: F401 (likewise)
+from specdec.cli.main import cli
+from specdec.loading.builtin import builtin_path
+from specdec.model import SpeculativeModel
+from specdec.parallel.collectives import RankGoneError  # noqa: F401 (likewise)
+
+ROOT = Path(__file__).resolve().parents[2]
+STAND_INS = {
+    "meta-llama/Llama-3.1-8B-Instruct": "gsm-llama",
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": "gsm-llama-eagle3",
+}
+NOT_RUN = {
+    ("index.md", "installs packages; `docs/scripts/quickstart.py` does it with the wheel"),
+    ("batches.md", "needs Ray"),
+    ("how-to/gsm8k.md", "needs the GSM8K files"),
+    ("numbers.md", "needs a GPU"),
+}
+"""Every block that is not run, with the reason that its page gives."""
+HABITS = ("what is to be done", "that of ", "those of whom", "whoever", "nobody", "where they shall")
+QUESTIONS = ["What is 3 + 4?", "Tom has 3 boxes of 12 eggs. How many eggs?", "What is 5 + 6?"]
+
+
+def script(name: str) -> ModuleType:
+    """A module of docs/scripts, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+pages = script("pages")
+
+
+def here(text: str) -> str:
+    """With what is on this machine in place of what is on the hub."""
+    for hub, name in STAND_INS.items():
+        text = text.replace(hub, str(builtin_path(name)))
+    return text
+
+
+def commands(code: str) -> list[str]:
+    lines = [line.partition("  #")[0].strip() for line in code.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def run_command(line: str) -> None:
+    words = shlex.split(here(line))
+    if words[:2] == ["pip", "install"]:  # the extras exist; docs/scripts/quickstart.py installs
+        assert all(extra in PYPROJECT_EXTRAS for extra in re.findall(r"\[(\w+)\]", line)), line
+        return
+    assert words[0] == "specdec", f"not a command that can be run here: {line}"
+    done = CliRunner().invoke(cli, words[1:])
+    assert done.exit_code in ((0, 3) if "lossless" in words else (0,)), f"{line}\n{done.output}\n{done.exception!r}"
+
+
+PYPROJECT_EXTRAS = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text("utf-8"), re.M)
+WITH_BLOCKS = [
+    page for page in pages.user_pages() if any(one.language in ("python", "bash") for one in pages.blocks(page))
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    rows = (json.dumps({"id": i, "prompt": question}) for i, question in enumerate(QUESTIONS))
+    (tmp_path / "questions.jsonl").write_text("\n".join(rows), "utf-8")
+    yield tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[] if page == "index.md" else pytest.mark.long) for page in WITH_BLOCKS]
+)
+def test_every_block_runs(page: str, folder: Path) -> None:
+    names: dict[str, Any] = {"__name__": "manual"}
+    try:
+        for place, block in enumerate(pages.blocks(page), 1):
+            if block.reason or block.language not in ("python", "bash"):
+                continue
+            if block.language == "python":
+                exec(compile(here(block.code), f"{page}, block {place}", "exec"), names)
+            else:
+                for line in commands(block.code):
+                    run_command(line)
+    finally:
+        for value in names.values():
+            if isinstance(value, SpeculativeModel):
+                value.close()
+
+
+def test_blocks_that_are_not_run_are_few_and_listed() -> None:
+    found = [(page, one.reason) for page in pages.user_pages() for one in pages.blocks(page) if one.reason]
+    assert set(found) == NOT_RUN and len(found) <= 10
+
+
+@pytest.mark.parametrize(
+    "page", sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+)
+def test_links_lead_to_pages_and_headings(page: str) -> None:
+    for link in pages.links(pages.read(page)):
+        if re.match(r"https?:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = ((ROOT / "docs" / page).parent / name) if name else ROOT / "docs" / page
+        assert target.is_file(), f"{page}: {link}"
+        assert not anchor or anchor in pages.anchors(target.read_text("utf-8")), f"{page}: {link}"
+
+
+def test_options_that_pages_name_exist() -> None:
+    known = {name for _, command in script("command_line").commands() for one in command.params for name in one.opts}
+    known |= {
+        name
+        for _, command in script("command_line").commands()
+        for one in command.params
+        for name in one.secondary_opts
+    }
+    known |= {
+        "--help",
+        "--model_args",
+        "--tasks",
+        "--limit",
+        "--apply_chat_template",
+        "--metadata",
+        "--use_cache",
+        "--head",
+    }
+    for page in pages.user_pages():
+        for line in re.findall(r"^specdec .*$|`specdec [^`]*`|`--[\w-]+[^`]*`", pages.read(page), re.M):
+            named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line))
+            assert named <= known, (page, named - known)
+
+
+def test_arguments_that_blocks_name_exist() -> None:
+    """A call of a page that is not run still has options that there are."""
+    import inspect
+
+    known = set(inspect.signature(SpeculativeModel.from_pretrained).parameters)
+    tables = pages.read("how-to/own_model.md") + pages.read("concepts/memory.md")
+    named = set(re.findall(r"`(\w+)=", tables))
+    assert named - known <= {"chat", "draft", "cache_prefix"}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    api, errors = pages.read("reference/api.md"), pages.anchors(pages.read("reference/errors.md"))
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: ([\w.]+)", api, re.M)}
+    missing = [name for name in specdec.__all__ if name not in shown and name.lower() not in errors]
+    assert missing == []
+
+
+def test_every_public_method_is_in_the_reference() -> None:
+    api = pages.read("reference/api.md")
+    members = {name for name in vars(SpeculativeModel) if not name.startswith("_")} - {"in_group"}
+    assert [name for name in sorted(members) if not re.search(rf"\b{name}\b", api)] == []
+
+
+def error_classes(cls: type = specdec.SpecdecError) -> Iterator[type]:
+    yield cls
+    for below in cls.__subclasses__():
+        yield from error_classes(below)
+
+
+def test_every_error_has_a_cause_and_a_remedy() -> None:
+    text = pages.read("reference/errors.md")
+    ours = {
+        cls.__name__
+        for cls in (*error_classes(), specdec.SpecdecWarning)
+        if cls.__module__.partition(".")[0] in ("attention", "drafters", "specdec", "evals") and cls.__name__[0] != "_"
+    }
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+    assert ours == set(sections)
+    assert [name for name, said in sections.items() if "**Cause.**" not in said or "**Remedy.**" not in said] == []
+
+
+def test_the_command_line_page_is_what_the_commands_say() -> None:
+    command_line = script("command_line")
+    text = pages.read("reference/command_line.md")
+    assert text == command_line.page(), "run: python docs/scripts/command_line.py"
+    for path, command in command_line.commands():
+        assert f"## {path}\n" in text or path == "specdec"
+        options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+        assert [name for one in options for name in command_line.names(one) if f"`{name}`" not in text] == []
+
+
+def test_pictures_are_drawn_from_the_results() -> None:
+    for name, picture in script("pictures").pictures().items():
+        assert (ROOT / "docs" / "pictures" / name).read_text("utf-8") == picture, "run: python docs/scripts/pictures.py"
+
+
+def test_numbers_of_the_performance_page_are_those_of_its_results() -> None:
+    pictures, text = script("pictures"), pages.read("numbers.md")
+    files = re.findall(r"<!-- results: (\S+) -->\n\|", text)
+    assert len(files) == len(re.findall(r"^\|---", text, re.M)) and len(files) == 2
+    assert [name for name in files if not (ROOT / "benchmarks" / "results" / name).is_file()] == []
+    by_k = pictures.measured()
+    for rows in by_k[0]:
+        cells = [f"{by_k[k][rows]:,.0f}" for k in (0, 3, 5)]
+        assert f"| {rows} | {' | '.join(cells)} | {by_k[5][rows] / by_k[0][rows]:.2f} |" in text
+    assert "| τ | " + " | ".join(f"{tau:.2f}" for k, tau in pictures.accepted().items() if k) + " |" in text
+
+
+def new_pages() -> list[str]:
+    return [page for page in pages.user_pages() if page not in pages.GENERATED]
+
+
+def test_sentences_are_short() -> None:
+    lengths = {page: [len(one.split()) for one in pages.sentences(pages.read(page))] for page in new_pages()}
+    means = {page: sum(each) / len(each) for page, each in lengths.items()}
+    print("\n".join(f"{page}: {mean:.1f}" for page, mean in sorted(means.items())))
+    assert {page: round(mean, 1) for page, mean in means.items() if mean > 17} == {}
+
+
+@pytest.mark.parametrize("page", new_pages())
+def test_pages_have_no_habits(page: str) -> None:
+    text = pages.read(page).lower()
+    assert [phrase for phrase in HABITS if phrase in text] == []
+
+
+@pytest.mark.parametrize("page", new_pages())
+def test_a_page_says_at_its_top_what_one_can_do_after_it(page: str) -> None:
+    first = pages.read(page).split("\n\n")[1]
+    assert "fter this page you" in first, first
