@@ -33,6 +33,8 @@ NOT_RUN = {
     ("index.md", "installs packages; `docs/scripts/quickstart.py` does it with the wheel"),
     ("batches.md", "needs Ray"),
     ("how-to/gsm8k.md", "needs the GSM8K files"),
+    ("service.md", "starts a server, or asks it; the tests of the example do"),
+    ("service.md", "is part of a coroutine; the tests of asynchronous calls are"),
     ("numbers.md", "needs a GPU"),
 }
 """Every block that is not run, with the reason that its page gives."""
@@ -145,6 +147,7 @@ def test_options_that_pages_name_exist() -> None:
         "--metadata",
         "--use_cache",
         "--head",
+        *("--drain-seconds", "--api-key", "--max-body-bytes"),  # of examples/serve_openai.py
     }
     for page in pages.user_pages():
         for line in re.findall(r"^specdec .*$|`specdec [^`]*`|`--[\w-]+[^`]*`", pages.read(page), re.M):
