@@ -33,6 +33,7 @@ NOT_RUN = {
     ("index.md", "installs packages; `docs/scripts/quickstart.py` does it with the wheel"),
     ("batches.md", "needs Ray"),
     ("how-to/gsm8k.md", "needs the GSM8K files"),
+    ("how-to/several_gpus.md", "starts processes of its own; tests/specdec/parallel runs such models"),
     ("numbers.md", "needs a GPU"),
 }
 """Every block that is not run, with the reason that its page gives."""
