@@ -35,6 +35,7 @@ NOT_RUN = {
     ("how-to/gsm8k.md", "needs the GSM8K files"),
     ("service.md", "starts a server, or asks it; the tests of the example do"),
     ("service.md", "is part of a coroutine; the tests of asynchronous calls are"),
+    ("how-to/several_gpus.md", "starts processes of its own; tests/specdec/parallel runs such models"),
     ("numbers.md", "needs a GPU"),
 }
 """Every block that is not run, with the reason that its page gives."""
