@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal
 # Test modules are compiled by pytest (its assertions), 4 s of each worker: kept for the next run whatever the shell says.
 test test-all test-quick mutants: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-quick mutants sweep lint docs clean
+.PHONY: demo test test-all test-quick mutants sweep docs lint format dist release-notes clean
 
 demo: $(RUN)
 	$(BIN)/python examples/demo.py
@@ -43,6 +43,20 @@ docs: $(DOCS)
 	$(BIN)/python docs/scripts/command_line.py
 	$(BIN)/python docs/scripts/pictures.py
 	$(BIN)/python -m mkdocs build --strict
+format: $(DEV)
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+# Wheel and sdist in dist/, with their metadata checked as the package index would.
+dist: $(DEV)
+	rm -rf build dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+
+# The section of CHANGELOG.md for the version in pyproject.toml.
+release-notes:
+	@awk -v heading="## [$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)]" \
+	    '/^## /{found = index($$0, heading) == 1; next} found' CHANGELOG.md
 
 $(RUN): PACKAGE := .
 $(DEV): PACKAGE := .[dev]
