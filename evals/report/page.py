@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -14,7 +15,17 @@ from jinja2 import Environment, StrictUndefined
 from evals.acceptance.metrics import METRICS
 from evals.acceptance.summary import Json
 from evals.errors import require
-from evals.report.terminal import POSITIONS, cautions, groupings, headline, predicted, show, untried
+from evals.report.terminal import (
+    POSITIONS,
+    cautions,
+    digits_for,
+    groupings,
+    headline,
+    metric_parts,
+    predicted,
+    show,
+    untried,
+)
 
 _COLOURS = ("#2f6f9f", "#c8742c", "#4d8b57", "#8b5a9b", "#a8484e", "#6b6b6b")
 
@@ -132,7 +143,10 @@ def of_positions(arms: Sequence[Json]) -> Values:
     """Acceptance at each draft position; vLLM's is in the table alone."""
     width = max(arm["k"] for arm in arms)
     rows = (
-        (f"{arm['name']} {_NAMES[kind]}", *(show(arm[kind][j]) if j < arm["k"] else "" for j in range(width)))
+        (
+            f"{arm['name']} {_NAMES[kind]}",
+            *(show(arm[kind][j], digits_for(arm["questions"])) if j < arm["k"] else "" for j in range(width)),
+        )
         for arm in arms
         for kind in POSITIONS
     )
@@ -158,15 +172,19 @@ def of_histogram(arms: Sequence[Json]) -> Values:
 def of_groups(arms: Sequence[Json], group: str, section: str, metric: str) -> Values:
     """One metric by category or task."""
     rows = (
-        (name, str(arms[0][group][name]["questions"]), *(show(arm[group][name][section][metric]) for arm in arms))
+        (name, str(arms[0][group][name]["questions"]), *(_of_group(arm[group][name], section, metric) for arm in arms))
         for name in arms[0][group]
     )
     return Values(("group", "questions", *(arm["name"] for arm in arms)), tuple(rows))
 
 
+def _of_group(part: Json, section: str, metric: str) -> str:
+    return show(part[section][metric], digits_for(part["questions"]))
+
+
 def of_speedup(arms: Sequence[Json], prediction: Json) -> Values:
     """Measured and predicted speed-up, decode only, by K."""
-    measured = {arm["k"]: show(arm["timing"]["speedup_decode"]) for arm in arms}
+    measured = {arm["k"]: show(arm["timing"]["speedup_decode"], digits_for(arm["questions"])) for arm in arms}
     cells = {(str(cell["batch_size"]), cell["k"]): cell for cell in prediction["table"]}
     sizes = list(prediction["round_seconds"])
     rows = (
@@ -187,6 +205,8 @@ def render(document: Json) -> str:
         document=document,
         settings=settings,
         metrics=METRICS,
+        metric_parts=metric_parts(),
+        digits=partial(digits_for, document["arms"][0]["questions"]),
         pictures=_pictures(document),
         provenance=json.dumps(document["provenance"], indent=2, ensure_ascii=False),
         title=f"Acceptance of {' and '.join(targets)} on {settings['data']['name']}",

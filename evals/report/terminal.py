@@ -74,6 +74,26 @@ def _difference(document: Json) -> str:
     return f"{right} {kept} than {left}, at {speed['estimate']:.2f} × its speed."
 
 
+MAIN = ("tau", "acceptance_rate", "speedup", "speedup_decode", "tokens_per_s")
+"""Metrics that are shown first. The others count the same rounds as other tools do."""
+OTHERS = "As other tools count"
+
+
+def metric_parts() -> list[tuple[str, list[Metric]]]:
+    """(title, metrics): the main ones, without a title, and the others."""
+    main = sorted((metric for metric in METRICS if metric.key in MAIN), key=lambda metric: MAIN.index(metric.key))
+    return [("", main), (OTHERS, [metric for metric in METRICS if metric.key not in MAIN])]
+
+
+def digits_for(questions: int, most: int = 3) -> int:
+    """Decimals worth showing: at most two where so few questions were asked that the intervals are wide.
+
+    >>> digits_for(6), digits_for(80), digits_for(6, most=1)
+    (2, 3, 1)
+    """
+    return min(most, 2) if questions < FEW else most
+
+
 POSITIONS = ("conditional", "unconditional", "per_position_vllm")
 """The kinds of acceptance at a draft position, in the order in which they are shown."""
 
@@ -124,7 +144,8 @@ def print_acceptance(console: Console, document: Json, explain: bool = False) ->
     """Print the document. explain: with the sentence that defines each number."""
     arms = document["arms"]
     console.print(f"\n[bold]{headline(document)}[/bold]", highlight=False)
-    _print_table(console, f"{arms[0]['questions']} questions", _metric_table(arms))
+    for part, metrics in metric_parts():
+        _print_table(console, part or f"{arms[0]['questions']} questions", _metric_table(arms, metrics))
     for title, key in groupings(arms[0]):
         _print_table(console, title, _group_table(arms, key))
     _print_table(
@@ -143,7 +164,7 @@ def print_acceptance(console: Console, document: Json, explain: bool = False) ->
             console.print(f"\nspeed-up not predicted: {reason}")
     if "differences" in document:
         title = f"{arms[1]['name']} less {arms[0]['name']}, paired"
-        _print_table(console, title, _difference_table(document["differences"]))
+        _print_table(console, title, _difference_table(document["differences"], arms[0]["questions"]))
     _print_identity(console, arms)
     for failure in document["failures"]:
         console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
@@ -186,7 +207,7 @@ def show(value: Json, digits: int = 3) -> str:
 
 def _shown(metric: Metric, part: Json) -> str:
     values = part["timing" if metric.timing else "metrics"]
-    return show(values[metric.key], metric.digits) if metric.key in values else "-"
+    return show(values[metric.key], digits_for(part["questions"], metric.digits)) if metric.key in values else "-"
 
 
 def _table(first: str, *numbers: str) -> Table:
@@ -198,9 +219,9 @@ def _table(first: str, *numbers: str) -> Table:
     return table
 
 
-def _metric_table(arms: Sequence[Json]) -> Table:
+def _metric_table(arms: Sequence[Json], metrics: Sequence[Metric]) -> Table:
     table = _table("", *(arm["name"] for arm in arms))
-    for metric in METRICS:
+    for metric in metrics:
         table.add_row(metric.label, *(_shown(metric, arm) for arm in arms))
     return table
 
@@ -225,7 +246,10 @@ def _position_table(arms: Sequence[Json]) -> Table:
     drafting = [arm for arm in arms if arm["k"]]
     table = _table("position", *(arm["name"] for arm in drafting))
     for j in range(max((arm["k"] for arm in drafting), default=0)):
-        cells = ["\n".join(show(arm[kind][j]) for kind in POSITIONS) if j < arm["k"] else "" for arm in drafting]
+        cells = [
+            "\n".join(show(arm[kind][j], digits_for(arm["questions"])) for kind in POSITIONS) if j < arm["k"] else ""
+            for arm in drafting
+        ]
         table.add_row(str(j + 1), *cells)
     return table
 
@@ -264,12 +288,12 @@ def untried(prediction: Json, size: str) -> str:
     return f"; larger K may be faster, which nothing here has measured: try --k {min(cell['k'] for cell in beyond)}"
 
 
-def _difference_table(found: Json) -> Table:
+def _difference_table(found: Json, questions: int) -> Table:
     table = _table("", "difference")
     labels = {metric.key: metric for metric in METRICS}
     for key, value in {**found["metrics"], **found["timing"]}.items():
         label, digits = (labels[key].label, labels[key].digits) if key in labels else ("speed, ratio of totals", 3)
-        table.add_row(label, show(value, digits))
+        table.add_row(label, show(value, digits_for(questions, digits)))
     return table
 
 

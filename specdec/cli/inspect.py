@@ -121,10 +121,8 @@ def _print_pair(head: str, target: str, load: LoadOptions, file: Path | None, as
 
 
 def _print(model: SpeculativeModel, agreement: Agreement | None, as_json: bool) -> None:
-    from rich.console import Console
-
     from drafters.checkpoints.config_fields import Reported
-    from specdec.cli.tables import facts_table, fit_lines, report_table
+    from specdec.cli.tables import fact_notes, facts_table, fit_lines, make_console, report_table
 
     facts = model.describe()
     if as_json:
@@ -132,14 +130,16 @@ def _print(model: SpeculativeModel, agreement: Agreement | None, as_json: bool) 
             facts["agreement"] = agreement.as_json()
         click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
         return
-    console = Console()
-    console.print(facts_table(facts))
-    if isinstance(model.head, Reported) and model.head.checkpoint_report is not None:
-        console.print(report_table(model.head.checkpoint_report))
+    console = make_console()
     for line in fit_lines(facts):
         console.print(line, style="green", highlight=False)
     if agreement is not None:
         _print_agreement(console, agreement)
+    console.print(facts_table(facts))
+    for line in fact_notes(facts):
+        console.print(line, style="dim", highlight=False, markup=False)
+    if isinstance(model.head, Reported) and model.head.checkpoint_report is not None:
+        console.print(report_table(model.head.checkpoint_report))
 
 
 def _print_agreement(console: Console, agreement: Agreement) -> None:
@@ -153,18 +153,16 @@ def _print_agreement(console: Console, agreement: Agreement) -> None:
 
 
 def _print_head(report: HeadReport, remark: str, as_json: bool) -> None:
-    from rich.console import Console
-
-    from specdec.cli.tables import report_table
+    from specdec.cli.tables import make_console, report_table
 
     if as_json:
         fields = {f.name: {"value": _plain(f.value), "from": f.source} for f in report.fields}
         found = {"head": str(report.path), "layout": report.layout, "parameters": report.num_parameters}
         click.echo(json.dumps(found | {"fields": fields, "remark": remark}, indent=2, ensure_ascii=False))
         return
-    console = Console()
-    console.print(report_table(report))
+    console = make_console()
     console.print(remark, highlight=False, markup=False)
+    console.print(report_table(report))
 
 
 def _plain(value: Any) -> Any:

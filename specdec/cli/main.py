@@ -26,6 +26,7 @@ _COMMANDS = {
     "inspect": LazyCommand("specdec.cli.inspect:inspect", "Show what a target and a head are, and whether they fit."),
     "train": LazyCommand("specdec.cli.train:train", "Train a draft head for a target."),
     "export": LazyCommand("specdec.cli.export:export", "Write a head in the layout of vLLM or SGLang."),
+    "doctor": LazyCommand("specdec.cli.doctor:doctor", "Show the environment, and what is missing here."),
 }
 
 
@@ -43,6 +44,13 @@ class Commands(LazyGroup):
             return find_plugins(self.lazy)
         except PluginError as error:
             raise BadInput(str(error)) from error
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click. Without arguments the help is the answer, and no usage error."""
+        if not args and not ctx.resilient_parsing:
+            click.echo(ctx.get_help())
+            ctx.exit()
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*super().list_commands(ctx), *self.plugins]
@@ -72,7 +80,10 @@ cli = Commands(
     help="Speculative decoding for Hugging Face causal language models, with exactly the model's own output.",
     epilog=examples(
         'specdec generate "Tom has 3 boxes of 12 eggs. How many eggs?" --stats',
+        "specdec chat",
+        'specdec generate --model Qwen/Qwen3-8B --draft lookup "Why is the sky blue?"',
         "specdec inspect --model gsm-deepseek --draft mtp",
+        "specdec doctor",
         "specdec eval acceptance --data arithmetic --limit 20",
         "specdec eval lossless --data arithmetic --limit 20",
     ),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from drafters.checkpoints.config_fields import HeadReport
@@ -126,9 +127,32 @@ def fit_lines(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
+def make_console() -> Console:
+    """The console of a long table: as wide as the terminal; in a file or pipe wide enough that nothing is folded."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
+_NOTES = {
+    "twin": "a small copy of the model with drawn weights, on which a load tests lengths that the real one is too "
+    'large for. "exact": its logits are those of its own forward, also past the named thresholds',
+    "fold_rule": "when recurrent layers store (fold) accepted tokens into their states; until then their inputs are "
+    "kept and replayed",
+}
+"""What a fact is whose name does not tell."""
+
+
+def fact_notes(facts: dict[str, Any]) -> list[str]:
+    """A sentence for each fact whose name does not tell, where the model has it."""
+    shown = facts | facts["engine"]
+    return [f"{name}: {text}" for name, text in _NOTES.items() if shown.get(name) is not None]
+
+
 def facts_table(facts: dict[str, Any]) -> Table:
-    """A description, one fact a row; nested mappings are indented."""
+    """A description, one fact a row; nested mappings are indented. Long values are folded, never cut."""
     table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in _flat(facts):
         table.add_row(name, value)
     return table
@@ -138,6 +162,7 @@ def report_table(report: HeadReport) -> Table:
     """A head's checkpoint, one field a row with its value and its source."""
     title = f"head: {report.layout}, {report.num_parameters / 1e6:.2f} M parameters"
     table = Table("field", "value", title=title, title_justify="left", caption=str(report.path))
+    table.columns[1].overflow = "fold"
     table.add_column("from", overflow="fold")
     for field in report.fields:
         table.add_row(field.name, human(field.name, field.value), field.source)

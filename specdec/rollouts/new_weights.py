@@ -30,10 +30,13 @@ def write(model: Any, weights: Weights, head: Weights) -> None:
         head = ()
     elif not isinstance(model.head, nn.Module):
         raise InvalidInputError("head=…: this model drafts without a head that has weights; leave it out")
+    own = model.head if isinstance(model.head, nn.Module) else None
+    if own is not None and isinstance(head, (Mapping, Sequence)):  # before the target's are written
+        head = list(_fitting(own.state_dict(keep_vars=True), head, type(own).__name__))
     with gate_of(model.hf_model.config).held():
         count = copy_weights(model.hf_model, weights, type(model.hf_model).__name__)
-        if isinstance(model.head, nn.Module):
-            count += copy_weights(model.head, head, type(model.head).__name__)
+        if own is not None:
+            count += copy_weights(own, head, type(own).__name__)
     if not count:
         raise InvalidInputError("no weights were given (an iterator that was read already?); see refresh()")
 

@@ -20,6 +20,8 @@ from specdec.service.asynchronous import AsyncStream
 from specdec.values import short
 
 _TOOLS = ("tools", "tool_choice", "functions", "function_call")
+_LEAST = -9999.0
+"""The log-probability of what cannot come: JSON has no -inf. Source: OpenAI API reference, "top_logprobs"."""
 _UNTOLD = ("return_logits", "return_scores", "return_drafts", "prompt_logprobs", "prompt_logprobs_start")
 """Options whose results have no place in an answer."""
 _ELSEWHERE = (
@@ -162,7 +164,7 @@ def _told(tokenizer: Any, logprobs: Sequence[TokenLogprobs] | None, chat: bool) 
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = tokenizer.decode([token_id], skip_special_tokens=False)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": text, "logprob": max(logprob, _LEAST), "bytes": list(text.encode())}
 
     each = [(entry(one.token_id, one.logprob), [entry(*top) for top in one.top]) for one in logprobs]
     if chat:

@@ -18,7 +18,18 @@ from rich.console import Console
 from evals.acceptance.acceptance import Plan, run, settings, sweep
 from evals.acceptance.metrics import METRICS
 from evals.report import page
-from evals.report.terminal import RunProgress, cautions, headline, print_acceptance, show, untried
+from evals.report.terminal import (
+    MAIN,
+    OTHERS,
+    RunProgress,
+    cautions,
+    digits_for,
+    headline,
+    metric_parts,
+    print_acceptance,
+    show,
+    untried,
+)
 from evals.runs.conversations import Configuration, ModelSpec, Worker
 from evals.runs.executor import LocalExecutor
 from evals.runs.store import RunStore
@@ -92,7 +103,8 @@ def test_page_says_the_same_and_loads_nothing(plant: SimpleNamespace, tmp_path: 
     assert all(link.startswith("#") for link in links)
     assert "writing &amp; &lt;b&gt;" in text and "<b>" not in text
     assert headline(document) in unescape(text) and "answers unchanged (23 of 23 equal)" in text
-    assert sum(tag == "details" for tag, _ in parsed.tags) == 5 + 1  # the values of each picture, and provenance
+    assert sum(tag == "details" for tag, _ in parsed.tags) == 5 + 2  # values of each picture, other counts, provenance
+    assert text.index("headline") < text.index(OTHERS) < text.index("<h2>Pictures")
     (third,) = (arm for arm in document["arms"] if arm["k"] == 3)
     for drawn in ("conditional", "unconditional", "per_position_vllm"):
         assert all(text.count(show(value)) for value in third[drawn])
@@ -160,6 +172,24 @@ HEADLINES = [
 @pytest.mark.parametrize(("document", "text"), HEADLINES)
 def test_the_headline_says_in_words_what_was_found(document: dict[str, Any], text: str) -> None:
     assert text in headline(document)
+
+
+def test_the_numbers_begin_with_the_main_ones_and_leave_none_out() -> None:
+    (_, main), (_, others) = metric_parts()
+    assert tuple(metric.key for metric in main) == MAIN and main[0].key == "tau"
+    assert sorted(m.key for m in (*main, *others)) == sorted(m.key for m in METRICS)
+
+
+def test_few_questions_get_two_digits(plant: SimpleNamespace, tmp_path: Path) -> None:
+    assert (digits_for(6), digits_for(20), digits_for(6, 1)) == (2, 3, 1)
+    model = plant.Model(rates=(0.8, 0.6, 0.5))
+    executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": model})))
+    plan = Plan(plant.questions(6), sweep((3,)), plant.asking(), warmup=0)
+    document = run(executor, plan, RunStore(tmp_path / "run", settings(plan, executor.facts())), lambda answers: None)
+    text = page.render(document)
+    (arm,) = (arm for arm in document["arms"] if arm["k"])
+    tau = arm["metrics"]["tau"]
+    assert show(tau, 2) in text and show(tau, 3) not in text
 
 
 def test_what_the_intervals_leave_out_is_said_beside_them() -> None:

@@ -112,6 +112,14 @@ def test_wrong_weights_are_named(kind: str, message: str) -> None:
     assert tokens(wrapped) == own[0, len(PROMPT) :].tolist()
 
 
+def test_a_wrong_name_of_the_heads_leaves_the_target_as_it_was() -> None:
+    model = tiny_llama()
+    wrapped = wrap(model, eagle3_head(model), num_speculative_tokens=3)
+    with pytest.raises(InvalidInputError, match=r"'nope'.*nothing was written"):
+        wrapped.update_weights(new_weights(), head={"nope": torch.zeros(1)})
+    assert tokens(wrapped) == hf_greedy(PROMPT, 8)
+
+
 def test_what_is_refused() -> None:
     model = tiny_llama()
     wrapped = wrap(model, None)

@@ -1,0 +1,301 @@
+"""The command `specdec doctor`: what an issue report needs, and what is missing here.
+
+Everything is found out without loading a model. A package that cannot be imported is a line of the output, no error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, metadata, version
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specdec.cli.lazy import DISTRIBUTION, PluginError, find_plugins
+from specdec.cli.options import examples
+from specdec.shadowing import ROOT, check_sibling
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "triton",
+    "flashinfer-python",
+    "nvmath-python",
+)
+_SIBLINGS = ("attention", "drafters")
+_SETTINGS = ("SPECDEC_DATA", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TRITON_INTERPRET")
+"""Variables of the environment that change what runs."""
+
+Facts = dict[str, Any]
+
+
+@click.command(epilog=examples("specdec doctor", "specdec doctor --json"))
+@click.option("--json", "as_json", is_flag=True, help="The facts as one JSON object.")
+def doctor(as_json: bool) -> None:
+    """Show the environment, the GPU, the caches, and which extras are missing. Put it into an issue report.
+
+    Nothing is sent anywhere, no model is loaded, nothing is deleted. Your home folder is written as ~. Exit status: 0,
+    or 1 where something keeps specdec from working.
+    """
+    facts = examined()
+    if as_json:
+        click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        for line in in_lines(facts):
+            click.echo(line)
+    sys.exit(1 if facts["problems"] else 0)
+
+
+def examined() -> Facts:
+    """What the command prints, by section."""
+    wanted, extras = requirements()
+    device = device_facts()
+    return {
+        "specdec": {"version": _version(DISTRIBUTION), "folder": _short(ROOT)},
+        "system": system_facts(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "device": device,
+        "extras": {name: extra_facts(name, needed) for name, needed in extras.items()},
+        "caches": cache_facts(cache_folders()),
+        "settings": {name: _short(os.environ[name]) for name in _SETTINGS if name in os.environ},
+        "problems": [*shadowed(), *(f"{each} is needed: pip install '{each}'" for each in unmet(wanted))]
+        + ([device["error"]] if "error" in device else []),
+        "hints": hints(device),
+    }
+
+
+def requirements(root: Path = ROOT) -> tuple[list[str], dict[str, list[str]]]:
+    """What this distribution needs and each extra adds, by the checkout at `root`, else by the installed metadata."""
+    file = root / "pyproject.toml"
+    project = tomllib.loads(file.read_text("utf-8")).get("project", {}) if file.is_file() else {}
+    if project.get("name") == DISTRIBUTION:
+        return project["dependencies"], project["optional-dependencies"]
+    try:
+        found = metadata(DISTRIBUTION)
+    except PackageNotFoundError:
+        return [], {}
+    given = found.get_all("Requires-Dist") or []
+    needed = applying(given, "")
+    extras = found.get_all("Provides-Extra") or []
+    return needed, {name: [each for each in applying(given, name) if each not in needed] for name in extras}
+
+
+def applying(given: list[str], extra: str) -> list[str]:
+    """Those requirements of a distribution's metadata that hold here with this extra, without their markers."""
+    from packaging.requirements import Requirement
+
+    read = [Requirement(each) for each in given]
+    held = [each for each in read if each.marker is None or each.marker.evaluate({"extra": extra})]
+    return [str(each).partition(";")[0].strip() for each in held]
+
+
+def unmet(needed: list[str]) -> list[str]:
+    """Requirements that are not installed, or in another version. Extras of this distribution are left out."""
+    from packaging.requirements import Requirement
+
+    missing = []
+    for text in needed:
+        requirement = Requirement(text)
+        if requirement.name == DISTRIBUTION or (requirement.marker is not None and not requirement.marker.evaluate()):
+            continue
+        found = _version(requirement.name)
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            missing.append(f"{requirement.name}{requirement.specifier}")
+    return missing
+
+
+def extra_facts(name: str, needed: list[str]) -> Facts:
+    """Whether an extra is there; if not, what it lacks and how to get it."""
+    missing = unmet(needed)
+    return {"present": not missing} | (
+        {"missing": missing, "install": f'pip install "{DISTRIBUTION}[{name}]"'} if missing else {}
+    )
+
+
+def shadowed() -> list[str]:
+    """Messages for our packages whose name another distribution owns here, and for commands that cannot be loaded."""
+    checks: list[Callable[[], object]] = [partial(check_sibling, name) for name in _SIBLINGS]
+    try:
+        checks += [plugin.load for plugin in find_plugins(()).values()]
+    except PluginError as error:
+        return [str(error)]
+    return [text for check in checks if (text := _failure(check))]
+
+
+def _failure(check: Callable[[], object]) -> str:
+    try:
+        check()
+    except (ImportError, PluginError) as error:
+        return str(error)
+    return ""
+
+
+def system_facts() -> Facts:
+    """Python and the machine."""
+    facts: Facts = {
+        "python": platform.python_version(),
+        "executable": _short(sys.executable),
+        "platform": platform.platform(),
+        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        facts["memory"] = _size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return facts
+
+
+def device_facts() -> Facts:
+    """What torch sees: its CUDA or HIP version, and each GPU. "error" where torch cannot be imported."""
+    try:
+        import torch
+    except Exception as error:
+        return {"error": f"torch cannot be imported: {type(error).__name__}: {error}"}
+    facts: Facts = {"torch built for": _built_for(torch), "GPUs": []}
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(index)
+            facts["GPUs"].append(f"{found.name}, {_size(found.total_memory)}, compute {found.major}.{found.minor}")
+    return facts
+
+
+def _built_for(torch: Any) -> str:
+    if torch.version.cuda is not None:
+        return f"CUDA {torch.version.cuda}"
+    return "CPU" if torch.version.hip is None else f"ROCm {torch.version.hip}"
+
+
+def hints(device: Facts) -> list[str]:
+    """What would run, but slower than it could."""
+    if not device.get("GPUs"):
+        built = device.get("torch built for", "")
+        text = "; torch is built for CUDA and would use one" if built.startswith("CUDA") else ""
+        return [f"no GPU: the torch backend serves on the CPU{text}"]
+    if _version("flashinfer-python") is None and built_for_cuda(device):
+        return [f'FlashInfer is missing: rounds are slower without it; pip install "{DISTRIBUTION}[cuda]"']
+    return []
+
+
+def built_for_cuda(device: Facts) -> bool:
+    """Whether torch is built for NVIDIA's GPUs."""
+    return str(device["torch built for"]).startswith("CUDA")
+
+
+def cache_folders() -> dict[str, tuple[Path | None, str]]:
+    """Each cache: its folder (None where it cannot be found out) and the variable that moves it."""
+    base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
+    return {
+        "specdec (matmul algorithms)": (_asked(_own_cache), "XDG_CACHE_HOME"),
+        "Triton": (_asked(_triton_cache), "TRITON_CACHE_DIR"),
+        "torch.compile": (_asked(_inductor_cache), "TORCHINDUCTOR_CACHE_DIR"),
+        "FlashInfer workspace": (base / ".cache" / "flashinfer", "FLASHINFER_WORKSPACE_BASE"),
+        "Hugging Face hub": (_asked(_hub_cache), "HF_HUB_CACHE"),
+    }
+
+
+def _asked(find: Callable[[], str | Path]) -> Path | None:
+    try:
+        return Path(find())
+    except Exception:  # a package is missing, or keeps the name elsewhere
+        return None
+
+
+def _own_cache() -> Path:
+    from specdec.compiler.gemm_selection import cache_folder
+
+    return cache_folder()
+
+
+def _triton_cache() -> str:
+    return os.environ.get("TRITON_CACHE_DIR") or os.path.join(
+        os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache"
+    )
+
+
+def _inductor_cache() -> str:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+
+
+def _hub_cache() -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return HF_HUB_CACHE
+
+
+def cache_facts(folders: Mapping[str, tuple[Path | None, str]]) -> Facts:
+    """Where each cache lies, how large it is, and what moves it."""
+    return {
+        name: {"folder": None if folder is None else _short(folder), "size": _held(folder), "moved by": variable}
+        for name, (folder, variable) in folders.items()
+    }
+
+
+def _held(folder: Path | None) -> str:
+    """What the files in a folder take, links not followed; "empty" where there is none."""
+    total = 0
+    for parent, _, names in os.walk(folder or ""):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except OSError:  # deleted meanwhile
+                continue
+    return _size(total) if total else "empty"
+
+
+def in_lines(facts: Facts) -> list[str]:
+    """The facts as plain text, a section after the other; problems and hints last."""
+    lines = []
+    for section in ("specdec", "system", "packages", "device", "settings"):
+        lines += [f"{section}:", *(f"  {name}: {_word(value)}" for name, value in facts[section].items()), ""]
+    lines += ["extras:", *(f"  {name}: {_of_extra(extra)}" for name, extra in facts["extras"].items()), ""]
+    lines.append("caches (can be deleted while nothing runs; the next start builds, or downloads, again):")
+    for name, cache in facts["caches"].items():
+        lines.append(f"  {name}: {cache['folder'] or 'unknown'}, {cache['size']} (moved by {cache['moved by']})")
+    lines += ["", *(f"PROBLEM: {problem}" for problem in facts["problems"])]
+    lines += [f"note: {hint}" for hint in facts["hints"]]
+    return [*lines, "" if facts["problems"] else "No problem found."]
+
+
+def _of_extra(extra: Facts) -> str:
+    return "present" if extra["present"] else f"missing {', '.join(extra['missing'])}: {extra['install']}"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, list):
+        return "; ".join(value) or "none"
+    return "not installed" if value is None else str(value)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes in the largest unit of which there is at least one.
+
+    >>> _size(1536), _size(3 << 30)
+    ('1.5 KiB', '3 GiB')
+    """
+    for unit, shift in (("GiB", 30), ("MiB", 20)):
+        if num_bytes >= 2**shift:
+            return f"{num_bytes / 2**shift:.3g} {unit}"
+    return f"{num_bytes / 2**10:.3g} KiB"
+
+
+def _short(path: str | Path) -> str:
+    """A path with the home folder as ~."""
+    home, text = str(Path.home()), str(path)
+    return f"~{text[len(home) :]}" if text == home or text.startswith(home + os.sep) else text
