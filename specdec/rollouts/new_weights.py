@@ -23,48 +23,36 @@ Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 def write(model: Any, weights: Weights, head: Weights) -> None:
     """Copy new weights into a `SpeculativeModel`'s target and head; forwards on other threads wait.
 
+    Mappings and lists are checked as a whole before anything is written, iterators item by item. Names are those of the
+    modules' `state_dict`; shapes are the same, in any floating dtype, on any device.
+
     Raises:
-        InvalidInputError: see `copy_weights`; nothing is given, or weights of a head that it does not have.
+        InvalidInputError: an item that is no (name, tensor), a name or a shape that a module does not have, whole
+            numbers for floating ones or the other way round; the message says how many were written before. Nothing is
+            given, or weights of a head that it does not have.
     """
-    if isinstance(head, Mapping | Sequence) and not head:
-        head = ()
-    elif not isinstance(model.head, nn.Module):
+    given = [(model.hf_model, weights)]
+    if isinstance(model.head, nn.Module):
+        given.append((model.head, head))
+    elif not isinstance(head, (Mapping, Sequence)) or head:
         raise InvalidInputError("head=…: this model drafts without a head that has weights; leave it out")
-    own = model.head if isinstance(model.head, nn.Module) else None
-    if own is not None and isinstance(head, (Mapping, Sequence)):  # before the target's are written
-        head = list(_fitting(own.state_dict(keep_vars=True), head, type(own).__name__))
-    with gate_of(model.hf_model.config).held():
-        count = copy_weights(model.hf_model, weights, type(model.hf_model).__name__)
-        if own is not None:
-            count += copy_weights(own, head, type(own).__name__)
+    with gate_of(model.hf_model.config).held(), torch.no_grad():
+        ready = [_ready(module, own) for module, own in given]
+        count = 0
+        for there, tensor in (pair for own in ready for pair in own):
+            there.copy_(tensor)
+            count += 1
     if not count:
         raise InvalidInputError("no weights were given (an iterator that was read already?); see refresh()")
 
 
-def copy_weights(module: nn.Module, weights: Weights, what: str) -> int:
-    """Copy values into the parameters and buffers of these names; how many.
-
-    A mapping or a list is checked as a whole before anything is written, an iterator item by item.
-
-    Args:
-        weights: by names of the module's `state_dict`; of the same shapes, in any floating dtype, on any device.
-        what: the module, for messages.
-
-    Raises:
-        InvalidInputError: an item that is no (name, tensor), a name or a shape that the module does not have, whole
-            numbers for floating ones or the other way round. The message says how many were written before.
-    """
-    own, count = module.state_dict(keep_vars=True), 0
-    if isinstance(weights, (Mapping, Sequence)):
-        weights = list(_fitting(own, weights, what))
-    with torch.no_grad():
-        for name, tensor in _fitting(own, weights, what):
-            own[name].copy_(tensor)
-            count += 1
-    return count
+def _ready(module: nn.Module, weights: Weights) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """A module's tensors with their new values: checked already, but those of an iterator."""
+    found = _fitting(module.state_dict(keep_vars=True), weights, type(module).__name__)
+    return list(found) if isinstance(weights, (Mapping, Sequence)) else found
 
 
-def _fitting(own: dict[str, torch.Tensor], weights: Weights, what: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _fitting(own: dict[str, torch.Tensor], weights: Weights, what: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     items = weights.items() if isinstance(weights, Mapping) else weights
     before = not isinstance(weights, (Mapping, Sequence))
     for place, item in enumerate(items):
@@ -74,7 +62,7 @@ def _fitting(own: dict[str, torch.Tensor], weights: Weights, what: str) -> Itera
         if problem := _problem(own, name, tensor):
             written = f"; the {place} before it are written" if before and place else "; nothing was written"
             raise InvalidInputError(f"weights of {what}: {problem}{written}")
-        yield name, tensor
+        yield own[name], tensor
 
 
 def _problem(own: dict[str, torch.Tensor], name: object, tensor: torch.Tensor) -> str:
