@@ -178,7 +178,9 @@ def _run(leader_of: weakref.ref[Leader], wake: SimpleQueue[None]) -> None:
 
 def leader_of(model: Any) -> Leader:
     """The leader of a `SpeculativeModel`, made at its first asynchronous call; the model ends it when it is closed."""
-    found: Leader = vars(model).setdefault("_leader", Leader(model._shared))
+    found: Leader | None = vars(model).get("_leader")
+    if found is None:
+        found = vars(model).setdefault("_leader", Leader(model._shared))  # another thread may have been faster
     if found.process != os.getpid():
         found = vars(model)["_leader"] = Leader(model._shared)
     return found
