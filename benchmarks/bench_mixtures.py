@@ -3,15 +3,17 @@
     python -m benchmarks.bench_mixtures --shape qwen3-30b-a3b --layers 16 --drafts 0,3 --rows 1,8,32,128 --out mix.jsonl
 
 One process, one model, an engine for each form, turn by turn: `grouped`, as engines are, and `paired`, as it was
-before: each (token, expert) pair multiplied by itself, and from 1,024 pairs on transformers' grouped matmul. Experts
-by token slot are drawn uniformly once and replace the routers' choice in both (`benchmarks.routing.HeldRoutes`).
-The floor reads each chosen expert once. Acceptance is synthetic, 0.8 a position, as in bench_round.
+before: each (token, expert) pair multiplied by itself, from 1,024 pairs on transformers' grouped matmul, and torch's
+top-k. MXFP4 has no such form. Experts by token slot are drawn uniformly once and replace the routers' choice in both
+(`benchmarks.routing.HeldRoutes`). The floor reads each chosen expert once, as it is stored. Acceptance is synthetic,
+0.8 a position, as in bench_round. With --sampled rows have temperature 0.8 and top-p 0.95.
 """
 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,16 +22,30 @@ import click
 import numpy as np
 import torch
 
+from attention.hf.weights import model_bytes
 from benchmarks.bench_round import Moments, floor, measure, prompts
 from benchmarks.document import provenance, usage
 from benchmarks.engines import sizes_of, wrapped
 from benchmarks.given import Listed, ResultFile, wait_for
 from benchmarks.shapes import SHAPES, random_pair
 from benchmarks.synthetic import DrawnAcceptance, decide
+from specdec.compiler import passes
 from specdec.ops import experts
 from specdec.requests.sampling import SamplingParams
 
 PROMPT, FORMS = 512, ("grouped", "paired")
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Engines that are made inside run mixtures as the commit before did; the compiler's cache knows them apart."""
+    with (
+        patch.object(experts, "grouped_swiglu", lambda *_: None),
+        patch.object(experts, "_is_plain_fp8", lambda _: False),
+        patch.object(passes, "choose_at_once", lambda _: None),
+        patch.object(passes.Rewriting, "uuid", lambda _: "benchmark-as-before"),
+    ):
+        yield
 
 
 @click.command(help=usage(__doc__))
@@ -37,6 +53,8 @@ PROMPT, FORMS = 512, ("grouped", "paired")
 @click.option("--layers", type=click.IntRange(1), help="Fewer than the shape has.")
 @click.option("--drafts", type=Listed(click.IntRange(0)), default="0,3", show_default=True)
 @click.option("--rows", type=Listed(click.IntRange(1)), default="1,8,32", show_default=True)
+@click.option("--weights", type=click.Choice(["model", "fp8", "mxfp4"]), default="model", show_default=True)
+@click.option("--sampled", is_flag=True, help="Temperature 0.8 and top-p 0.95.")
 @click.option("--new-tokens", type=click.IntRange(32), default=96, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
@@ -47,6 +65,8 @@ def main(
     layers: int | None,
     drafts: list[int],
     rows: list[int],
+    weights: str,
+    sampled: bool,
     new_tokens: int,
     repeats: int,
     device: str,
@@ -54,14 +74,15 @@ def main(
     out: Path,
 ) -> None:
     """Measure every K and batch with each form."""
-    pair = random_pair(shape, torch.bfloat16, torch.device(device), layers=layers, held_tokens=1 << 16)
+    pair = random_pair(shape, torch.bfloat16, torch.device(device), weights, layers, held_tokens=1 << 16)
+    forms = FORMS[:1] if weights == "mxfp4" else FORMS
+    chosen = {"temperature": 0.8, "top_p": 0.95, "seed": 0} if sampled else {}
     vocab = pair.target.config.get_text_config().vocab_size
     for k in drafts:
         with ExitStack() as stack:
             models: dict[str, Any] = {}
-            for form in FORMS:
-                plain = patch.object(experts, "is_swiglu", lambda _: False) if form == "paired" else nullcontext()
-                with plain:
+            for form in forms:
+                with _as_before() if form == "paired" else nullcontext():
                     sizes = sizes_of(k, rows, PROMPT, new_tokens, None)
                     graphs: Any = True if device == "cuda" else "auto"
                     model = stack.enter_context(wrapped(pair, k, cuda_graphs=graphs, **sizes))
@@ -74,9 +95,9 @@ def main(
             for count in rows:
                 ids, params = (
                     prompts(count, (PROMPT, PROMPT), vocab),
-                    [SamplingParams(new_tokens, ignore_eos=True)] * count,
+                    [SamplingParams(new_tokens, ignore_eos=True, **chosen)] * count,
                 )
-                found: dict[str, list[dict[str, Any]]] = {form: [] for form in FORMS}
+                found: dict[str, list[dict[str, Any]]] = {form: [] for form in forms}
                 for turn in range(repeats + 1):
                     for form, (model, read) in models.items():
                         result, sequences = measure(model, read, ids, params, 1)
@@ -87,9 +108,11 @@ def main(
                 line = floor(pair, sequences, k, new_tokens, accepted)
                 line |= {f"{form}_ms": float(np.median(own)) for form, own in steps.items()}
                 line["over_floor"] = line["grouped_ms"] / line["floor_ms"]
-                line["ratios"] = (steps["grouped"] / steps["paired"]).tolist()
-                line["over_paired"] = float(np.median(line["ratios"]))
+                if "paired" in steps:
+                    line["ratios"] = (steps["grouped"] / steps["paired"]).tolist()
+                    line["over_paired"] = float(np.median(line["ratios"]))
                 facts = {"benchmark": "mixtures", "shape": shape, "layers": layers, "drafts": k, "rows": count}
+                facts |= {"weights": weights, "sampled": sampled, "weights_gib": model_bytes(pair.target) / 2**30}
                 click.echo(json.dumps(facts | line))
                 with out.open("a") as file:
                     file.write(json.dumps(facts | {"prompt": PROMPT} | line | provenance()) + "\n")

@@ -1,36 +1,57 @@
-"""The linear layers of a random model in fine-grained FP8, as published checkpoints have them."""
+"""Linear layers and SwiGLU experts of a random model in fine-grained FP8, as published checkpoints have them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 from specdec.ops.fp8 import BLOCK, FP8, FP8_MAX
 
 
 def quantise(model: PreTrainedModel) -> None:
-    """Put an FP8Linear in place of every linear layer but the output embedding, on the device where the weights are.
+    """Put an FP8Linear in place of every linear layer but the output embedding, and FP8Experts in place of experts, on
+    the device where the weights are.
 
     Raises:
-        ValueError: there are experts, whose stacked weights this does not know, or sizes that 128 does not divide.
+        ValueError: 128 does not divide a size.
     """
-    if any(name.endswith(".experts") for name, _ in model.named_modules()):
-        raise ValueError("experts are not quantised here; take a dense shape")
     output = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module is not output:
+        if type(module) is nn.Linear and module is not output and module.out_features > 1:
             model.set_submodule(name, _quantised(module))
+        elif name.endswith(".experts"):
+            model.set_submodule(name, _quantised_experts(module))
+
+
+def _quantised_experts(layer: Any) -> FP8Experts:
+    with torch.device("meta"):
+        new = FP8Experts(layer.config, (BLOCK, BLOCK))
+    for name in ("gate_up_proj", "down_proj"):
+        pairs = [_in_blocks(matrix) for matrix in getattr(layer, name)]
+        setattr(new, name, nn.Parameter(torch.stack([weight for weight, _ in pairs]), requires_grad=False))
+        scales = nn.Parameter(torch.stack([scale for _, scale in pairs]), requires_grad=False)
+        setattr(new, f"{name}_scale_inv", scales)
+        delattr(layer, name)
+    return new.eval()
+
+
+def _in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in e4m3, and the scales of its blocks."""
+    rows, columns = weight.shape
+    if rows % BLOCK or columns % BLOCK:
+        raise ValueError(f"{BLOCK} does not divide a weight of {rows} x {columns}")
+    blocks = weight.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    scale = blocks.abs().amax((1, 3)) / FP8_MAX
+    return (blocks / scale[:, None, :, None]).to(FP8).view(rows, columns), scale
 
 
 def _quantised(layer: nn.Linear) -> FP8Linear:
     rows, columns = layer.weight.shape
-    if rows % BLOCK or columns % BLOCK:
-        raise ValueError(f"{BLOCK} does not divide a weight of {rows} x {columns}")
-    blocks = layer.weight.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-    scale = blocks.abs().amax((1, 3)) / FP8_MAX
-    weight = (blocks / scale[:, None, :, None]).to(FP8).view(rows, columns)
+    weight, scale = _in_blocks(layer.weight)
     with torch.device("meta"):
         new = FP8Linear(columns, rows, (BLOCK, BLOCK), has_bias=layer.bias is not None)
     new.weight = nn.Parameter(weight, requires_grad=False)

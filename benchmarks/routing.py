@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from specdec.ops.experts import CAPTURABLE
+from specdec.wrapped import fp8
+from specdec.wrapped.mxfp4 import Mxfp4Experts
 
 
 @dataclass(frozen=True)
@@ -45,30 +47,33 @@ class HeldRoutes:
 
     Attributes:
         tables: [T, k] int64 of each mixture, of the target's first. target: how many are the target's. size: matmul
-            weights of an expert.
+            weights of an expert. bytes_a_weight: of the target's experts, as they are stored.
     """
 
     tables: tuple[torch.Tensor, ...]
     target: int
     size: float
+    bytes_a_weight: float
 
     @classmethod
     def of(cls, target: torch.nn.Module, head: torch.nn.Module, tokens: int) -> HeldRoutes:
         """Hold them from now on, in rounds from graphs, for passes of at most so many tokens; before wrapping."""
         own, drafting = _mixtures(target), _mixtures(head)
-        rng, tables = torch.Generator(own[0].down_proj.device).manual_seed(0), []
+        device = next(own[0].parameters()).device
+        rng, tables = torch.Generator(device).manual_seed(0), []
         for mixture in own + drafting:
-            experts, device = mixture.down_proj.shape[0], mixture.down_proj.device
-            chosen = int(mixture.config.num_experts_per_tok)
+            experts, chosen = mixture.num_experts, int(mixture.config.num_experts_per_tok)
             parts = [
                 torch.rand(min(4096, tokens - i), experts, device=device, generator=rng).topk(chosen, -1).indices
                 for i in range(0, tokens, 4096)
             ]
             tables.append(torch.cat(parts))
             mixture.held_routes = tables[-1]
-        plain = ALL_EXPERTS_FUNCTIONS[CAPTURABLE]
-        ALL_EXPERTS_FUNCTIONS.register(CAPTURABLE, partial(_held, plain))
-        return cls(tuple(tables), len(own), float(sum(p[0].numel() for p in own[0].parameters())))
+        ALL_EXPERTS_FUNCTIONS.register(CAPTURABLE, partial(_held, ALL_EXPERTS_FUNCTIONS[CAPTURABLE]))
+        fp8.fp8_experts = partial(_held, fp8.fp8_experts)
+        Mxfp4Experts.forward = partialmethod(_held_forward, Mxfp4Experts.forward)  # type: ignore[assignment]
+        size = _size(own[0])
+        return cls(tuple(tables), len(own), size, sum(p[0].nbytes for p in own[0].parameters()) / size)
 
     def work(self, tokens: int) -> ExpertWork:
         """Of a pass of the target over so many tokens."""
@@ -77,11 +82,23 @@ class HeldRoutes:
         return ExpertWork(distinct, distinct * self.size, each, float(self.target))
 
 
-def _held(plain: Any, experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _held(
+    plain: Any, experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *others: Any
+) -> torch.Tensor:
     """An experts function that takes the held routes of a mixture that has some."""
     table = getattr(experts, "held_routes", None)
-    found: torch.Tensor = plain(experts, hidden, index if table is None else table[: hidden.shape[0]], weights)
+    found: torch.Tensor = plain(experts, hidden, index if table is None else table[: hidden.shape[0]], weights, *others)
     return found
+
+
+def _held_forward(experts: Any, plain: Any, *given: Any) -> torch.Tensor:
+    return _held(plain, experts, *given)
+
+
+def _size(mixture: Any) -> float:
+    """Matmul weights of an expert; two a byte in MXFP4."""
+    matrices = [p for n, p in mixture.named_parameters(recurse=False) if n.endswith(("_proj", "_blocks"))]
+    return float(sum(p[0].numel() * (2 if p.dtype == torch.uint8 else 1) for p in matrices))
 
 
 @torch.inference_mode()
@@ -102,14 +119,14 @@ def expert_work(model: PreTrainedModel, sequences: list[list[int]], width: int, 
     by_round = rounds.permute(1, 2, 0, 3, 4).flatten(2)  # [layers, rounds, B·width·k]
     used = torch.zeros(*by_round.shape[:2], mixtures[0].num_experts, device=by_round.device)
     distinct = used.scatter(2, by_round, 1.0).sum(2).mean(1)  # [layers]
-    size = sum(p[0].numel() for p in mixtures[0].parameters())
+    size = _size(mixtures[0])
     layers, per_token = len(mixtures), chosen.shape[-1]
     total = float(distinct.sum())
     return ExpertWork(total, total * size, float(layers * per_token * size), float(layers))
 
 
 def _mixtures(model: PreTrainedModel) -> list[Any]:
-    return [m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "num_experts")]
+    return [m for name, m in model.named_modules() if name.endswith(".experts") and hasattr(m, "num_experts")]
 
 
 def _choices(model: PreTrainedModel, mixtures: list[Any], sequence: list[int]) -> torch.Tensor:

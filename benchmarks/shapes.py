@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from transformers import (
     DeepseekV2Config,
+    GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -24,6 +25,7 @@ from attention.cache.kv_cache import bytes_per_token
 from attention.hf.probe import Probe, probe
 from attention.recurrence.layer_spec import ConvSpec, RecurrenceSpec, fold_rule
 from benchmarks.fp8_weights import fp8_weights, quantise
+from benchmarks.mxfp4_weights import draw_mxfp4
 from benchmarks.routing import ExpertWork, HeldRoutes, expert_work
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
@@ -107,6 +109,7 @@ SHAPES = {
         norm_topk_prob=True,
         **_COMMON,
     ),
+    "gpt-oss-20b": lambda: GptOssConfig(num_local_experts=32, num_hidden_layers=24, **_COMMON),
     "qwen3-next-80b": lambda: Qwen3NextConfig(**_COMMON),  # transformers' defaults are its sizes
     "qwen3.5-9b": Qwen3_5TextConfig,  # 32 layers, 24 of them with the gated delta rule; transformers' default
     "tiny": lambda: llama_config(256, 512, 8, 16, 64, False),
@@ -192,8 +195,9 @@ class Pair:
         of_target, of_head = self.cache_bytes
         chosen = verify.weights + ((1 + others) * first.weights + steps * step.weights if drafts else 0)
         read = dense + head * drafts + _matmul_weights(_module(self.head)) * others + chosen
+        narrow = 0.0 if self.routes is None else (2 - self.routes.bytes_a_weight) * verify.weights
         keys = context * (of_target + of_head * (drafts + others))
-        memory = 2 * read - in_fp8 + 4 * scales + rows * (keys + self.state_bytes(drafts, accepted))
+        memory = 2 * read - in_fp8 - narrow + 4 * scales + rows * (keys + self.state_bytes(drafts, accepted))
         tokens = rows * (drafts + 1)
         routed = verify.weights_a_token * tokens + (first.weights_a_token * rows * drafts if drafts else 0)
         # in 8 bits tensor cores make twice as many operations
@@ -253,9 +257,9 @@ def random_pair(
 ) -> Pair:
     """Build a pair of the shape with random weights on the device: MTP modules where MODULES has it, else EAGLE-3.
 
-    weights: "model", the target's are of `dtype`; "fp8", those of its linear layers are in fine-grained FP8, but for
-    the lm_head, as in published checkpoints. The head's are of `dtype`. layers: fewer than the shape has. held_tokens:
-    of the largest pass, to hold its mixtures' routes (`HeldRoutes`).
+    weights: "model", the target's are of `dtype`; "fp8", those of its linear layers and experts are in fine-grained
+    FP8, but for the lm_head, as in published checkpoints; "mxfp4", those of its experts. The head's are of `dtype`.
+    layers: fewer than the shape has. held_tokens: of the largest pass, to hold its mixtures' routes (`HeldRoutes`).
     """
     config, modules = SHAPES[shape](), MODULES.get(shape, 0)
     if layers is not None:
@@ -269,6 +273,8 @@ def random_pair(
             _spread_tokens(target)
         if weights == "fp8":
             quantise(target)
+        elif weights == "mxfp4":
+            draw_mxfp4(target)
         heads = [_mtp_head(target) for _ in range(modules)]
         head = MtpStack(heads) if modules > 1 else heads[0] if heads else _eagle_head(target, config)
     routes = HeldRoutes.of(target, head, held_tokens) if held_tokens else None

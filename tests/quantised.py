@@ -190,11 +190,14 @@ def make(name: str, folder: Path) -> Path:
     return folder
 
 
-def mxfp4(folder: Path) -> None:
-    """A tiny gpt-oss checkpoint as published: experts in blocks of 32 4-bit numbers with a scale each (uint8)."""
+def mxfp4(folder: Path, **more: Any) -> None:
+    """A tiny gpt-oss checkpoint as published: experts in blocks of 32 4-bit numbers with a scale each (uint8).
+
+    more: options of its configuration.
+    """
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "sliding_window": 16}
-    config = GptOssConfig(**{**TINY, **sizes}, num_local_experts=4, num_experts_per_tok=2)
+    config = GptOssConfig(**{**TINY, **sizes, **more}, num_local_experts=4, num_experts_per_tok=2)
     model = GptOssForCausalLM(config).eval().requires_grad_(False)
     enlarge(model)
     model.save_pretrained(folder)

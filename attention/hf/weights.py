@@ -16,6 +16,7 @@ from torch import nn
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _EXPERTS = "Mxfp4GptOssExperts"
 """transformers' class of experts in MXFP4, whose matrices are no parameters but objects of its kernels' package."""
+_PACKED_EXPERTS = (_EXPERTS, "Mxfp4Experts")
 _NARROW = 1
 """Bytes of a number that no model computes in: 8 bits or fewer, or packed into bytes."""
 _MARKS = ("quantization_scheme", "qweight", "W_q", "weight_packed", "weight_qtype", "_packed_params")
@@ -46,7 +47,7 @@ def is_plain_weight(weight: Any) -> bool:
 
 def is_quantised(layer: nn.Module) -> bool:
     """Whether a layer's own weights are stored by a quantisation library, or its activations rounded by one."""
-    if type(layer).__name__ == _EXPERTS:
+    if type(layer).__name__ in _PACKED_EXPERTS:
         return True
     if isinstance(layer, nn.Embedding):
         return not is_plain_weight(layer.weight)

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from attention.backends.limits import HALF
 from specdec.compiler.fp8_passes import quantise_at_once
+from specdec.compiler.router_passes import choose_at_once
 from specdec.errors import UnsupportedModelError
 from specdec.ops.elementwise import (  # noqa: F401 (registers the operators)
     add_rms_norm,
@@ -35,8 +36,8 @@ _ATEN_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.bad
 
 
 class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
-    """Equal matmuls become one; matmuls with a weight, norms, rotary embeddings and gated activations become operators
-    with kernels, which quantise what only FP8 layers read."""
+    """Equal matmuls become one; matmuls with a weight, norms, rotary embeddings, gated activations and routers' choices
+    become operators with kernels, which quantise what only FP8 layers read."""
 
     def __init__(self, batch_invariant: bool = False) -> None:
         """batch_invariant: matmuls with a weight must give a token the same bits in any batch."""
@@ -52,11 +53,12 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
         rotate_at_once(graph)
         rotate_joined_at_once(graph)
         gate_at_once(graph)
+        choose_at_once(graph)
         quantise_at_once(graph)
 
     def uuid(self) -> str:
         """Part of the compiler cache's key."""
-        return f"specdec-rewriting-5{'-batch-invariant' if self._batch_invariant else ''}-fp8-1"
+        return f"specdec-rewriting-6{'-batch-invariant' if self._batch_invariant else ''}-fp8-1"
 
 
 def leave_one_matmul(graph: Graph) -> None:

@@ -29,6 +29,7 @@ from specdec.loading.checkpoint import (
 )
 from specdec.loading.load_errors import check_complete, loading_named
 from specdec.loading.memory import check_weights_fit
+from specdec.loading.mxfp4 import kept_in_mxfp4, stays_in_mxfp4
 from specdec.loading.objects import check_loaded_target, check_target_type
 from specdec.loading.progress import log
 from specdec.loading.quantisation import (
@@ -87,9 +88,11 @@ def load_target(
             method = "quanto"
             model, stored = load_quanto(checkpoint, found.loader, config, dtype)
         else:
-            if method is not None and without_kernels(method, device):
+            kept = stays_in_mxfp4(config, method, dtype, device, group is ALONE)
+            if method is not None and not kept and without_kernels(method, device):
                 config.quantization_config = {**(stored or {}), "dequantize": True}  # transformers would do so silently
-            model = _from_pretrained(checkpoint, config, found, dtype, place, group)
+            with kept_in_mxfp4() if kept else nullcontext():
+                model = _from_pretrained(checkpoint, config, found, dtype, place, group)
     settle(model)
     hold_dtype(model, method, dtype)
     if checkpoint.adapter is not None:

@@ -2,8 +2,8 @@
 
 transformers' grouped matmul needs bfloat16 under torch.compile: for any other dtype it reads the group sizes back to
 the host, which no graph can hold. Its batched matmul copies the weights of every (token, expert) pair first. Here
-weights are read in place, and nothing is read back. SwiGLU experts are grouped (`swiglu_experts`), others multiplied
-pair by pair. In bfloat16 transformers' grouped matmul stays for batches in which experts have many tokens.
+weights are read in place, and nothing is read back. SwiGLU experts are grouped (`specdec.ops.routed`), others
+multiplied pair by pair. In bfloat16 transformers' grouped matmul stays for batches in which experts have many tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from attention.backends.limits import HALF
 from attention.hf.custom_op import opaque_operator
 from specdec.ops.fp8 import fp8_quantise, reference_matmul, unrounded_linear
+from specdec.ops.routed import MOST_GROUPED, routed_experts
 
 CAPTURABLE = "specdec"
-MOST_GROUPED = 16_384
-"""Up to so many (token, expert) pairs SwiGLU experts are grouped here: as far as one program groups them. On an H200,
-µs at 1,024 tokens of 8 of Qwen3-30B-A3B's experts: 371, transformers' grouped matmul 775, experts read once 284."""
+_SILU = (nn.SiLU, SiLUActivation)
 MOST_PAIRS = 1024
 """Up to so many the paired form of other experts is faster than transformers' grouped matmul.
 
@@ -37,41 +38,43 @@ def capturable_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, 
 
     Compiled code is specialised for either side of the limits.
     """
-    if is_swiglu(experts) and (hidden.dtype == torch.float16 or index.shape[0] * index.shape[1] <= MOST_GROUPED):
-        out = swiglu_experts(hidden, experts.gate_up_proj, experts.down_proj, index)  # [T, k, H]
-        return (out * weights[..., None]).sum(1).to(hidden.dtype)
+    few = hidden.dtype == torch.float16 or index.shape[0] * index.shape[1] <= MOST_GROUPED
+    if few and (grouped := grouped_swiglu(experts, hidden, index, weights)) is not None:
+        return grouped
     if hidden.dtype == torch.bfloat16 and index.shape[0] * index.shape[1] > MOST_PAIRS:
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden, index, weights)
     return paired_experts(experts, hidden, index, weights)
 
 
-def is_swiglu(experts: Any) -> bool:
-    """Whether a mixture in half precision is SwiGLU and nothing else: gate, then up, in one stack, no biases."""
+def grouped_swiglu(
+    experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor | None:
+    """A mixture of SwiGLU experts in half precision by `routed_experts`; None where it is another one."""
+    gating = _gating(experts)
+    if gating is None:
+        return None
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    if experts.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
+    out = routed_experts(hidden, index, gate_up, down, None, None, *biases, *gating)
+    return weighted_sum(out, weights)
+
+
+def weighted_sum(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """out [T, k, H], weights [T, k] -> [T, H] of the dtype of `out`, summed in a fixed order."""
+    return (out * weights[..., None]).sum(1).to(out.dtype)
+
+
+def _gating(experts: Any) -> tuple[bool, float, float | None] | None:
+    """`interleaved`, `alpha` and `limit` of `routed_experts`; None where a mixture is not SwiGLU in half precision."""
+    if experts.down_proj.dtype not in HALF:
+        return None
+    if isinstance(experts, GptOssExperts):
+        return True, float(experts.alpha), float(experts.limit)
     plain = experts.has_gate and experts.is_concatenated and not experts.has_bias and not experts.is_transposed
-    if not plain or type(experts)._apply_gate.__name__ != "_default_apply_gate":
-        return False
-    half = experts.down_proj.dtype in (torch.bfloat16, torch.float16)
-    return half and isinstance(experts.act_fn, (nn.SiLU, SiLUActivation))
-
-
-@opaque_operator(lambda x, gate_up, down, index: x.new_empty(*index.shape, down.shape[1]))
-def swiglu_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """x [T, H], gate_up [E, 2·F, H], down [E, H, F], index [T, k] int64 -> down · (silu(gate · x) · up · x) [T, k, H].
-
-    Summed in float32; gate, up and their product are rounded to the dtype of x, as layers of a model do.
-    """
-    if not x.is_cuda:
-        inner = (gate_up[index].float() @ x[:, None, :, None].float())[..., 0].to(x.dtype).float()
-        gate, up = inner.chunk(2, -1)
-        inner = (nn.functional.silu(gate) * up).to(x.dtype).float()
-        return (down[index].float() @ inner[..., None])[..., 0].to(x.dtype)
-    from specdec.ops.routed_kernel import launch_routed
-
-    most = MOST_GROUPED // index.shape[1]
-    parts = [
-        launch_routed(x[i : i + most].contiguous(), gate_up, down, index[i : i + most]) for i in range(0, len(x), most)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    own_gate = type(experts)._apply_gate.__name__ == "_default_apply_gate" if plain else False
+    return (False, 1.0, None) if own_gate and isinstance(experts.act_fn, _SILU) else None
 
 
 def paired_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -142,6 +145,10 @@ def fp8_experts(
         hidden: [T, H]; index: [T, k] int64; weights: [T, k]. The result: [T, H], dtype of `hidden`.
         rounds: round activations to 8 bits. False, for tests: see `specdec.ops.fp8.unrounded_linear`.
     """
+    if rounds and experts.has_gate and hidden.dtype in HALF and _is_plain_fp8(experts):
+        scales = experts.gate_up_proj_scale_inv, experts.down_proj_scale_inv
+        stacks = experts.gate_up_proj, experts.down_proj
+        return weighted_sum(routed_experts(hidden, index, *stacks, *scales, None, None, False, 1.0, None), weights)
     kind = "gate_up_proj" if experts.has_gate else "up_proj"
     multiply = _multiply_fp8 if rounds else _multiply_unrounded
     inner = multiply(experts, kind, hidden[:, None], index)  # [T, k, F or 2·F]
@@ -149,6 +156,12 @@ def fp8_experts(
     out = multiply(experts, "down_proj", inner, index)  # [T, k, H]
     weighted = out * weights[..., None].to(out.dtype)
     return (weighted if out.dtype == torch.float64 else weighted.float()).sum(1).to(hidden.dtype)
+
+
+def _is_plain_fp8(experts: Any) -> bool:
+    """Whether a mixture in FP8 is SwiGLU without clamps and caps."""
+    other = (getattr(experts, name, None) for name in ("swiglu_alpha", "limit", "gate_softcap"))
+    return isinstance(experts.act_fn, _SILU) and all(value is None for value in other)
 
 
 def _multiply_fp8(experts: Any, kind: str, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""A mixture of SwiGLU experts in half precision as Triton kernels: pairs grouped by expert, gate, up and activation in
-one launch, down in another. Imported on CUDA only, and by tests under the interpreter.
+"""A mixture of SwiGLU experts as Triton kernels: pairs grouped by expert, gate, up and activation in one launch, down
+in another. Imported on CUDA only, and by tests under the interpreter.
 
 A (token, expert) pair is written to its own row, so a token's experts can be summed in a fixed order, whatever the
 grouping; a row's sums do not depend on its place in a tile.
@@ -13,22 +13,32 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.launch import CompiledAtOnce
+from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
+from specdec.ops.fp8_kernel import launch_quantise
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of a program's tiles: pairs, rows of an expert's matrix, columns; warps, and stages of its pipeline.
-
-    by_rows: a tile of weights is the left factor of the product, and pairs are its columns.
-    """
+    """Sizes of a program's tiles: pairs, rows of a result (of gate and of up so many each), columns; warps, and stages
+    of its pipeline. A tile of weights is the left factor of the product, and pairs are its columns."""
 
     pairs: int
     rows: int
     columns: int
     warps: int
     stages: int
-    by_rows: bool = True
+
+
+@dataclass(frozen=True)
+class Gating:
+    """Where gate and up lie in a stack, and what is made of them: see `specdec.ops.routed.routed_experts`."""
+
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float | None = None
+
+
+PLAIN = Gating()
 
 
 @dataclass(frozen=True)
@@ -47,8 +57,9 @@ def _group_kernel(  # type: ignore[no-untyped-def]
     count_ptr,  # [E], written
     order_ptr, offset_ptr, active_ptr,  # see `Groups`; written
     num_pairs, num_experts, num_active,
-    PAIRS: tl.constexpr, EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor(DEPENDENT)
     expert = tl.arange(0, EXPERTS)
     there = expert < num_experts
     pair = tl.arange(0, PAIRS)
@@ -80,6 +91,7 @@ def group_pairs(index: torch.Tensor, num_experts: int) -> Groups:
     _group_kernel[(1,)](
         index, counts, groups.order, groups.offsets, groups.active, pairs, num_experts, most, PAIRS=size,
         EXPERTS=triton.next_power_of_2(num_experts + 1), num_warps=min(max(size // 256, 4), 16),
+        **dependent_launch(index.device),
     )  # fmt: skip
     return groups
 
@@ -99,103 +111,143 @@ def _expert_of(index_ptr, offset_ptr, active_ptr, GROUPED: tl.constexpr):  # typ
 
 
 @triton.jit
-def _gate_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # [T, H] contiguous
-    stack_ptr,  # [E, 2·F, H], gate first: see the strides
-    index_ptr, order_ptr, offset_ptr, active_ptr,
-    inner_ptr,  # [P, F] contiguous, in the order of the groups; written
-    top_k, rows, width, expert_stride, row_stride, column_stride,
-    GROUPED: tl.constexpr, EVEN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_WIDTH: tl.constexpr, BY_ROWS: tl.constexpr,
-):  # fmt: skip
-    expert, start, end = _expert_of(index_ptr, offset_ptr, active_ptr, GROUPED)
-    if expert < 0:
-        return
-    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # [N] of gate; those of up are `rows` further
-    column = tl.arange(0, TILE_WIDTH)  # [K]
-    matrix = stack_ptr + expert.to(tl.int64) * expert_stride
-    gate_ptr = matrix + row[:, None] * row_stride + column[None, :] * column_stride  # [N, K]
-    up_ptr = gate_ptr + rows.to(tl.int64) * row_stride
-    for first in range(start, end, TILE_PAIRS):
-        place = first + tl.arange(0, TILE_PAIRS)  # [M]
-        real = place < end
-        pair = tl.load(order_ptr + place, mask=real, other=0) if GROUPED else place
-        x_row = x_ptr + (pair // top_k).to(tl.int64)[:, None] * width + column[None, :]
-        shape_n: tl.constexpr = TILE_ROWS if BY_ROWS else TILE_PAIRS
-        shape_m: tl.constexpr = TILE_PAIRS if BY_ROWS else TILE_ROWS
-        gate = tl.zeros((shape_n, shape_m), tl.float32)
-        up = tl.zeros((shape_n, shape_m), tl.float32)
-        for k in range(0, width, TILE_WIDTH):
-            if EVEN:
-                g = tl.load(gate_ptr + k * column_stride)
-                u = tl.load(up_ptr + k * column_stride)
-                x = tl.load(x_row + k, mask=real[:, None], other=0.0)
-            else:
-                inside = column + k < width
-                there = (row < rows)[:, None] & inside[None, :]
-                g = tl.load(gate_ptr + k * column_stride, mask=there, other=0.0)
-                u = tl.load(up_ptr + k * column_stride, mask=there, other=0.0)
-                x = tl.load(x_row + k, mask=real[:, None] & inside[None, :], other=0.0)
-            if BY_ROWS:
-                gate = tl.dot(g, tl.trans(x), gate)
-                up = tl.dot(u, tl.trans(x), up)
-            else:
-                gate = tl.dot(x, tl.trans(g), gate)
-                up = tl.dot(x, tl.trans(u), up)
-        kind = inner_ptr.dtype.element_ty
-        gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)  # as the model's own layers round
-        found = gate / (1.0 + tl.exp(-gate)) * up
-        found = tl.trans(found) if BY_ROWS else found
-        to = inner_ptr + place.to(tl.int64)[:, None] * rows + row[None, :]
-        tl.store(to, found.to(kind), mask=real[:, None] & (row < rows)[None, :])
+def _unpacked(packed):  # type: ignore[no-untyped-def]
+    """Numbers of four bits, low bits of int32, in float32: exponent and mantissa where float32 has them, then 2^126."""
+    bits = ((packed & 7) << 22) | ((packed & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0
 
 
 @triton.jit
-def _down_kernel(  # type: ignore[no-untyped-def]
-    inner_ptr,  # [P, F] contiguous, in the order of the groups
-    stack_ptr,  # [E, H, F]: see the strides
-    index_ptr, order_ptr, offset_ptr, active_ptr,
-    out_ptr,  # [P, H] contiguous, by pair; written
-    rows, width, expert_stride, row_stride, column_stride,
-    GROUPED: tl.constexpr, EVEN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_WIDTH: tl.constexpr, BY_ROWS: tl.constexpr,
+def _mxfp4_tile(  # type: ignore[no-untyped-def]
+    packed_ptr, exponent_ptr, k, there, width, EVEN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
+    """Columns k to k + WIDTH of a tile of rows [N, WIDTH] in float32; the pointers [N, 1] are those of the rows."""
+    byte, block = tl.arange(0, WIDTH // 2), tl.arange(0, WIDTH // 32)
+    if EVEN:
+        packed = tl.load(packed_ptr + k // 2 + byte[None, :]).to(tl.int32)
+        exponent = tl.load(exponent_ptr + k // 32 + block[None, :]).to(tl.int32)
+    else:
+        packed = tl.load(
+            packed_ptr + k // 2 + byte[None, :], mask=there & (k + 2 * byte < width)[None, :], other=0
+        ).to(tl.int32)  # fmt: skip
+        exponent = tl.load(
+            exponent_ptr + k // 32 + block[None, :], mask=there & (k + 32 * block < width)[None, :], other=0
+        ).to(tl.int32)  # fmt: skip
+    values = tl.interleave(_unpacked(packed), _unpacked(packed >> 4))
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.reshape(values, (ROWS, WIDTH // 32, 32)) * scale[:, :, None], (ROWS, WIDTH))
+
+
+@triton.jit
+def _activated(gate, up, alpha, limit, CLAMPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """See `specdec.ops.routed.activated`."""
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        found = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+    else:
+        found = gate / (1.0 + tl.exp(-gate)) * up
+    return found
+
+
+@triton.jit
+def _routed_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [T, I], or [P, I] in the order of the groups; contiguous
+    x_scale_ptr,  # FP8: [T or P, ⌈I/128⌉] float32
+    stack_ptr,  # [E, O, I]: see the strides; MXFP4: [E, O, I/2]
+    scale_ptr,  # FP8: [E, ⌈O/128⌉, ⌈I/128⌉] float32; MXFP4: [E, O, I/32]; contiguous
+    bias_ptr,  # [E, O] contiguous
+    index_ptr, order_ptr, offset_ptr, active_ptr,
+    out_ptr,  # GATED: [P, rows] in the order of the groups; else [P, rows] by pair; written
+    top_k, rows, width, expert_stride, row_stride, column_stride, scale_expert, scale_row, alpha, limit,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, FORM: tl.constexpr, BIASED: tl.constexpr,
+    GROUPED: tl.constexpr, EVEN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """GATED: O is twice `rows`, of gate and of up, and each gets the product of both; else O is `rows`."""
+    wait_for_predecessor(DEPENDENT)
     expert, start, end = _expert_of(index_ptr, offset_ptr, active_ptr, GROUPED)
     if expert < 0:
         return
-    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # [N]
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # [N] of the result
+    READ: tl.constexpr = 2 * TILE_ROWS if GATED else TILE_ROWS
+    place_in_tile = tl.arange(0, READ)
+    read = tl.program_id(0) * READ + place_in_tile  # rows of the matrix: gate's and up's take turns
+    inside_rows = read < rows
+    if GATED:
+        inside_rows = read < 2 * rows
+        if not INTERLEAVED:
+            read = read // 2 + (read % 2) * rows
     column = tl.arange(0, TILE_WIDTH)  # [K]
     matrix = stack_ptr + expert.to(tl.int64) * expert_stride
-    weights = matrix + row[:, None] * row_stride + column[None, :] * column_stride  # [N, K]
+    weights = matrix + read.to(tl.int64)[:, None] * row_stride  # [N, 1]
+    there = inside_rows[:, None]
     for first in range(start, end, TILE_PAIRS):
         place = first + tl.arange(0, TILE_PAIRS)  # [M]
         real = place < end
-        x_row = inner_ptr + place.to(tl.int64)[:, None] * width + column[None, :]
-        shape_n: tl.constexpr = TILE_ROWS if BY_ROWS else TILE_PAIRS
-        shape_m: tl.constexpr = TILE_PAIRS if BY_ROWS else TILE_ROWS
-        acc = tl.zeros((shape_n, shape_m), tl.float32)
+        pair = tl.load(order_ptr + place, mask=real, other=0) if GROUPED else place
+        source = (pair // top_k if GATED else place).to(tl.int64)
+        x_row = x_ptr + source[:, None] * width + column[None, :]
+        acc = tl.zeros((READ, TILE_PAIRS), tl.float32)
         for k in range(0, width, TILE_WIDTH):
+            inside = column + k < width
             if EVEN:
-                w = tl.load(weights + k * column_stride)
                 x = tl.load(x_row + k, mask=real[:, None], other=0.0)
             else:
-                inside = column + k < width
-                w = tl.load(weights + k * column_stride, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
                 x = tl.load(x_row + k, mask=real[:, None] & inside[None, :], other=0.0)
-            acc = tl.dot(w, tl.trans(x), acc) if BY_ROWS else tl.dot(x, tl.trans(w), acc)
-        acc = tl.trans(acc) if BY_ROWS else acc
-        pair = tl.load(order_ptr + place, mask=real, other=0) if GROUPED else place
-        to = out_ptr + pair.to(tl.int64)[:, None] * rows + row[None, :]
-        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (row < rows)[None, :])
+            if FORM == "mxfp4":
+                scales = scale_ptr + expert.to(tl.int64) * scale_expert + read.to(tl.int64)[:, None] * scale_row
+                w = _mxfp4_tile(weights, scales, k, there, width, EVEN, READ, TILE_WIDTH).to(x.dtype)
+            elif EVEN:
+                w = tl.load(weights + (k + column)[None, :] * column_stride)
+            else:
+                w = tl.load(weights + (k + column)[None, :] * column_stride, mask=there & inside[None, :], other=0.0)
+            if FORM == "fp8":
+                group = k // 128
+                of_x = tl.load(x_scale_ptr + source * tl.cdiv(width, 128) + group, mask=real, other=0.0)
+                blocks = scale_ptr + expert.to(tl.int64) * scale_expert + (read // 128) * scale_row + group
+                of_w = tl.load(blocks, mask=inside_rows, other=0.0)
+                acc += tl.dot(w, tl.trans(x)) * (of_w[:, None] * of_x[None, :])
+            else:
+                acc = tl.dot(w, tl.trans(x), acc)
+        if BIASED:
+            own_bias = bias_ptr + expert.to(tl.int64) * (2 * rows if GATED else rows)
+            acc += tl.load(own_bias + read, mask=inside_rows, other=0.0).to(tl.float32)[:, None]
+        kind = out_ptr.dtype.element_ty
+        to = place
+        if GATED:
+            pairs = tl.trans(tl.reshape(acc.to(kind).to(tl.float32), (TILE_ROWS, 2, TILE_PAIRS)), 0, 2, 1)
+            gate, up = tl.split(pairs)  # [N, M]
+            acc = _activated(gate, up, alpha, limit, CLAMPED)
+        else:
+            to = pair
+        found = out_ptr + to.to(tl.int64)[:, None] * rows + row[None, :]
+        tl.store(found, tl.trans(acc).to(kind), mask=real[:, None] & (row < rows)[None, :])
 
 
-def tilings_of(pairs: int, experts: int) -> tuple[Tiling, Tiling]:
+_FP8 = (
+    (Tiling(16, 64, 128, 4, 3), Tiling(16, 64, 128, 4, 3)),
+    (Tiling(32, 64, 128, 4, 3), Tiling(32, 64, 128, 4, 3)),
+    (Tiling(64, 64, 128, 8, 3), Tiling(64, 128, 128, 8, 3)),
+)
+_MXFP4 = (
+    (Tiling(16, 32, 128, 4, 3), Tiling(16, 64, 128, 4, 3)),
+    (Tiling(32, 64, 128, 8, 3), Tiling(32, 64, 128, 4, 3)),
+    (Tiling(64, 64, 64, 8, 3), Tiling(64, 128, 64, 8, 3)),
+)
+
+
+def tilings_of(pairs: int, experts: int, form: str = "half") -> tuple[Tiling, Tiling]:
     """For gate and up, and for down: tiles for twice as many pairs as an expert has on average.
 
     Of 94 tilings on an H200 within some percent of the best for the experts of Qwen3-30B-A3B, Qwen3-Next-80B and
     DeepSeek-V2-Lite at 1 to 1,024 tokens.
     """
     mean = pairs / experts
+    if form == "fp8":
+        return _FP8[0] if mean <= 8 else _FP8[1] if mean <= 24 else _FP8[2]
+    if form == "mxfp4":
+        return _MXFP4[0] if mean <= 8 else _MXFP4[1] if mean <= 24 else _MXFP4[2]
     if mean <= 8:
         return Tiling(16, 64, 128, 4, 3), Tiling(16, 64 if pairs < 512 else 128, 128, 4, 3)
     if mean <= 24:
@@ -210,34 +262,38 @@ def launch_routed(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     index: torch.Tensor,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    gating: Gating = PLAIN,
     tilings: tuple[Tiling, Tiling] | None = None,
 ) -> torch.Tensor:
-    """SwiGLU of the chosen experts, not yet weighted: [T, k, H].
-
-    x: [T, H] contiguous. gate_up: [E, 2·F, H], gate first, and down: [E, H, F], of any strides. index: [T, k] int64,
-    see `group_pairs`. tilings: default `tilings_of`.
-    """
-    experts, rows, width = len(down), down.shape[2], down.shape[1]
+    """See `specdec.ops.routed.routed_experts`; x is contiguous, and at most MOST_GROUPED pairs. tilings: default
+    `tilings_of`."""
+    experts, width, rows = len(down), down.shape[1], gate_up.shape[1] // 2
     tokens, top_k = index.shape
-    index, grouped = index.contiguous(), tokens > 1
+    index, grouped, dependent = index.contiguous(), tokens > 1, dependent_launch(x.device)
     if grouped:
         with CompiledAtOnce():  # places in memory
             groups = group_pairs(index, experts)
     else:
         groups = Groups(index, index, index)
-    gate_tiling, down_tiling = tilings or tilings_of(tokens * top_k, experts)
+    form = {torch.uint8: "mxfp4", torch.float8_e4m3fn: "fp8"}.get(down.dtype, "half")
     sent = index, groups.order, groups.offsets, groups.active
     inner, out = x.new_empty(tokens * top_k, rows), x.new_empty(tokens, top_k, width)
-    for tiling, kernel, given, stack, result, sizes, k in (
-        (gate_tiling, _gate_up_kernel, x, gate_up, inner, (top_k, rows, width), width),
-        (down_tiling, _down_kernel, inner, down, out, (width, rows), rows),
+    tilings = tilings or tilings_of(tokens * top_k, experts, form)
+    for gated, tiling, given, stack, scale, bias, result in zip(
+        (True, False), tilings, (x, inner), (gate_up, down), scales, biases, (inner, out), strict=True
     ):
-        n = rows if kernel is _gate_up_kernel else width
+        n, k = result.shape[-1], given.shape[-1]
+        values, x_scale = launch_quantise(given) if form == "fp8" else (given, given)
+        strides = (0, 0) if scale is None else scale.stride()[:2]
         grid = (triton.cdiv(n, tiling.rows), len(groups.active) if grouped else top_k)
-        kernel[grid](
-            given, stack, *sent, result, *sizes, *stack.stride(),
+        _routed_kernel[grid](
+            values, x_scale, stack, given if scale is None else scale, given if bias is None else bias, *sent, result,
+            top_k, n, k, *stack.stride(), *strides, gating.alpha, gating.limit or 0.0, GATED=gated,
+            INTERLEAVED=gating.interleaved, CLAMPED=gating.limit is not None, FORM=form, BIASED=bias is not None,
             GROUPED=grouped, EVEN=n % tiling.rows == 0 and k % tiling.columns == 0, TILE_PAIRS=tiling.pairs,
-            TILE_ROWS=tiling.rows, TILE_WIDTH=tiling.columns, BY_ROWS=tiling.by_rows, num_warps=tiling.warps,
-            num_stages=tiling.stages,
+            TILE_ROWS=tiling.rows, TILE_WIDTH=tiling.columns, num_warps=tiling.warps, num_stages=tiling.stages,
+            **dependent,
         )  # fmt: skip
     return out

@@ -33,7 +33,7 @@ from specdec.selftest.eager_reference import (
     rollback_of,
     scrambled_table,
 )
-from specdec.selftest.quantised import fp8_self_test, neighbour_test, rounds_activations
+from specdec.selftest.quantised import fp8_self_test, mxfp4_self_test, neighbour_test, rounds_activations
 from specdec.selftest.routers import RoutedReader, check_choices, has_mixtures
 from specdec.selftest.twin import TwinReport, in_words
 from specdec.user_warnings import warn_user
@@ -83,6 +83,7 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int, report
             depend on the batch, and of a kernel of recurrent layers that comes out wrong.
     """
     neighbour_test(probed.model)
+    mxfp4_self_test(probed.model)
     room, half = min(max_model_len, _room(target)), probed.model.dtype in HALF
     if target.fp8 is not None:
         fp8_self_test(target.fp8)

@@ -7,7 +7,11 @@ import torch
 from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts
 
-from specdec.ops.experts import expert_matmul, mixtures, swiglu_experts, using_capturable_experts
+from specdec.ops import mxfp4
+from specdec.ops.experts import expert_matmul, mixtures, using_capturable_experts
+from specdec.ops.fp8 import FP8, dequantised
+from specdec.ops.routed import activated, routed_experts
+from specdec.ops.routing import SOFTMAX, SUM, best_experts
 
 CUDA = torch.device("cuda")
 LIMIT = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
@@ -102,7 +106,7 @@ def mixture() -> DeepseekV2Experts:
         (3000, 8, 64, 256, 128),
     ],
 )
-def test_swiglu_experts_equal_float64(
+def test_routed_experts_equal_float64(
     tokens: int, chosen: int, experts: int, hidden: int, inner: int, dtype: torch.dtype
 ) -> None:
     """Pair by pair, up to 24,000 of them; NaN in an expert that nobody chose; two launches are the same bits."""
@@ -113,14 +117,74 @@ def test_swiglu_experts_equal_float64(
     index = routes(tokens, experts - 1, chosen) if experts > chosen else routes(tokens, experts, chosen)
     if experts > chosen:
         gate_up[-1] = down[-1] = float("nan")
-    found = swiglu_experts(x, gate_up, down, index)
-    assert torch.equal(found, swiglu_experts(x, gate_up, down, index))
+    given = x, index, gate_up, down, None, None, None, None, False, 1.0, None
+    found = routed_experts(*given)
+    assert torch.equal(found, routed_experts(*given))
     right = torch.empty(tokens, chosen, hidden, device=CUDA, dtype=torch.float64)
     for expert in index.unique().tolist():
         token, place = (index == expert).nonzero(as_tuple=True)
         gate, up = (x[token].double() @ gate_up[expert].double().T).chunk(2, -1)
         right[token, place] = (torch.nn.functional.silu(gate) * up) @ down[expert].double().T
     assert relative_error(found, right) <= 2 * LIMIT[dtype]
+
+
+@pytest.mark.parametrize("stored", ["half", "fp8", "mxfp4"])
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "experts", "hidden", "inner"),
+    [
+        (1, 4, 32, 2880, 2880),
+        (9, 4, 32, 2880, 2880),
+        (64, 4, 32, 2880, 2880),
+        (200, 3, 8, 160, 96),
+        (8192, 2, 8, 256, 128),
+    ],
+)
+def test_gpt_oss_and_packed_experts(
+    stored: str, tokens: int, chosen: int, experts: int, hidden: int, inner: int
+) -> None:
+    """Gate and up in turns, clamped, with biases; blocks in 8 bits (plain) and in 4."""
+    torch.manual_seed(tokens)
+    if stored == "fp8":
+        hidden, inner = -(-hidden // 128) * 128, -(-inner // 128) * 128
+    x = torch.randn(tokens, hidden, device=CUDA).bfloat16()
+    index, plain = routes(tokens, experts - 1, chosen), stored == "fp8"
+    stacks, scales, dense = [], [], []
+    for rows, width in ((2 * inner, hidden), (hidden, inner)):
+        if stored == "mxfp4":
+            stacks.append(torch.randint(256, (experts, rows, width // 2), device=CUDA).byte())
+            scales.append(torch.randint(118, 121, (experts, rows, width // 32), device=CUDA).byte())
+            dense.append(mxfp4.dequantised(stacks[-1], scales[-1]))
+        elif plain:
+            stacks.append(torch.randn(experts, rows, width, device=CUDA).to(FP8))
+            scales.append((torch.rand(experts, rows // 128, width // 128, device=CUDA) + 0.5) / width**0.5)
+            dense.append(dequantised(stacks[-1], scales[-1], torch.float32))
+        else:
+            stacks.append((torch.randn(experts, width, rows, device=CUDA) / width**0.5).bfloat16().transpose(1, 2))
+            scales.append(None)
+            dense.append(stacks[-1].float())
+    biases = [None if plain else torch.randn(experts, s.shape[1], device=CUDA).bfloat16() * 0.1 for s in stacks]
+    form = (False, 1.0, None) if plain else (True, 1.702, 1.0)
+    found = routed_experts(x, index, *stacks, *scales, *biases, *form)
+    assert torch.equal(found, routed_experts(x, index, *stacks, *scales, *biases, *form))
+    right = torch.empty(found.shape, device=CUDA)
+    for expert in index.unique().tolist():
+        token, place = (index == expert).nonzero(as_tuple=True)
+        inner_found = x[token].float() @ dense[0][expert].T + (0 if plain else biases[0][expert].float())
+        gate, up = inner_found.chunk(2, -1) if plain else (inner_found[:, ::2], inner_found[:, 1::2])
+        inner_found = activated(gate, up, *form[1:])
+        right[token, place] = inner_found @ dense[1][expert].T + (0 if plain else biases[1][expert].float())
+    assert relative_error(found, right) <= (0.06 if plain else 1e-2)  # both inputs in 8 bits: 0.026 each
+
+
+@pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 128, 8), (40, 512, 10), (3000, 32, 4), (2, 1000, 32)])
+@pytest.mark.parametrize("normalise", ["", SUM, SOFTMAX])
+def test_the_routers_choice(tokens: int, experts: int, chosen: int, normalise: str) -> None:
+    torch.manual_seed(experts)
+    scores = torch.randn(tokens, experts, device=CUDA).bfloat16()  # with equal ones
+    found = best_experts(scores, chosen, normalise == SUM, normalise, torch.float32)
+    right = best_experts(scores.cpu(), chosen, normalise == SUM, normalise, torch.float32)
+    assert torch.equal(found[1].cpu(), right[1])
+    torch.testing.assert_close(found[0].cpu(), right[0], rtol=1e-5, atol=1e-7)
 
 
 @torch.inference_mode()

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from fakes import random_prompts, table_head, wrap
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from specdec import SamplingParams, SpecdecWarning
-from tests.quantised import make, own_model
+from tests.quantised import make, mxfp4, own_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,3 +57,19 @@ def test_half_precision_from_graphs_or_a_reason(name: str, tmp_path: Path) -> No
     assert found is not None
     assert state == "on" or sum("runs without CUDA graphs" in text for text in words) == 1
     print(f"{name}: graphs {state}; {found['layers']}; {found['runs']}")
+
+
+def test_gpt_oss_stays_in_four_bits(tmp_path: Path) -> None:
+    """From graphs, in a fifth of the memory; the tokens are those of the weights multiplied out, up to near ties."""
+    mxfp4(tmp_path, hidden_size=256, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2, head_dim=64)
+    with wrap(tmp_path, dtype=torch.bfloat16, device="cuda", page_size=16, cuda_graphs=True) as packed:
+        found, facts = tokens(packed), packed.describe()
+    assert facts["quantisation"]["runs"] == "as stored" and facts["graphs"]["state"] == "on"
+    dense = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    ).cuda()
+    with wrap(dense, page_size=16) as plain:
+        right = tokens(plain)
+        assert facts["weights_bytes"] < 0.6 * plain.describe()["weights_bytes"]
+    same = sum(a == b for ours, own in zip(found, right, strict=True) for a, b in zip(ours, own, strict=True))
+    assert same >= 24, f"{same} of 48 tokens alike"

@@ -168,7 +168,7 @@ def test_an_operator_with_wrong_scales_is_refused(
     place = operators if sizes is LLAMA else fp8_experts
     monkeypatch.setattr(place, "reference_matmul", shifted(operators.reference_matmul))
     with pytest.raises(
-        UnsupportedModelError, match=r"a matmul in FP8 comes out wrong on cpu: relative error .*weight of"
+        UnsupportedModelError, match=r"a matmul of quantised weights comes out wrong on cpu: relative error .*weight of"
     ):
         load(folder)
 

@@ -30,6 +30,7 @@ CONFIGS = {
     "deepseek_v3": DeepseekV3Config(**COMMON, **LATENT, **ROUTED, first_k_dense_replace=1),
     "qwen3_moe": Qwen3MoeConfig(**COMMON, num_experts=4),
     "gpt_oss": GptOssConfig(**COMMON, num_local_experts=4, head_dim=8),
+    "gelu": Qwen3MoeConfig(**COMMON, num_experts=4, hidden_act="gelu"),
 }
 
 
@@ -68,13 +69,16 @@ def test_the_comparison_can_fail() -> None:
 @pytest.mark.parametrize(
     ("name", "pairs", "dtype", "form"),
     [
-        ("qwen3_moe", MOST_GROUPED, torch.bfloat16, "swiglu_experts"),
+        ("qwen3_moe", MOST_GROUPED, torch.bfloat16, "routed_experts"),
         ("qwen3_moe", MOST_GROUPED + 2, torch.bfloat16, "grouped_mm"),
-        ("qwen3_moe", MOST_GROUPED + 2, torch.float16, "swiglu_experts"),
+        ("qwen3_moe", MOST_GROUPED + 2, torch.float16, "routed_experts"),
         ("qwen3_moe", 8, torch.float32, "paired_experts"),
-        ("gpt_oss", MOST_PAIRS, torch.bfloat16, "paired_experts"),
-        ("gpt_oss", MOST_PAIRS + 2, torch.bfloat16, "grouped_mm"),
-        ("gpt_oss", MOST_PAIRS + 2, torch.float16, "paired_experts"),
+        ("gpt_oss", MOST_GROUPED, torch.bfloat16, "routed_experts"),
+        ("gpt_oss", MOST_GROUPED + 2, torch.bfloat16, "grouped_mm"),
+        ("gpt_oss", 8, torch.float32, "paired_experts"),
+        ("gelu", MOST_PAIRS, torch.bfloat16, "paired_experts"),
+        ("gelu", MOST_PAIRS + 2, torch.bfloat16, "grouped_mm"),
+        ("gelu", MOST_PAIRS + 2, torch.float16, "paired_experts"),
     ],
 )
 @torch.inference_mode()
@@ -89,7 +93,7 @@ def test_each_mixture_runs_in_its_fastest_form(
 
     monkeypatch.setattr(experts, "paired_experts", noted("paired_experts", lambda module, hidden, *_: hidden))
     monkeypatch.setattr(
-        experts, "swiglu_experts", noted("swiglu_experts", lambda x, gate, down, i: x.new_zeros(*i.shape, x.shape[1]))
+        experts, "routed_experts", noted("routed_experts", lambda x, i, *_: x.new_zeros(*i.shape, x.shape[1]))
     )
     monkeypatch.setitem(experts.ALL_EXPERTS_FUNCTIONS, "grouped_mm", noted("grouped_mm", lambda _, hidden, *__: hidden))
     mixture = mixtures(model_of(name).to(dtype))[0]
@@ -99,17 +103,17 @@ def test_each_mixture_runs_in_its_fastest_form(
     assert calls == [form]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "qwen3_moe", "gpt_oss"])
 @torch.inference_mode()
 def test_swiglu_experts_compute_what_transformers_does(name: str) -> None:
     """In half precision, in which each product is rounded once, and the sum of a token's experts is not."""
     model = model_of(name).to(torch.bfloat16)
     for mixture in mixtures(model):
-        assert experts.is_swiglu(mixture)
         count = mixture.down_proj.shape[0]
         hidden = torch.randn(40, 32).to(torch.bfloat16)
         index, weights = torch.rand(40, count).topk(2, -1).indices, torch.rand(40, 2).to(torch.bfloat16)
-        found = experts.capturable_experts(mixture, hidden, index, weights)
+        found = experts.grouped_swiglu(mixture, hidden, index, weights)
+        assert found is not None
         exact = experts.paired_experts(mixture.float(), hidden.float(), index, weights.float())
         mixture.to(torch.bfloat16)
         assert float((found.float() - exact).norm() / exact.norm()) < 8e-3

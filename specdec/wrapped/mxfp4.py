@@ -1,0 +1,54 @@
+"""gpt-oss's experts in MXFP4 as they are published: 4 bits stay in memory, activations keep their 16 bits.
+
+transformers needs kernels from the hub for that, which CUDA graphs cannot hold, and multiplies the weights out without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from specdec.ops.experts import weighted_sum
+from specdec.ops.mxfp4 import BLOCK
+from specdec.ops.routed import routed_experts
+
+
+class Mxfp4Experts(nn.Module):
+    """Takes the place of transformers' GptOssExperts; its parameters have the names and shapes of a checkpoint."""
+
+    def __init__(self, config: Any) -> None:
+        """config: a GptOssConfig, whose sizes 32 divides."""
+        super().__init__()
+        self.config = config
+        self.num_experts = config.num_local_experts
+        self.alpha = float(getattr(config, "swiglu_alpha", 1.702))
+        self.limit = float(getattr(config, "swiglu_limit", 7.0))
+        hidden, inner = config.hidden_size, config.intermediate_size
+        for name, rows, width in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+            shape = (self.num_experts, rows, width // BLOCK)
+            blocks, scales = (torch.zeros(*shape, *more, dtype=torch.uint8) for more in ((BLOCK // 2,), ()))
+            self.register_parameter(f"{name}_blocks", nn.Parameter(blocks, requires_grad=False))
+            self.register_parameter(f"{name}_scales", nn.Parameter(scales, requires_grad=False))
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(shape[:2]), requires_grad=False))
+
+    def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden_states [T, H], index [T, k] int64, weights [T, k] -> [T, H]."""
+        stacks: tuple[Any, Any] = self.gate_up_proj_blocks, self.down_proj_blocks
+        out = routed_experts(
+            hidden_states, index, stacks[0].flatten(-2), stacks[1].flatten(-2),
+            self.gate_up_proj_scales, self.down_proj_scales, self.gate_up_proj_bias, self.down_proj_bias,
+            True, self.alpha, self.limit,
+        )  # fmt: skip
+        return weighted_sum(out, weights)
+
+
+def keep_in_mxfp4(model: nn.Module, config: Any, left_out: list[str] | None = None) -> None:
+    """Put empty `Mxfp4Experts` where a model has experts, on the meta device. left_out: modules kept as they are."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, GptOssExperts) and should_convert_module(name, left_out):
+            with torch.device("meta"):
+                model.set_submodule(name, Mxfp4Experts(config))
