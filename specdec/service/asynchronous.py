@@ -116,6 +116,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
     def __del__(self) -> None:
         with suppress(AttributeError):  # __init__ did not come to its end, or the interpreter ends
             if self._places:
+                self.closed = True
                 self.cancel()
 
     def _follow_task(self) -> None:
@@ -178,7 +179,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
             with suppress(IndexError):  # another thread was faster
                 indices, left = self._cancelled.popleft(), self._places.copy()
                 if places := [place for index, place in left.items() if not indices or index in indices]:
-                    self._leader.shared.cancel(self._leader.call, places)
+                    self._leader.shared.cancel(self._leader.call, places, self.closed)
 
     def put(self, index: int, update: Update) -> bool:
         """Take an update; a slow reader finds several in one. Returns whether there is something to read."""

@@ -122,3 +122,8 @@ def test_rows_draw_by_their_keys_and_not_by_their_places() -> None:
 
 def test_a_key_that_is_no_unicode_is_one() -> None:
     assert task({"id": "\ud800", "prompt": "a"}).params.seed is not None
+
+
+def test_a_bias_of_a_huge_key_is_an_error_of_its_row() -> None:
+    found = task({"prompt": "a", "logit_bias": {"9" * 5000: 1}})
+    assert found.error.startswith("InvalidInputError: logit_bias='999") and len(found.error) < 400
