@@ -84,8 +84,8 @@ class Admission:
         if most is not None and new > self.config.max_num_seqs + most:
             raise InvalidInputError(
                 f"one call brings {new} requests (prompts times n): at most {self.config.max_num_seqs} run at once "
-                f"(max_num_seqs) and {most} wait (max_waiting_requests), so that it could never be taken; ask for at most "
-                f"{self.config.max_num_seqs + most} at once"
+                f"(max_num_seqs) and {most} wait (max_waiting_requests), so it can never be taken; ask for at most "
+                f"{self.config.max_num_seqs + most} in a call"
             )
         if most is not None and present + new > self.config.max_num_seqs + most:
             raise QueueFullError(

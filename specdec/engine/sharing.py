@@ -207,8 +207,8 @@ class SharedEngine:
             self._pass_on()
 
     def cancel(self, call: Call, indices: Collection[int], dropped: bool = False) -> None:
-        """End these requests of a call, or all, which are reported once more; dropped: nobody reads that. Never waits, as
-        `abandon`."""
+        """End these requests of a call, or all, which are reported once more. Never waits, as `abandon`.
+        dropped: the caller went away."""
         each, wanted = list(call.places.items()), set(indices)
         if (engine := self._open_engine) is not None:
             engine.deadlines.cancel([request_id for request_id, i in each if not wanted or i in wanted], dropped)

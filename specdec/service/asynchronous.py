@@ -87,6 +87,13 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         if self._failure is not None and not self._unread:
             raise self._failure
 
+    def unread(self) -> list[StreamUpdate]:
+        """Take the updates that are there, without waiting."""
+        with self._lock:
+            found = list(self._unread)
+            self._unread.clear()
+        return found
+
     async def completions(self) -> list[Completion]:
         """Read to the end: the completions in order. `cancel` ends them early. Raises as reading does."""
         self._whole = True

@@ -87,7 +87,7 @@ def test_what_only_bodies_have() -> None:
         ({"prompt": "a", "temperature": "hot"}, "temperature='hot': allowed is"),
         ({"prompt": "a", "temperature": [0.5]}, "temperature="),
         ({"prompt": "a", "stop": 5}, "stop=5: allowed is"),
-        ({"prompt": "a", "max_tokens": 4, "max_new_tokens": 4}, "another name of max_new_tokens are both given"),
+        ({"prompt": "a", "max_tokens": 4, "max_new_tokens": 5}, "max_tokens=4 and max_new_tokens=5 are both"),
         ({"prompt": "a", "temprature": 1}, "unknown field 'temprature': did you mean temperature"),
         ({"prompt": "a", "answer": "7"}, 'fields of your own go into "metadata"'),
         ({"prompt": "a", "do_sample": True}, "temperature=0 is greedy"),
