@@ -143,6 +143,7 @@ def main(model: str, draft: str | None, name: str | None, host: str, port: int, 
         gc.freeze()  # a full collection would look at all of torch, and stop the event loop for 0.3 s
         service = Service(loaded, name or model, options["api_key"], options["max_body_bytes"], options["body_seconds"])
         Server(service, options["drain_seconds"], host, port).run()
+        gc.unfreeze()  # extensions say that objects are left otherwise
 
 
 if __name__ == "__main__":
