@@ -57,7 +57,8 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         self._leader.check_process()
         self._follow_task()
         try:
-            await self.start()
+            if self._places is None:
+                await self.start()
             while (found := self._next()) is None:
                 await self._change()
             return found
