@@ -103,7 +103,7 @@ def request_of(body: Mapping[str, Any], chat: bool) -> tuple[Any, SamplingParams
     Raises:
         InvalidInputError: something that is not served, or a value that is not allowed.
     """
-    if used := [name for name in _UNTOLD if body.get(name)]:
+    if used := [name for name in _UNTOLD if body.get(name) is not None and body[name] is not False]:
         raise InvalidInputError(f"{', '.join(used)}: an answer in OpenAI's format has no place for it")
     elsewhere = (*NO_OPTIONS, *_UNTOLD, "messages", "prompt", "stream", "stream_options")
     own = options_of({name: value for name, value in body.items() if name not in elsewhere}, chat)
