@@ -107,7 +107,7 @@ class Output:
             except (OSError, ValueError) as error:
                 raise InvalidInputError(f"{kept} is damaged ({error}); remove it and {self.path.name}") from error
             if changed := list(changes(earlier, json.loads(json.dumps(settings)))):
-                remedy = "give another file for these, or remove it to begin anew"
+                remedy = "give another file, or remove it"
                 if all(one.startswith("input.") for one in changed):
                     remedy = f"the input was changed since: restore it to go on, or {remedy}"
                 raise InvalidInputError(f"{self.path} holds answers to other settings ({'; '.join(changed)}); {remedy}")

@@ -48,12 +48,12 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class UnknownModelError(InvalidInputError):
+class _UnknownModelError(InvalidInputError):
     """A body asks for a model that is not served."""
 
 
 _STATUS: dict[type[Exception], int] = {
-    UnknownModelError: 404,
+    _UnknownModelError: 404,
     InvalidInputError: 400,
     RecursionError: 400,
     QueueFullError: 429,
@@ -66,7 +66,7 @@ def body_of(data: bytes, name: str) -> dict[str, Any]:
     """The body of a request to the model that is called `name`.
 
     Raises:
-        InvalidInputError: no JSON object. UnknownModelError: it asks for another model.
+        InvalidInputError: no JSON object. _UnknownModelError: it asks for another model.
     """
     try:
         found = json.loads(data)
@@ -75,14 +75,14 @@ def body_of(data: bytes, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidInputError(f"the body is a JSON object, not {short(found)}")
     if found.get("model") not in (None, name):
-        raise UnknownModelError(f"there is no model {short(found['model'])}; there is {name!r}")
+        raise _UnknownModelError(f"there is no model {short(found['model'])}; there is {name!r}")
     return found
 
 
 def models_of(name: str, asked: str | None) -> dict[str, Any]:
-    """The list of models, of which there is one, or that one. Raises UnknownModelError: another is asked for."""
+    """The list of models, of which there is one, or that one. Raises _UnknownModelError: another is asked for."""
     if asked not in (None, name):
-        raise UnknownModelError(f"there is no model {short(asked)}; there is {name!r}")
+        raise _UnknownModelError(f"there is no model {short(asked)}; there is {name!r}")
     one = {"id": name, "object": "model", "created": 0, "owned_by": "specdec"}
     return one if asked else {"object": "list", "data": [one]}
 
