@@ -6,102 +6,101 @@ import asyncio
 import gc
 import hmac
 import json
+import math
 import time
-import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 import click
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from specdec import InvalidInputError, SpecdecError, SpeculativeModel
-from specdec.service.openai_format import chunks, error_body, error_of, request_of, response_of
+from specdec import SpecdecError, SpeculativeModel
+from specdec.service import openai_format as openai
+
+GET, CLOSE = ["GET", "HEAD"], {"Connection": "close"}
 
 
 class Service:
-    """The answers, over one model that is called `name`."""
+    """The answers, over one model that is called `name`. body_seconds: in which a request's body must arrive."""
 
-    def __init__(self, model: SpeculativeModel, name: str, api_key: str | None, max_body_bytes: int) -> None:
-        self.model, self.name, self.api_key, self.max_body_bytes = model, name, api_key, max_body_bytes
-        self.draining = False
+    def __init__(
+        self, model: SpeculativeModel, name: str, api_key: str | None, max_body_bytes: int, body_seconds: float = 30.0
+    ) -> None:
+        self.model, self.name, self.api_key = model, name, api_key
+        self.max_body_bytes, self.body_seconds, self.draining = max_body_bytes, body_seconds, False
 
     def app(self) -> FastAPI:
         app, v1 = FastAPI(title="specdec"), APIRouter(prefix="/v1", dependencies=[Depends(self.authorise)])
-        v1.add_api_route("/models", self.models)
-        v1.add_api_route("/chat/completions", self.answer, methods=["POST"], response_model=None)
-        v1.add_api_route("/completions", self.answer, methods=["POST"], response_model=None)
+        v1.add_api_route("/models", self.models, methods=GET)
+        v1.add_api_route("/models/{name:path}", self.models, methods=GET)
+        for path in ("/chat/completions", "/completions"):
+            v1.add_api_route(path, self.answer, methods=["POST"], response_model=None)
         app.include_router(v1)
-        app.add_api_route("/metrics", self.metrics, response_class=PlainTextResponse)
-        app.add_api_route("/health", self.health, response_model=None)
-        app.add_exception_handler(SpecdecError, failed)
-        app.add_exception_handler(HTTPException, refused)
+        app.add_api_route("/metrics", self.metrics, methods=GET, response_class=PlainTextResponse)
+        app.add_api_route("/health", self.health, methods=GET, response_model=None)
+        for kind in (HTTPException, SpecdecError, RecursionError, Exception):
+            app.add_exception_handler(kind, failed)
         return app
 
     async def authorise(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").encode()
-        if self.api_key is not None and not hmac.compare_digest(given, f"Bearer {self.api_key}".encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        right = scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), (self.api_key or "").encode())
+        if self.api_key is not None and not right:
             raise HTTPException(401, "the API key is missing or wrong")
 
-    async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": self.name, "object": "model", "created": 0, "owned_by": "specdec"}]}
+    async def models(self, name: str | None = None) -> dict[str, Any]:
+        return openai.models_of(self.name, name)
 
     async def metrics(self) -> str:
         return self.model.metrics().prometheus()
 
     async def health(self) -> Response:
-        return JSONResponse({"status": "draining" if self.draining else "ok"}, 503 if self.draining else 200)
+        return answered({"status": "draining" if self.draining else "ok"}, 503 if self.draining else 200)
 
     async def answer(self, request: Request) -> Response:
-        body, chat = await self.body(request), request.url.path.endswith("/chat/completions")
-        prompts, params = request_of(body, chat)
-        stream = self.model.stream_async(prompts, params)
-        head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.name}
-        if body.get("stream"):
+        chat = request.url.path.endswith("/chat/completions")
+        body = openai.body_of(await self.read(request), self.name)
+        (is_stream, counted), own = openai.streamed(body), openai.request_of(body, chat)
+        stream, head = self.model.stream_async(*own), openai.head_of(self.name, chat)
+        if is_stream:
             await stream.start()  # what is wrong with the request is told by the status
-            counted = bool((body.get("stream_options") or {}).get("include_usage"))
-            return StreamingResponse(self.events(stream, head, chat, counted), media_type="text/event-stream")
+            events = openai.events(stream, self.model.tokenizer, head, chat, counted)
+            return StreamingResponse(events, media_type="text/event-stream")
         work, gone = asyncio.ensure_future(stream.completions()), asyncio.ensure_future(request.receive())
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 return Response(status_code=499)  # the client has gone: its request is cancelled
-            return JSONResponse(head | response_of(await work, self.model.tokenizer, chat))
+            return answered(head | openai.response_of(await work, self.model.tokenizer, chat))
         finally:
             work.cancel()
             gone.cancel()
 
-    async def events(self, stream: Any, head: dict[str, Any], chat: bool, counted: bool) -> AsyncIterator[str]:
-        async for chunk in chunks(stream, self.model.tokenizer, chat, counted):
-            yield f"data: {json.dumps(head | chunk)}\n\n"
-        yield "data: [DONE]\n\n"
-
-    async def body(self, request: Request) -> dict[str, Any]:
+    async def read(self, request: Request) -> bytes:
         data = bytearray()
-        async for part in request.stream():
-            data += part
-            if len(data) > self.max_body_bytes:
-                raise HTTPException(413, f"the body has more than {self.max_body_bytes} bytes")
         try:
-            found = json.loads(data)
-        except ValueError as error:
-            raise InvalidInputError(f"the body is no JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise InvalidInputError("the body is no JSON object")
-        if found.get("model", self.name) != self.name:
-            raise HTTPException(404, f"there is no model {found['model']!r}; there is {self.name!r}")
-        return found
+            async with asyncio.timeout(self.body_seconds):
+                async for part in request.stream():
+                    data += part
+                    if len(data) > self.max_body_bytes:
+                        raise HTTPException(413, f"the body has more than {self.max_body_bytes} bytes", CLOSE)
+        except TimeoutError:
+            raise HTTPException(408, f"the body has not arrived within {self.body_seconds:g} s", CLOSE) from None
+        except ClientDisconnect:
+            raise HTTPException(499, "the client has gone") from None
+        return bytes(data)
+
+
+def answered(fields: dict[str, Any], status: int = 200, headers: Any = None) -> Response:
+    return Response(json.dumps(fields), status, headers, "application/json")
 
 
 async def failed(_: Request, error: Exception) -> Response:
-    status, body = error_of(error)
-    return JSONResponse(body, status)
-
-
-async def refused(_: Request, error: Any) -> Response:
-    return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code)
+    status, fields = openai.error_of(error)
+    return answered(fields, status, getattr(error, "headers", None))
 
 
 class Server(uvicorn.Server):
@@ -118,9 +117,10 @@ class Server(uvicorn.Server):
             self.drain_task = asyncio.get_running_loop().create_task(self.drain())
 
     async def drain(self) -> None:
-        self.service.draining = True
+        self.service.draining, end = True, time.monotonic() + self.limit
         cancelled = await self.service.model.aclose(self.limit)
         click.echo(f"Drained: {cancelled} requests were cancelled after {self.limit:g} s", err=True)
+        self.config.timeout_graceful_shutdown = math.ceil(max(end - time.monotonic(), 0)) + 2  # for slow clients
         self.should_exit = True
 
 
@@ -132,6 +132,7 @@ class Server(uvicorn.Server):
 @click.option("--port", default=8000, show_default=True)
 @click.option("--api-key", envvar="SPECDEC_API_KEY", help="Ask for this key (default: for none).")
 @click.option("--max-body-bytes", default=2**20, show_default=True)
+@click.option("--body-seconds", default=30.0, show_default=True, help="A request's body must have arrived then.")
 @click.option("--max-num-seqs", default=32, show_default=True, help="Most requests at once.")
 @click.option("--max-waiting-requests", default=1024, show_default=True, help="Beyond them 429 is answered.")
 @click.option("--drain-seconds", default=30.0, show_default=True, help="For running requests to end after SIGTERM.")
@@ -140,8 +141,9 @@ def main(model: str, draft: str | None, name: str | None, host: str, port: int, 
     sizes = {"max_num_seqs": options["max_num_seqs"], "max_waiting_requests": options["max_waiting_requests"]}
     with SpeculativeModel.from_pretrained(model, draft, **sizes) as loaded:
         gc.freeze()  # a full collection would look at all of torch, and stop the event loop for 0.3 s
-        service = Service(loaded, name or model, options["api_key"], options["max_body_bytes"])
+        service = Service(loaded, name or model, options["api_key"], options["max_body_bytes"], options["body_seconds"])
         Server(service, options["drain_seconds"], host, port).run()
+        gc.unfreeze()  # extensions say that objects are left otherwise
 
 
 if __name__ == "__main__":

@@ -63,6 +63,8 @@ def locked(path: Path, refused: Callable[[str], SpecdecError]) -> FileLock:
         with writing(path):
             lock.acquire(timeout=0)
     except Timeout as error:
+        with writing(path):
+            path.touch()  # some file systems take no new files, and the lock takes that for another's
         raise refused("is in use by another run that has not ended; wait for it, stop it, or") from error
     except NotImplementedError as error:
         raise refused(f"is on a file system without locks ({error});") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,13 @@ MOST_BYTES = 64 * 2**20
 KEYS = ("custom_id", "id", "key")
 """Fields that may hold a row's key, the first of them that is there."""
 _BOM = b"\xef\xbb\xbf"
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_NO_LINES = {
+    b"\xff\xfe": "is in UTF-16; save it as UTF-8",
+    b"\xfe\xff": "is in UTF-16; save it as UTF-8",
+    b"\x1f\x8b": "is compressed by gzip; unpack it first: gunzip --keep FILE",
+    b"[": "begins with a JSON array; give one JSON object a line: jq -c '.[]' FILE > lines.jsonl",
+}
+"""Beginnings of files that are no batch, and what to do."""
 
 
 class Line(NamedTuple):
@@ -43,7 +50,7 @@ def lines_of(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[Line
     """The lines that are not blank. seen: given all bytes of the file, in order.
 
     Raises:
-        InvalidInputError: the file cannot be read, or is in UTF-16.
+        InvalidInputError: the file cannot be read, is in UTF-16 or compressed, or is a JSON array.
     """
     try:
         with path.open("rb") as file:
@@ -51,8 +58,9 @@ def lines_of(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[Line
             while data := file.readline(MOST_BYTES + 1):
                 number += 1
                 seen(data)
-                if number == 1 and data.startswith(_UTF16):
-                    raise InvalidInputError(f"{path} is in UTF-16; save it as UTF-8")
+                begin = data.removeprefix(_BOM).lstrip()[:2] if number == 1 else b""
+                if wrong := [why for start, why in _NO_LINES.items() if begin.startswith(start)]:
+                    raise InvalidInputError(f"{path} {wrong[0].replace('FILE', path.name)}")
                 ended = data.endswith(b"\n") or len(data) <= MOST_BYTES
                 while not ended and (more := file.readline(2**20)):
                     seen(more)
@@ -68,18 +76,29 @@ def fields_of(line: Line) -> dict[str, Any]:
     """The JSON object of a line.
 
     Raises:
-        InvalidInputError: it is too long, not UTF-8, not JSON, or no object.
+        InvalidInputError: it is too long, not UTF-8, not JSON, no object, or has a field twice.
     """
     if len(line.data) > MOST_BYTES:
         raise InvalidInputError(f"the line is longer than {MOST_BYTES // 2**20} MiB")
     try:
-        found = json.loads(line.data.decode(), parse_constant=_no_constant)
+        found = json.loads(line.data.decode(), parse_constant=_no_constant, object_pairs_hook=_once)
+    except InvalidInputError:
+        raise
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"not UTF-8: {error.reason} at byte {error.start}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"not JSON: {error}") from error
     if not isinstance(found, dict):
         raise InvalidInputError(f"a row is a JSON object, not {short(found)}")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises InvalidInputError: it has a field twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise InvalidInputError(f"the field {short(twice)} is there twice; leave one of them")
     return found
 
 

@@ -107,10 +107,10 @@ class Output:
             except (OSError, ValueError) as error:
                 raise InvalidInputError(f"{kept} is damaged ({error}); remove it and {self.path.name}") from error
             if changed := list(changes(earlier, json.loads(json.dumps(settings)))):
-                listed = "; ".join(changed)
-                raise InvalidInputError(
-                    f"{self.path} holds answers to other settings ({listed}); give another file, or remove it"
-                )
+                remedy = "give another file, or remove it"
+                if all(one.startswith("input.") for one in changed):
+                    remedy = f"the input was changed since: restore it to go on, or {remedy}"
+                raise InvalidInputError(f"{self.path} holds answers to other settings ({'; '.join(changed)}); {remedy}")
             return
         write_atomically(kept, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 

@@ -14,15 +14,12 @@ from specdec.batches.tasks import Task
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.stats import pool_requests
+from specdec.service.openai_format import LEAST, told
 
 ID = "batch_req_"
 """What the id of an answer of OpenAI's form begins with; its row's line follows."""
 _REASONS = {"eos": "stop", "stop": "stop"}
 """OpenAI's name of a finish reason; of all others "length"."""
-
-
-LEAST = -9999.0
-"""The log-probability of a token without probability, as OpenAI's and vLLM's answers have it."""
 
 
 class Record(NamedTuple):
@@ -134,13 +131,9 @@ def _openai(task: Task, completions: Sequence[Completion], error: str, tokenizer
 
 def _choice(task: Task, index: int, completion: Completion, tokenizer: Any) -> dict[str, Any]:
     reason = _REASONS.get(completion.finish_reason, "length")
-    told = completion.logprobs
-    if task.form == "chat.completion":
-        message = {"role": "assistant", "content": completion.text}
-        logprobs = None if told is None else {"content": [_of_chat(_finite(one), tokenizer) for one in told]}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-    logprobs = None if told is None else _of_text([_finite(one) for one in told], tokenizer)
-    return {"index": index, "text": completion.text, "logprobs": logprobs, "finish_reason": reason}
+    is_chat = task.form == "chat.completion"
+    text = {"message": {"role": "assistant", "content": completion.text}} if is_chat else {"text": completion.text}
+    return {"index": index, **text, "logprobs": told(tokenizer, completion.logprobs, is_chat), "finish_reason": reason}
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, Any]:
@@ -157,31 +150,3 @@ def usage(completions: Sequence[Completion]) -> dict[str, Any]:
         "total_tokens": prompt + new,
         "completion_tokens_details": details,
     }
-
-
-def _of_chat(told: TokenLogprobs, tokenizer: Any) -> dict[str, Any]:
-    top = [_token(token, logprob, tokenizer) for token, logprob in told.top]
-    return {**_token(told.token_id, told.logprob, tokenizer), "top_logprobs": top}
-
-
-def _token(token_id: int, logprob: float, tokenizer: Any) -> dict[str, Any]:
-    text = _text(token_id, tokenizer)
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
-
-
-def _of_text(told: Sequence[TokenLogprobs], tokenizer: Any) -> dict[str, Any]:
-    tokens = [_text(one.token_id, tokenizer) for one in told]
-    offsets = [0]
-    for token in tokens[:-1]:
-        offsets.append(offsets[-1] + len(token))
-    top = [{_text(token, tokenizer): logprob for token, logprob in one.top} for one in told]
-    return {
-        "tokens": tokens,
-        "token_logprobs": [one.logprob for one in told],
-        "top_logprobs": top if any(top) else None,
-        "text_offset": offsets if tokens else [],
-    }
-
-
-def _text(token_id: int, tokenizer: Any) -> str:
-    return str(tokenizer.decode([token_id], skip_special_tokens=False))

@@ -13,26 +13,15 @@ from specdec.batches.lines import KEYS, Key, Line, digest, fields_of, key_of
 from specdec.errors import InvalidInputError
 from specdec.requests.arguments import own_names, right_call
 from specdec.requests.sampling import SamplingParams
+from specdec.service.openai_format import NO_OPTIONS, options_of, streamed
 from specdec.values import short
 
 Form = Literal["row", "chat.completion", "text_completion"]
 URLS: dict[str, Form] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
 _PROMPTS = ("prompt", "messages", "token_ids")
 _OPTIONS = tuple(each.name for each in fields(SamplingParams))
+_STREAM = ("stream", "stream_options")
 _NOT_WRITTEN = ("return_logits", "return_scores")
-_NO_OPTIONS = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
-"""Fields of a body that change no token."""
-_OFF: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("stream", "echo"), (False,)),
-    **dict.fromkeys(("tools", "functions"), ([],)),
-    "stream_options": ({},),
-    "modalities": (["text"],),
-    "suffix": ("",),
-    "best_of": (1,),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-}
-"""Fields of a body that are not served, with the values that ask for nothing."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +87,10 @@ def _of_openai(task: Task, row: dict[str, Any], asking: Asking) -> Task:
         raise InvalidInputError(f"body={short(body)}: a JSON object is needed")
     is_chat = task.form == "chat.completion"
     prompt = prompt_of({"messages": body.get("messages")} if is_chat else {"prompt": body.get("prompt")})
-    own = {n: v for n, v in body.items() if n not in (*_NO_OPTIONS, "messages" if is_chat else "prompt")}
-    for name in _OFF.keys() & own.keys():
-        value = own.pop(name)
-        if value is not None and value not in _OFF[name]:
-            raise InvalidInputError(f"{name}={short(value)} is not served; leave it out")
-    if is_chat and isinstance(own.get("logprobs"), bool):
-        top = own.pop("top_logprobs", None)
-        own["logprobs"] = (top or 0) if own["logprobs"] else None
+    own = {n: v for n, v in body.items() if n not in (*NO_OPTIONS, *_STREAM, "messages" if is_chat else "prompt")}
+    if any(streamed(body)):
+        raise InvalidInputError(f"stream={short(body.get('stream'))} is not served; leave it out")
+    own = options_of(own, is_chat)
     kept = {"model": body.get("model") or asking.name}
     return replace(task, prompt=prompt, params=params_of(own, asking, task), kept=kept)
 

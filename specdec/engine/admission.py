@@ -78,8 +78,15 @@ class Admission:
         return limit
 
     def check_room(self, present: int, new: int) -> None:
-        """Whether so many new requests may join those that wait or run. Raises QueueFullError."""
+        """Whether so many new requests may join those that wait or run. Raises QueueFullError; InvalidInputError where
+        they could not even alone."""
         most = self.config.max_waiting_requests
+        if most is not None and new > self.config.max_num_seqs + most:
+            raise InvalidInputError(
+                f"one call brings {new} requests (prompts times n): at most {self.config.max_num_seqs} run at once "
+                f"(max_num_seqs) and {most} wait (max_waiting_requests), so it can never be taken; ask for at most "
+                f"{self.config.max_num_seqs + most} in a call"
+            )
         if most is not None and present + new > self.config.max_num_seqs + most:
             raise QueueFullError(
                 f"{new} new requests beside {present} that wait or run: at most {self.config.max_num_seqs} run at once "

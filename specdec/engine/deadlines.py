@@ -12,16 +12,20 @@ from specdec.requests.request import FinishReason, Request, Update
 class Deadlines:
     """When requests with `SamplingParams.max_time` end, and which are cancelled.
 
-    moments: (time.perf_counter seconds, request id), soonest first. cancelled: ids.
+    moments: (time.perf_counter seconds, request id), soonest first. cancelled: ids. dropped: those among them whose
+    callers went away.
     """
 
     def __init__(self) -> None:
         self.moments: list[tuple[float, int]] = []
         self._of: dict[int, float] = {}
         self.cancelled: set[int] = set()
+        self.dropped: set[int] = set()
 
-    def cancel(self, request_ids: Sequence[int]) -> None:
+    def cancel(self, request_ids: Sequence[int], dropped: bool = False) -> None:
         """End these with the next round, also one that runs now; may be called on any thread."""
+        if dropped:
+            self.dropped.update(request_ids)
         self.cancelled.update(request_ids)
 
     def add(self, request: Request) -> None:
@@ -35,6 +39,7 @@ class Deadlines:
     def discard(self, request_id: int) -> None:
         """Forget a request that has ended. Its place is searched for, however many wait."""
         self.cancelled.discard(request_id)
+        self.dropped.discard(request_id)
         moment = self._of.pop(request_id, None)
         if moment is not None:
             del self.moments[bisect_left(self.moments, (moment, request_id))]
@@ -52,6 +57,7 @@ class Deadlines:
         self.moments = [*alive, *self.moments[due:]]
         ends: dict[int, FinishReason] = {i: "timeout" for _, i in alive}
         self.cancelled.intersection_update(requests)
+        self.dropped.intersection_update(requests)
         ends |= dict.fromkeys(sorted(self.cancelled), "cancelled")
         found = {update.request_id: update for update in others}
         over = [requests[i] for i in ends if not (i in found and found[i].last) and not requests[i].leaves]

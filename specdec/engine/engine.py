@@ -383,8 +383,8 @@ class Engine:
             request = self._requests.get(update.request_id)
             if request is not None and update.last:
                 ended.append(self._requests.pop(request.id))
+                self.counters.add_finished(update, request.id in self.deadlines.dropped)
                 self.deadlines.discard(request.id)
-                self.counters.add_finished(update)
             elif request is not None:
                 request.progress = update.progress
         return ended

@@ -206,11 +206,12 @@ class SharedEngine:
         finally:
             self._pass_on()
 
-    def cancel(self, call: Call, indices: Collection[int]) -> None:
-        """End these requests of a call, or all, which are reported once more. Never waits, as `abandon`."""
+    def cancel(self, call: Call, indices: Collection[int], dropped: bool = False) -> None:
+        """End these requests of a call, or all, which are reported once more. Never waits, as `abandon`.
+        dropped: the caller went away."""
         each, wanted = list(call.places.items()), set(indices)
         if (engine := self._open_engine) is not None:
-            engine.deadlines.cancel([request_id for request_id, i in each if not wanted or i in wanted])
+            engine.deadlines.cancel([request_id for request_id, i in each if not wanted or i in wanted], dropped)
 
     def abandon(self, call: Call) -> None:
         """End a call's remaining requests: at once, or after the running round.

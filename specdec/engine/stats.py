@@ -102,11 +102,11 @@ class Counters:
         """New tokens of the last LATELY whole seconds."""
         return sum(tokens for second, tokens in self._lately if int(now) - LATELY <= second < int(now))
 
-    def add_finished(self, update: Update) -> None:
-        """The last update of a request. One that failed is among `ends` alone."""
+    def add_finished(self, update: Update, dropped: bool = False) -> None:
+        """The last update of a request. One that failed, or that nobody waits for, is among `ends` alone."""
         completion = update.completion
-        self.ends["failed" if completion is None else completion.finish_reason] += 1
-        if completion is None:
+        self.ends["dropped" if dropped else "failed" if completion is None else completion.finish_reason] += 1
+        if dropped or completion is None:
             return
         queue, prefill, decode, own = *self.seconds, completion.stats
         self.seconds = queue + own.queue_s, prefill + own.prefill_s, decode + own.decode_s

@@ -184,7 +184,8 @@ def _token_biases(name: str, given: Any) -> tuple[tuple[int, float], ...]:
     allowed = "{token id: bias}, or a list of pairs (token id, bias)"
     found = {}
     for key, bias in _pairs(name, given, allowed):
-        number = int(key) if isinstance(key, str) and key.isdecimal() else key  # OpenAI's keys are JSON's: strings
+        is_number = isinstance(key, str) and key.isdecimal() and len(key) < 20  # OpenAI's keys are JSON's: strings
+        number = int(key) if is_number else key
         found[whole(name, number, 0, None, allowed)] = _bias(name, bias)
     return tuple(found.items())
 

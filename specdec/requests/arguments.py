@@ -144,13 +144,14 @@ def prompts_of_call(prompts: Prompts, options: dict[str, Any]) -> Prompts:
 
 
 def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under the names that they have here. Raises InvalidInputError: one is given twice, by two names."""
-    found: dict[str, Any] = {}
+    """Options under the names that they have here. Raises InvalidInputError: one is given two values."""
+    found, names = dict[str, Any](), dict[str, str]()
     for name, value in options.items():
         own = _OTHER_NAMES.get(name, name)
-        if own in found:
-            raise InvalidInputError(f"{name} and another name of {own} are both given; give one of them")
-        found[own] = value
+        if own in found and found[own] != value:
+            both = f"{names[own]}={short(found[own])} and {name}={short(value)}"
+            raise InvalidInputError(f"{both} are both {own}, and differ; give one of them")
+        found[own], names[own] = value, name
     return found
 
 

@@ -17,6 +17,11 @@ from attention.hf.gate import gate_of
 from specdec.errors import InvalidInputError
 from specdec.values import short
 
+_OF_ADAPTERS = ("base_model.model.", ".base_layer.", "lora_")
+_MERGED = (
+    "it is a name of peft's; give merged weights by the names of the model below: "
+    "peft_model.merge_and_unload().state_dict(), of a copy where training goes on"
+)
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
@@ -24,12 +29,12 @@ def write(model: Any, weights: Weights, head: Weights) -> None:
     """Copy new weights into a `SpeculativeModel`'s target and head; forwards on other threads wait.
 
     Mappings and lists are checked as a whole before anything is written, iterators item by item. Names are those of the
-    modules' `state_dict`; shapes are the same, in any floating dtype, on any device.
+    modules' `state_dict`; shapes are the same, in any floating dtype, on any device. Values are not looked at.
 
     Raises:
-        InvalidInputError: an item that is no (name, tensor), a name or a shape that a module does not have, whole
-            numbers for floating ones or the other way round; the message says how many were written before. Nothing is
-            given, or weights of a head that it does not have.
+        InvalidInputError: an item that is no (name, tensor), a name or a shape that a module does not have, a tensor
+            without plain values, whole numbers for floating ones or the other way round, or what an iterator raised;
+            the message says how many were written before. Nothing is given, or weights of a head that there is not.
     """
     given = [(model.hf_model, weights)]
     if isinstance(model.head, nn.Module):
@@ -37,13 +42,28 @@ def write(model: Any, weights: Weights, head: Weights) -> None:
     elif not isinstance(head, (Mapping, Sequence)) or head:
         raise InvalidInputError("head=…: this model drafts without a head that has weights; leave it out")
     with gate_of(model.hf_model.config).held(), torch.no_grad():
-        ready = [_ready(module, own) for module, own in given]
         count = 0
-        for there, tensor in (pair for own in ready for pair in own):
-            there.copy_(tensor)
-            count += 1
+        try:
+            ready = [_ready(module, own) for module, own in given]
+            for there, tensor in (pair for own in ready for pair in own):
+                there.copy_(tensor)
+                count += 1
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{error}; {_left(count)}") from error.__cause__
+        except Exception as error:
+            raise InvalidInputError(f"weights: {type(error).__name__}: {error}; {_left(count)}") from error
     if not count:
         raise InvalidInputError("no weights were given (an iterator that was read already?); see refresh()")
+
+
+def _left(count: int) -> str:
+    """What an update leaves that was broken off after so many tensors."""
+    if not count:
+        return "nothing was written"
+    return (
+        f"the {count} before it are written: the model holds a mixture of old and new weights now, which was not "
+        "tested; give all of them again"
+    )
 
 
 def _ready(module: nn.Module, weights: Weights) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
@@ -54,25 +74,32 @@ def _ready(module: nn.Module, weights: Weights) -> Iterable[tuple[torch.Tensor, 
 
 def _fitting(own: dict[str, torch.Tensor], weights: Weights, what: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     items = weights.items() if isinstance(weights, Mapping) else weights
-    before = not isinstance(weights, (Mapping, Sequence))
     for place, item in enumerate(items):
         if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[1], torch.Tensor)):
             raise InvalidInputError(f"weights of {what}: item {place} is {short(item)}, not a (name, tensor)")
         name, tensor = item
         if problem := _problem(own, name, tensor):
-            written = f"; the {place} before it are written" if before and place else "; nothing was written"
-            raise InvalidInputError(f"weights of {what}: {problem}{written}")
+            raise InvalidInputError(f"weights of {what}: {problem}")
         yield own[name], tensor
+
+
+def _is_of_adapter(name: object) -> bool:
+    return isinstance(name, str) and any(part in name for part in _OF_ADAPTERS)
 
 
 def _problem(own: dict[str, torch.Tensor], name: object, tensor: torch.Tensor) -> str:
     """What is wrong with an item, in words; "" where nothing is."""
     there = own.get(name) if isinstance(name, str) else None
     if there is None:
+        if _is_of_adapter(name) and not any(map(_is_of_adapter, own)):
+            return f"it has no {short(name)}: {_MERGED}"
         near = get_close_matches(str(name), own, 1, 0.5)
         return f"it has no {short(name)}" + (f" (near is {near[0]!r})" if near else "")
     if tensor.shape != there.shape:
         return f"{name} has shape {list(there.shape)}, given is {list(tensor.shape)}"
+    if tensor.is_meta or tensor.layout != torch.strided or hasattr(tensor, "full_tensor"):
+        kind = "is on the meta device" if tensor.is_meta else f"is {type(tensor).__name__} in {tensor.layout}"
+        return f"{name}, as it is given, {kind}: give a plain tensor with all values (to_dense(), full_tensor())"
     if tensor.is_floating_point() != there.is_floating_point():
         return f"{name} is {there.dtype}, given is {tensor.dtype}: give them as the module stores them"
     return ""

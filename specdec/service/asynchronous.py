@@ -57,7 +57,8 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         self._leader.check_process()
         self._follow_task()
         try:
-            await self.start()
+            if self._places is None:
+                await self.start()
             while (found := self._next()) is None:
                 await self._change()
             return found
@@ -86,6 +87,13 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
             await self._change()
         if self._failure is not None and not self._unread:
             raise self._failure
+
+    def unread(self) -> list[StreamUpdate]:
+        """Take the updates that are there, without waiting."""
+        with self._lock:
+            found = list(self._unread)
+            self._unread.clear()
+        return found
 
     async def completions(self) -> list[Completion]:
         """Read to the end: the completions in order. `cancel` ends them early. Raises as reading does."""
@@ -116,6 +124,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
     def __del__(self) -> None:
         with suppress(AttributeError):  # __init__ did not come to its end, or the interpreter ends
             if self._places:
+                self.closed = True
                 self.cancel()
 
     def _follow_task(self) -> None:
@@ -178,7 +187,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
             with suppress(IndexError):  # another thread was faster
                 indices, left = self._cancelled.popleft(), self._places.copy()
                 if places := [place for index, place in left.items() if not indices or index in indices]:
-                    self._leader.shared.cancel(self._leader.call, places)
+                    self._leader.shared.cancel(self._leader.call, places, self.closed)
 
     def put(self, index: int, update: Update) -> bool:
         """Take an update; a slow reader finds several in one. Returns whether there is something to read."""

@@ -9,6 +9,7 @@ from math import inf
 from typing import Any
 
 from specdec.errors import ClosedModelError
+from specdec.values import real, refuse
 
 
 @contextmanager
@@ -18,13 +19,17 @@ def drained(model: Any, timeout: float | None) -> Iterator[int]:
     Yields how many requests were cancelled because they had not ended after `timeout` seconds (None: no limit).
 
     Raises:
-        ClosedModelError: the model is closed, also meanwhile.
+        InvalidInputError: timeout is no number of seconds. ClosedModelError: the model is closed, also meanwhile.
     """
+    allowed = "None (no limit), or seconds, a number from 0"
+    limit = inf if timeout is None else real("timeout", timeout, allowed)
+    if not limit >= 0:
+        raise refuse("timeout", timeout, allowed)
     shared, engine = model._shared, model.engine
     with shared.between_rounds():
         shared.num_drains += 1
     try:
-        end, cancelled = inf if timeout is None else time.perf_counter() + timeout, 0
+        end, cancelled = time.perf_counter() + limit, 0
         while engine.has_work:
             shared.check_open()
             if time.perf_counter() >= end:

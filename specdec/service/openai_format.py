@@ -8,34 +8,93 @@ Source: OpenAI API reference, "Create chat completion", "Create completion", "Er
 
 from __future__ import annotations
 
+import json
+import time
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from specdec.engine.streams import StreamUpdate
 from specdec.errors import ClosedModelError, DrainingError, InvalidInputError, QueueFullError, SpecdecError
+from specdec.requests.arguments import own_names
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
 from specdec.service.asynchronous import AsyncStream
-from specdec.values import short
+from specdec.values import flag, short, whole
 
-_TOOLS = ("tools", "tool_choice", "functions", "function_call")
-_LEAST = -9999.0
+LEAST = -9999.0
 """The log-probability of what cannot come: JSON has no -inf. Source: OpenAI API reference, "top_logprobs"."""
+MOST_TOP = 20
+"""Alternatives of a chat's token. Source: as before."""
+NO_OPTIONS = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
+"""Fields of a body that change no token."""
+OFF: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "best_of": (1,),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    "parallel_tool_calls": (True, False),
+}
+"""Fields of a body that are not served, with the values that ask for nothing."""
+_TOOLS = ("tools", "tool_choice", "functions", "function_call")
 _UNTOLD = ("return_logits", "return_scores", "return_drafts", "prompt_logprobs", "prompt_logprobs_start")
 """Options whose results have no place in an answer."""
-_ELSEWHERE = (
-    *("model", "messages", "prompt", "stream", "stream_options", "user", "metadata", "store", "service_tier"),
-    *("safety_identifier", "prompt_cache_key", "parallel_tool_calls", *_TOOLS),
-)
-_NAMES = {
-    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens"),
-    "min_tokens": "min_new_tokens",
-    "response_format": "grammar",
-}
 _CHAT, _CHUNK, _TEXT = "chat.completion", "chat.completion.chunk", "text_completion"
-_STATUS = {InvalidInputError: 400, QueueFullError: 429, DrainingError: 503, ClosedModelError: 503}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class _UnknownModelError(InvalidInputError):
+    """A body asks for a model that is not served."""
+
+
+_STATUS: dict[type[Exception], int] = {
+    _UnknownModelError: 404,
+    InvalidInputError: 400,
+    RecursionError: 400,
+    QueueFullError: 429,
+    DrainingError: 503,
+    ClosedModelError: 503,
+}
+
+
+def body_of(data: bytes, name: str) -> dict[str, Any]:
+    """The body of a request to the model that is called `name`.
+
+    Raises:
+        InvalidInputError: no JSON object. _UnknownModelError: it asks for another model.
+    """
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"the body is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidInputError(f"the body is a JSON object, not {short(found)}")
+    if found.get("model") not in (None, name):
+        raise _UnknownModelError(f"there is no model {short(found['model'])}; there is {name!r}")
+    return found
+
+
+def models_of(name: str, asked: str | None) -> dict[str, Any]:
+    """The list of models, of which there is one, or that one. Raises _UnknownModelError: another is asked for."""
+    if asked not in (None, name):
+        raise _UnknownModelError(f"there is no model {short(asked)}; there is {name!r}")
+    one = {"id": name, "object": "model", "created": 0, "owned_by": "specdec"}
+    return one if asked else {"object": "list", "data": [one]}
+
+
+def streamed(body: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether the answer is a stream, and whether that ends with its usage. Raises InvalidInputError: other values."""
+    options = body.get("stream_options")
+    if not isinstance(options, (Mapping, type(None))):
+        raise InvalidInputError(f'stream_options={short(options)}: allowed is {{"include_usage": true or false}}')
+    given = {"stream": body.get("stream"), "stream_options: include_usage": (options or {}).get("include_usage")}
+    stream, counted = (flag(name, value if value is not None else False) for name, value in given.items())
+    return stream, counted
 
 
 def request_of(body: Mapping[str, Any], chat: bool) -> tuple[Any, SamplingParams]:
@@ -44,42 +103,54 @@ def request_of(body: Mapping[str, Any], chat: bool) -> tuple[Any, SamplingParams
     Raises:
         InvalidInputError: something that is not served, or a value that is not allowed.
     """
-    if used := [name for name in _TOOLS if body.get(name) not in (None, [], "none")]:
-        raise InvalidInputError(
-            f"{', '.join(used)}: tools are not served; describe them in a message, and give response_format"
-        )
-    if used := [name for name in _UNTOLD if name in body]:
+    if used := [name for name in _UNTOLD if body.get(name) is not None and body[name] is not False]:
         raise InvalidInputError(f"{', '.join(used)}: an answer in OpenAI's format has no place for it")
-    own = {_NAMES.get(n, n): value for n, value in body.items() if n not in _ELSEWHERE and value is not None}
-    if chat:
-        own["logprobs"] = _alternatives(own.pop("logprobs", False), own.pop("top_logprobs", None))
-    if isinstance(bias := own.get("logit_bias"), Mapping):
-        own["logit_bias"] = {int(t) if isinstance(t, str) and t.isdecimal() else t: each for t, each in bias.items()}
+    elsewhere = (*NO_OPTIONS, *_UNTOLD, "messages", "prompt", "stream", "stream_options")
+    own = options_of({name: value for name, value in body.items() if name not in elsewhere}, chat)
     params = SamplingParams.from_dict({"temperature": 1.0, **own})
     return _chat_of(body.get("messages")) if chat else _prompt_of(body.get("prompt")), params
 
 
-def _alternatives(logprobs: Any, top: Any) -> Any:
-    """Of a chat: a flag, and how many alternatives."""
-    if top is not None and not logprobs:
-        raise InvalidInputError(f"top_logprobs={short(top)} without logprobs=true")
-    return (top or 0) if logprobs else None
+def options_of(given: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+    """Options of a body by the names of `SamplingParams`; what is null or asks for nothing is left out.
+
+    Raises:
+        InvalidInputError: something that is not served, log-probabilities that OpenAI has not, two values of an option.
+    """
+    own = {name: value for name, value in given.items() if value is not None}
+    for name in OFF.keys() & own.keys():
+        value = own.pop(name)
+        if not any(value == off and type(value) is type(off) for off in OFF[name]):
+            tools = "; describe tools in a message, and give response_format" if name in _TOOLS else ""
+            raise InvalidInputError(f"{name}={short(value)} is not served; leave it out{tools}")
+    if chat:
+        top = whole("top_logprobs", own.pop("top_logprobs", 0), 0, MOST_TOP)
+        asked = flag("logprobs", own.pop("logprobs", False))
+        if top and not asked:
+            raise InvalidInputError(f"top_logprobs={top} without logprobs=true")
+        own |= {"logprobs": top} if asked else {}
+    own = own_names(own)
+    if "response_format" in own:
+        own["grammar"] = own.pop("response_format")
+    return own
 
 
 def _prompt_of(prompt: Any) -> Any:
-    if prompt is None or isinstance(prompt, Mapping):
-        raise InvalidInputError("prompt: give a text, token ids, or a list of these")
+    if prompt is None or prompt == [] or isinstance(prompt, Mapping):
+        raise InvalidInputError(f"prompt={short(prompt)}: give a text, token ids, or a list of these")
     return prompt
 
 
 def _chat_of(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages or not all(isinstance(turn, Mapping) for turn in messages):
         raise InvalidInputError("messages: give a list of objects with role and content")
-    return [{**turn, "content": _text_of(turn.get("content"))} for turn in messages]
+    return [{**turn, "content": _text_of(turn)} for turn in messages]
 
 
-def _text_of(content: Any) -> str:
-    """Of a message's content: a text, or parts that are texts."""
+def _text_of(turn: Mapping[str, Any]) -> str:
+    """Of a message's content: a text, parts that are texts, or null of an assistant that said nothing."""
+    content = turn.get("content")
+    content = "" if content is None and turn.get("role") == "assistant" else content
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise InvalidInputError(f"messages: content={short(content)}: give a text")
@@ -94,29 +165,48 @@ def response_of(done: Sequence[Completion], tokenizer: Any, chat: bool) -> dict[
     choices = []
     for index, one in enumerate(done):
         text = {"message": {"role": "assistant", "content": one.text}} if chat else {"text": one.text}
-        choices.append({"index": index, **text, "logprobs": _told(tokenizer, one.logprobs, chat), **_end_of(one)})
+        choices.append({"index": index, **text, "logprobs": told(tokenizer, one.logprobs, chat), **_end_of(one)})
     return {"object": _CHAT if chat else _TEXT, "choices": choices, "usage": usage_of(done)}
 
 
-async def chunks(stream: AsyncStream, tokenizer: Any, chat: bool, counted: bool) -> AsyncIterator[dict[str, Any]]:
-    """`choices` of each update of a stream, then, if `counted`, one of `usage`; an error of requests is the last."""
-    begun, done = set[int](), []
+async def events(
+    stream: AsyncStream, tokenizer: Any, head: Mapping[str, Any], chat: bool, counted: bool
+) -> AsyncIterator[str]:
+    """Server-sent events of a stream: `choices` of each update, an error of requests, and, if `counted`, `usage`. Those
+    that are there at once are one text."""
+    begin = f"data: {_encode({**head, 'object': _CHUNK if chat else _TEXT})[:-1]},"
+    lengths, done = dict[int, int](), []
     try:
-        async for update in stream:
-            yield _chunk(update, tokenizer, chat, update.index not in begun)
-            begun.add(update.index)
-            done += [] if update.completion is None else [update.completion]
+        async for first in stream:
+            text = ""
+            for update in (first, *stream.unread()):
+                text += f'{begin}"choices":[{_encode(_choice(update, tokenizer, chat, lengths))}]}}\n\n'
+                done += [] if update.completion is None else [update.completion]
+            yield text
     except SpecdecError as error:
-        yield error_of(error)[1]
+        yield f"{begin}{_encode(error_of(error)[1])[1:]}\n\n"
     if counted:
-        yield {"object": _CHUNK if chat else _TEXT, "choices": [], "usage": usage_of(done)}
+        yield f"{begin}{_encode({'choices': [], 'usage': usage_of(done)})[1:]}\n\n"
+    yield "data: [DONE]\n\n"
 
 
-def _chunk(update: StreamUpdate, tokenizer: Any, chat: bool, first: bool) -> dict[str, Any]:
-    delta = {"content": update.text} | ({"role": "assistant"} if first else {})
-    text = {"delta": delta} if chat else {"text": update.text}
-    choice = {"index": update.index, **text, "logprobs": _told(tokenizer, update.logprobs, chat)}
-    return {"object": _CHUNK if chat else _TEXT, "choices": [choice | _end_of(update.completion)]}
+def _choice(update: StreamUpdate, tokenizer: Any, chat: bool, lengths: dict[int, int]) -> dict[str, Any]:
+    """lengths: of the tokens' texts of each completion so far, which are added to."""
+    begun = lengths.get(update.index)
+    delta = {"content": update.text} | ({"role": "assistant"} if begun is None else {})
+    found = told(tokenizer, update.logprobs, chat, begun or 0)
+    lengths[update.index] = (begun or 0) + sum(map(len, (found or {}).get("tokens", ())))
+    return {
+        "index": update.index,
+        **({"delta": delta} if chat else {"text": update.text}),
+        "logprobs": found,
+        **_end_of(update.completion),
+    }
+
+
+def head_of(name: str, chat: bool) -> dict[str, Any]:
+    """What every part of an answer of the model that is called `name` begins with."""
+    return {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
 
 
 def usage_of(done: Sequence[Completion]) -> dict[str, Any]:
@@ -139,11 +229,16 @@ def usage_of(done: Sequence[Completion]) -> dict[str, Any]:
 
 def error_of(error: BaseException) -> tuple[int, dict[str, Any]]:
     """The status of an answer to a request that failed by this error, and its body."""
+    if (status := getattr(error, "status_code", None)) is not None:  # of Starlette
+        return status, _error_body(status, str(getattr(error, "detail", error)))
     status = next((own for kind, own in _STATUS.items() if isinstance(error, kind)), 500)
-    return status, error_body(status, str(error))
+    if isinstance(error, RecursionError):
+        return status, _error_body(status, f"the body is nested too deeply ({error})")
+    known = isinstance(error, SpecdecError)
+    return status, _error_body(status, str(error) if known else "the server failed; its log says why")
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
+def _error_body(status: int, message: str) -> dict[str, Any]:
     """The body of an answer with this status."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
@@ -157,20 +252,28 @@ def _end_of(done: Completion | None) -> dict[str, Any]:
     return {"finish_reason": reason, "stop_reason": done.finish_reason}
 
 
-def _told(tokenizer: Any, logprobs: Sequence[TokenLogprobs] | None, chat: bool) -> dict[str, Any] | None:
-    """Log-probabilities of tokens in the form of a chat completion, or of a completion; None where none were asked."""
+def told(
+    tokenizer: Any, logprobs: Sequence[TokenLogprobs] | None, chat: bool, offset: int = 0
+) -> dict[str, Any] | None:
+    """Log-probabilities of tokens in the form of a chat completion, or of a completion; None where none were asked.
+
+    offset: characters of the tokens before these.
+    """
     if logprobs is None:
         return None
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token_id], skip_special_tokens=False)
-        return {"token": text, "logprob": max(logprob, _LEAST), "bytes": list(text.encode())}
+        text = str(tokenizer.decode([token_id], skip_special_tokens=False))
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode("utf-8", "replace"))}
 
     each = [(entry(one.token_id, one.logprob), [entry(*top) for top in one.top]) for one in logprobs]
     if chat:
         return {"content": [own | {"top_logprobs": top} for own, top in each]}
+    tokens = [own["token"] for own, _ in each]
+    top = [{one["token"]: one["logprob"] for one in top} for _, top in each]
     return {
-        "tokens": [own["token"] for own, _ in each],
+        "tokens": tokens,
         "token_logprobs": [own["logprob"] for own, _ in each],
-        "top_logprobs": [{one["token"]: one["logprob"] for one in top} for _, top in each],
+        "top_logprobs": top if any(top) else None,
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else [],
     }

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -41,10 +44,10 @@ def example() -> Any:
 class Running:
     """The server on a thread."""
 
-    def __init__(self, key: str | None = KEY, limit: float = 60.0, **sizes: Any) -> None:
+    def __init__(self, key: str | None = KEY, limit: float = 60.0, body: float = 30.0, **sizes: Any) -> None:
         self.model = SpeculativeModel.from_pretrained("gsm-llama", draft="auto", max_model_len=512, **sizes)
         module = example()
-        self.server = module.Server(module.Service(self.model, "gsm-llama", key, 5000), limit, "127.0.0.1", 0)
+        self.server = module.Server(module.Service(self.model, "gsm-llama", key, 5000, body), limit, "127.0.0.1", 0)
         self.thread = threading.Thread(target=asyncio.run, args=(self.run(),))
         self.thread.start()
         while not self.server.started:
@@ -75,6 +78,20 @@ class Running:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
+
+    def raw(self, method: str, path: str, authorization: str) -> tuple[int, str]:
+        """Status and text, by any method."""
+        with closing(HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            connection.request(method, path, headers={"Authorization": authorization})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+    def begin_body(self) -> socket.socket:
+        """A connection with a request of which a part of the body has come."""
+        made = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\n"
+        made.sendall(head.encode() + b'{"prompt"')
+        return made
 
     def idle(self) -> bool:
         """Whether nothing is left, waiting for it."""
@@ -128,6 +145,13 @@ def test_sampling_options_and_log_probabilities(running: Running) -> None:
         assert bytes(b for one in choice.logprobs.content for b in one.bytes).decode() == completion.text
     text = running.client.completions.create(model="gsm-llama", prompt=["Tom", [5, 6, 7]], max_tokens=3, logprobs=1)
     assert [choice.index for choice in text.choices] == [0, 1]
+    for told in (choice.logprobs for choice in text.choices):
+        assert [told.text_offset[i] for i in range(3)] == [len("".join(told.tokens[:i])) for i in range(3)]
+    own = {"model": "gsm-llama", "prompt": "Tom", "max_tokens": 9, "logprobs": 0, "temperature": 0}
+    parts = [part.choices[0].logprobs for part in running.client.completions.create(**own, stream=True)]
+    whole = running.client.completions.create(**own)
+    assert [offset for part in parts for offset in part.text_offset] == whole.choices[0].logprobs.text_offset
+    assert whole.id.startswith("cmpl-") and found.id.startswith("chatcmpl-")
     assert len(text.choices[1].logprobs.token_logprobs) == len(text.choices[0].logprobs.top_logprobs) == 3
 
 
@@ -149,7 +173,7 @@ def test_a_time_limit_and_parts_of_a_message(running: Running) -> None:
 @pytest.mark.parametrize(
     ("more", "status", "words"),
     [
-        ({"tools": [{"type": "function"}]}, 400, "tools are not served"),
+        ({"tools": [{"type": "function"}]}, 400, "is not served; leave it out; describe tools in a message"),
         ({"temperature": -1}, 400, "temperature=-1"),
         ({"temprature": 1}, 400, "did you mean temperature"),
         ({"return_logits": True}, 400, "has no place for it"),
@@ -161,7 +185,12 @@ def test_a_time_limit_and_parts_of_a_message(running: Running) -> None:
         ({"max_tokens": 10**9, "strict_length": True}, 400, "max_new_tokens"),
         ({"model": "gpt"}, 404, "there is no model 'gpt'"),
         ({"user": "x" * 6000}, 413, "more than 5000 bytes"),
-        ({"stream": True, "n": 4, "temperature": 1}, 429, "max_waiting_requests"),
+        ({"stream": True, "n": 4, "temperature": 1}, 400, "at most 2 run at once (max_num_seqs) and 1 wait"),
+        ({"stream": True, "stream_options": "x"}, 400, "stream_options='x'"),
+        ({"stream": "false"}, 400, "stream='false': allowed are True and False"),
+        ({"logit_bias": {"9" * 4500: 1}}, 400, "logit_bias='999"),
+        ({"temprature\ud800": 1}, 400, "unknown sampling option"),
+        ({"max_completion_tokens": 5, "max_tokens": 6}, 400, "max_completion_tokens=5"),
     ],
 )
 def test_errors_have_a_status_and_openai_s_format(running: Running, more: Any, status: int, words: str) -> None:
@@ -175,15 +204,23 @@ def test_errors_have_a_status_and_openai_s_format(running: Running, more: Any, s
 def test_other_errors_and_pages(running: Running) -> None:
     assert running.get("/v1/chat/completions", b"{no")[0] == running.get("/v1/completions", b"[]")[0] == 400
     assert running.get("/v1/models", key=None)[0] == running.get("/v1/models", key="other")[0] == 401
+    assert running.get("/v1/models", key=f"{KEY}s")[0] == 401
+    deep = running.get("/v1/completions", b"[" * 4900)
+    assert deep[0] == 400 and "the body is no JSON: maximum recursion" in json.loads(deep[1])["error"]["message"]
     assert running.get("/v1/nothing")[0] == 404 and running.get("/v1/completions")[0] == 405
     assert json.loads(running.get("/v1/models")[1])["data"][0]["id"] == "gsm-llama"
-    assert running.get("/health", key=None) == (200, '{"status":"ok"}')
+    assert json.loads(running.get("/v1/models/gsm-llama")[1])["object"] == "model"
+    unknown = running.get("/v1/models/a/b")
+    assert unknown[0] == 404 and "there is no model 'a/b'" in json.loads(unknown[1])["error"]["message"]
+    assert running.get("/health", key=None) == (200, '{"status": "ok"}')
+    heads = [running.raw("HEAD", path, f"bearer {KEY}")[0] for path in ("/v1/models", "/health", "/v1/completions")]
+    assert heads == [200, 200, 405] and running.raw("OPTIONS", "/v1/models", f"bearer {KEY}")[0] == 405
     assert "specdec_requests_finished_total " in running.get("/metrics", key=None)[1]
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_cancels_its_request(running: Running, stream: bool) -> None:
-    before = running.model.metrics()["requests_ended_by_cancelled_total"]
+    before = running.model.metrics()["requests_dropped_total"]
     own = {"max_tokens": 400, "extra_body": {"ignore_eos": True}, "stream": stream, "timeout": 0.3}
     try:
         found = ask(running, **own)
@@ -192,7 +229,29 @@ def test_a_client_that_goes_away_cancels_its_request(running: Running, stream: b
     except openai.APITimeoutError:
         assert not stream
     assert running.idle()
-    assert running.model.metrics()["requests_ended_by_cancelled_total"] == before + 1
+    assert running.model.metrics()["requests_dropped_total"] == before + 1
+
+
+def test_a_full_queue_is_told_by_429(running: Running) -> None:
+    streams = [ask(running, max_tokens=400, stream=True, extra_body={"ignore_eos": True}) for _ in range(3)]
+    found, text = running.get("/v1/chat/completions", json.dumps({"messages": CHAT}).encode())
+    assert found == 429 and "ask again later" in json.loads(text)["error"]["message"]
+    for each in streams:
+        each.close()
+    assert running.idle()
+
+
+def test_a_body_that_does_not_arrive_is_refused_and_holds_up_no_end() -> None:
+    running = Running(limit=0.2, body=0.3)
+    with running.begin_body() as one:
+        answer = b"".join(iter(lambda: one.recv(4096), b"")).decode()
+    assert answer.startswith("HTTP/1.1 408 ") and "has not arrived within 0.3 s" in answer
+    running.server.service.body_seconds = 600.0
+    with running.begin_body():
+        time.sleep(0.3)
+        begun = time.monotonic()
+        running.end()
+        assert not running.thread.is_alive() and time.monotonic() - begun < 20
 
 
 def test_a_signal_lets_running_requests_end_and_refuses_new_ones() -> None:
@@ -242,5 +301,5 @@ def test_the_code_of_the_page_runs(running: Running, capsys: pytest.CaptureFixtu
 def test_the_example_is_short_and_uses_public_names_alone() -> None:
     source = (ROOT / "examples" / "serve_openai.py").read_text("utf-8")
     assert source.count("\n") <= 150
-    assert set(re.findall(r"from (specdec[\w.]*) import", source)) == {"specdec", "specdec.service.openai_format"}
+    assert set(re.findall(r"from (specdec[\w.]*) import", source)) == {"specdec", "specdec.service"}
     assert builtin_path("gsm-llama").exists() and SamplingParams()

@@ -64,6 +64,8 @@ def test_a_line_of_ten_megabytes_is_read(tmp_path: Path) -> None:
         (b"[" * 100_000, "not JSON: "),
         (b'{"seed": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
         (ROW + ROW, "not JSON: Extra data"),
+        (b'{"prompt": "a", "n": 1, "prompt": "b"}', "^the field 'prompt' is there twice; leave one of them"),
+        (b'{"metadata": {"a": 1, "a": 1}}', "the field 'a' is there twice"),
     ],
 )
 def test_what_is_no_row_is_named(data: bytes, message: str) -> None:
@@ -76,6 +78,8 @@ def test_what_is_no_row_is_named(data: bytes, message: str) -> None:
     [
         (b"", "has no rows; give one JSON object a line"),
         (b"\xff\xfe{\x00}\x00", "is in UTF-16; save it as UTF-8"),
+        (b"\x1f\x8b\x08\x00", r"compressed by gzip; unpack it first: gunzip --keep in\.jsonl$"),
+        (b'\xef\xbb\xbf [\n {"prompt": "a"}]', "begins with a JSON array; give one JSON object a line: jq -c"),
         (b'{"id": 5}\n\n{"id": "5"}\n', "lines 1 and 3 have the same id, '5'"),
         (b'{"custom_id": "a", "id": 1}\n{"key": "b"}\nbad\n{"key": "a"}', "lines 1 and 4 have the same key, 'a'"),
     ],

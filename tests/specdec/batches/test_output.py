@@ -123,6 +123,12 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         opened(tmp_path / "folder" / "out.jsonl")
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux alone has it")
+def test_a_file_system_that_takes_no_files_is_no_other_run() -> None:
+    with pytest.raises(OutputError, match=r"cannot write /proc/\.out\.jsonl\.lock: (No such file|Permission denied)"):
+        opened(Path("/proc/out.jsonl"))
+
+
 def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Path, *args: Any, **options: Any) -> Any:
         raise OSError(errno.EROFS, "Read-only file system")

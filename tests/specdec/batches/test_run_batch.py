@@ -78,7 +78,7 @@ def test_other_inputs_and_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"temperature: null -> 1\.0"):
         run(source, target, temperature=1.0)
     write(source, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
-    with pytest.raises(InvalidInputError, match=r"input.rows: 2 -> 3; input.sha256: "):
+    with pytest.raises(InvalidInputError, match=r"rows: 2 -> 3; input.sha256: .* restore it to go on, or give another"):
         run(source, target)
 
 
@@ -160,7 +160,7 @@ def test_any_file_however_often_it_is_killed(
     try:
         run(source, folder / "right.jsonl")
     except InvalidInputError as error:
-        assert any(words in str(error) for words in ("no rows", "UTF-16", "have the same"))
+        assert any(words in str(error) for words in ("no rows", "UTF-16", "have the same", "gzip", "JSON array"))
         return
     for count in kills:
         with suppress(Killed):

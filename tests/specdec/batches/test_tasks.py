@@ -87,7 +87,7 @@ def test_what_only_bodies_have() -> None:
         ({"prompt": "a", "temperature": "hot"}, "temperature='hot': allowed is"),
         ({"prompt": "a", "temperature": [0.5]}, "temperature="),
         ({"prompt": "a", "stop": 5}, "stop=5: allowed is"),
-        ({"prompt": "a", "max_tokens": 4, "max_new_tokens": 4}, "another name of max_new_tokens are both given"),
+        ({"prompt": "a", "max_tokens": 4, "max_new_tokens": 5}, "max_tokens=4 and max_new_tokens=5 are both"),
         ({"prompt": "a", "temprature": 1}, "unknown field 'temprature': did you mean temperature"),
         ({"prompt": "a", "answer": "7"}, 'fields of your own go into "metadata"'),
         ({"prompt": "a", "do_sample": True}, "temperature=0 is greedy"),
@@ -122,3 +122,8 @@ def test_rows_draw_by_their_keys_and_not_by_their_places() -> None:
 
 def test_a_key_that_is_no_unicode_is_one() -> None:
     assert task({"id": "\ud800", "prompt": "a"}).params.seed is not None
+
+
+def test_a_bias_of_a_huge_key_is_an_error_of_its_row() -> None:
+    found = task({"prompt": "a", "logit_bias": {"9" * 5000: 1}})
+    assert found.error.startswith("InvalidInputError: logit_bias='999") and len(found.error) < 400

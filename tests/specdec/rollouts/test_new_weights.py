@@ -105,11 +105,54 @@ def test_wrong_weights_are_named(kind: str, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         wrapped.update_weights(list(broken(kind)))
     assert tokens(wrapped) == hf_greedy(PROMPT, 8)
-    with pytest.raises(InvalidInputError, match="the 3 before it are written" if kind != "item" else message):
+    with pytest.raises(InvalidInputError, match=r"the 3 before it are written: .* mixture"):
         wrapped.update_weights(broken(kind))
     ids = torch.tensor([PROMPT])
     own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
     assert tokens(wrapped) == own[0, len(PROMPT) :].tolist()
+
+
+def test_what_an_iterator_raises_is_told_with_how_many_were_written() -> None:
+    """Also where the other module was written before."""
+
+    def ends_early(count: int) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(new_weights().items())[:count]
+        raise ConnectionError("the trainer is gone")
+
+    model = tiny_llama()
+    wrapped = wrap(model, eagle3_head(model), num_speculative_tokens=3)
+    for count, left in ((0, "nothing was written"), (3, "the 3 before it are written: .* mixture .* not tested")):
+        with pytest.raises(InvalidInputError, match=f"ConnectionError: the trainer is gone; {left}") as found:
+            wrapped.update_weights(ends_early(count))
+        assert isinstance(found.value.__cause__, ConnectionError)
+    count = len(new_weights())
+    with pytest.raises(InvalidInputError, match=f"'nope'.*the {count} before it are written"):
+        wrapped.update_weights(new_weights(), head=iter([("nope", torch.zeros(1))]))
+    wrapped.update_weights(new_weights())
+    assert tokens(wrapped) == hf_greedy(PROMPT, 8, seed=5), "given again, they are all there"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda name, tensor: (name, tensor.to("meta")), "is on the meta device"),
+        (lambda name, tensor: (name, tensor.to_sparse()), r"torch.sparse_coo: give a plain tensor .*to_dense"),
+        (lambda name, tensor: (name, None), r"item 0 is \('model.norm.weight', None\), not a"),
+        (lambda name, tensor: (f"base_model.model.{name}", tensor), "name of peft's; .*merge_and_unload"),
+        (lambda name, tensor: ("model.layers.0.mlp.up_proj.lora_A.default.weight", tensor), "name of peft's"),
+    ],
+)
+def test_tensors_without_values_and_names_of_adapters_are_refused_before_anything_is_written(
+    change: Any, message: str
+) -> None:
+    model = tiny_llama()
+    wrapped = wrap(model, None)
+    name = "model.norm.weight"
+    with pytest.raises(InvalidInputError, match=f"{message}.*nothing was written"):
+        wrapped.update_weights([change(name, new_weights()[name])])
+    with pytest.raises(InvalidInputError, match="nothing was written"):
+        wrapped.update_weights([*new_weights().items(), change(name, new_weights()[name])])
+    assert tokens(wrapped) == hf_greedy(PROMPT, 8)
 
 
 def test_a_wrong_name_of_the_heads_leaves_the_target_as_it_was() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes import free_everywhere, hf_greedy, random_prompts, tiny_llama, wrap
 
-from specdec import ClosedModelError, DrainingError, QueueFullError
+from specdec import ClosedModelError, DrainingError, InvalidInputError, QueueFullError
 from specdec.requests.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 9, 3, 7, 6, 4))
@@ -136,5 +136,15 @@ def test_a_full_queue_refuses_a_call_and_queues_none_of_it() -> None:
 def test_no_request_may_wait() -> None:
     model = wrap(tiny_llama(), max_waiting_requests=0)
     assert len(model.generate(PROMPTS[:3], max_new_tokens=2)) == 3
-    with pytest.raises(QueueFullError):
+    with pytest.raises(InvalidInputError, match=r"brings 4 requests .* 3 run at once .* and 0 wait .* at most 3"):
         model.generate(PROMPTS[:4], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("timeout", ["a", float("nan"), -1, True, [1]])
+def test_a_limit_that_is_no_time_is_refused_and_the_model_serves_on(timeout: Any) -> None:
+    model = wrap(tiny_llama())
+    with pytest.raises(InvalidInputError, match=r"timeout=.*allowed is None \(no limit\), or seconds"):
+        model.drain(timeout)
+    with pytest.raises(InvalidInputError, match="timeout="):
+        asyncio.run(model.aclose(timeout))
+    assert len(model.generate(PROMPTS[0], max_new_tokens=2)) == 1
