@@ -12,6 +12,7 @@ import torch
 
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.groups import Planned
+from attention.hf.padding import padding_known
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch, Planner
 from drafters.loops.base import CarriedRows, Chosen, Draft, StaticLoop, StaticPrefill, passes_attend
 from specdec.acceptance.judge import fill_from_loop, judge_from_loop
@@ -187,7 +188,8 @@ class DraftCapture:
     def _step_and_choose(
         self, index: int, rows: int, planned: PlannedBatch, before: tuple[torch.Tensor | None, ...], drawn: bool
     ) -> torch.Tensor:
-        x, chosen = self.loop.step(index, rows, planned, before[drawn])
+        with padding_known(planned.metadata):
+            x, chosen = self.loop.step(index, rows, planned, before[drawn])
         if drawn and self.sampled is not None:
             self.sampled.choose(index + 1, chosen)
         return x
@@ -200,7 +202,8 @@ class DraftCapture:
         first = torch.arange(0, rows * query_len, query_len, device=result.packed.device)
         inputs = StaticPrefill(result.tokens.reshape(-1), first + result.num_accepted, round_.carried)
         positions = [metadata.positions for metadata in round_.prefill]
-        return self.loop.prefill(inputs, positions, passes_attend(self._runner, planned), compiled)
+        with padding_known(round_.prefill[0]):
+            return self.loop.prefill(inputs, positions, passes_attend(self._runner, planned), compiled)
 
     def _capture_steps(self, rows: int, round_: EmptyRound, recorder: Recorder) -> tuple[StepGraph, ...]:
         """Each form of a step goes on from the same form of the one before."""
@@ -242,7 +245,9 @@ def _verify(
     drafted = None if drafts is None else Draft(drafts.loop.drafts, None)
     if drafted is not None:
         target.group.share(drafted.token_ids)
-    logits = target.forward(fill_from_loop(device, drafted), planned, device.logits_indices, model).logits
+    token_ids = fill_from_loop(device, drafted)
+    with padding_known(device.metadata):
+        logits = target.forward(token_ids, planned, device.logits_indices, model).logits
     logits = adjusted(extras, logits, device)
     greedy = greedy_ids(logits)
     return logits, greedy, judge_from_loop(greedy, device, drafted).packed

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from attention.hf.custom_op import opaque_operator
+from attention.hf.padding import padding_among
 from specdec.ops import mxfp4
 from specdec.ops.fp8 import FP8, fp8_quantise, reference_matmul
 
@@ -50,11 +51,11 @@ def routed_experts(
         from specdec.ops.routed_kernel import Gating, launch_routed
 
         most, gating = MOST_GROUPED // index.shape[1], Gating(interleaved, alpha, limit)
-        parts = [
-            launch_routed(x[i : i + most].contiguous(), gate_up, down, index[i : i + most], scales, biases, gating)
-            for i in range(0, len(x), most)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(x) <= most:
+            padding = padding_among(len(x))
+            return launch_routed(x.contiguous(), gate_up, down, index, scales, biases, gating, padding=padding)
+        parts = zip(x.split(most), index.split(most), strict=True)
+        return torch.cat([launch_routed(own, gate_up, down, i, scales, biases, gating) for own, i in parts])
     out = x.new_empty(*index.shape, down.shape[1])
     for expert in index.unique().tolist():
         token, place = (index == expert).nonzero(as_tuple=True)

@@ -1,0 +1,40 @@
+"""Which tokens of a launch are padding, for operators that can spare them work, as experts that nobody else chose."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from attention.batch.metadata import CommonAttentionMetadata
+
+
+class _Known(threading.local):
+    slots: torch.Tensor | None = None
+    page_size: int = 0
+
+
+_known = _Known()
+
+
+@contextmanager
+def padding_known(metadata: CommonAttentionMetadata) -> Iterator[None]:
+    """Inside, launches on this thread read the tokens of a batch, some of which may be padding.
+
+    A token is padding where its slot lies in the null page. Its results are noise, and may be any finite numbers.
+    """
+    before = _known.slots, _known.page_size
+    _known.slots, _known.page_size = metadata.slot_mapping, metadata.host.page_size
+    try:
+        yield
+    finally:
+        _known.slots, _known.page_size = before
+
+
+def padding_among(num_tokens: int) -> tuple[torch.Tensor, int] | None:
+    """Slots [T] of the tokens that a launch reads, and the size of a page: slots below it are padding's. None where
+    they are not known."""
+    slots = _known.slots
+    return None if slots is None or len(slots) != num_tokens else (slots, _known.page_size)
