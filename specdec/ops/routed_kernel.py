@@ -122,85 +122,31 @@ def _expert_of(index_ptr, offset_ptr, active_ptr, GROUPED: tl.constexpr):  # typ
 
 
 @triton.jit
-def _eight_numbers(word, scale):  # type: ignore[no-untyped-def]
-    """The numbers of four bits in int32 words, times a scale in bfloat16 that stands in both halves of an int32.
-
-    Two numbers at once: sign, exponent and mantissa are moved to where bfloat16 has them, which is the number times
-    2^-126. The first and the fifth of a word lie in one register, and so on.
-    """
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, n;
-        mov.b32 n, 0x7E807E80;
-        shl.b32 a, $8, 12; shl.b32 b, $8, 6; and.b32 a, a, 0x80008000; and.b32 b, b, 0x01C001C0; or.b32 a, a, b;
-        mul.bf16x2 a, a, n; mul.bf16x2 a, a, $9; mov.b32 {$0, $4}, a;
-        shl.b32 a, $8, 8; shl.b32 b, $8, 2; and.b32 a, a, 0x80008000; and.b32 b, b, 0x01C001C0; or.b32 a, a, b;
-        mul.bf16x2 a, a, n; mul.bf16x2 a, a, $9; mov.b32 {$1, $5}, a;
-        shl.b32 a, $8, 4; shr.u32 b, $8, 2; and.b32 a, a, 0x80008000; and.b32 b, b, 0x01C001C0; or.b32 a, a, b;
-        mul.bf16x2 a, a, n; mul.bf16x2 a, a, $9; mov.b32 {$2, $6}, a;
-        shr.u32 b, $8, 6; and.b32 a, $8, 0x80008000; and.b32 b, b, 0x01C001C0; or.b32 a, a, b;
-        mul.bf16x2 a, a, n; mul.bf16x2 a, a, $9; mov.b32 {$3, $7}, a;
-        }
-        """,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-        [word, scale],
-        dtype=(tl.bfloat16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
+def _unpacked(packed):  # type: ignore[no-untyped-def]
+    """Numbers of four bits, low bits of int32, in float32: exponent and mantissa where float32 has them, then 2^126."""
+    bits = ((packed & 7) << 22) | ((packed & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0
 
 
 @triton.jit
-def _number(word, scale, place: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One of them in float32, by operations that the interpreter knows."""
-    bits = ((word >> 4 * place) & 7) << 22
-    value = bits.to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0  # 2^126
-    return tl.where((word >> (4 * place + 3)) & 1 == 1, -value, value) * (scale << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _mxfp4_product(  # type: ignore[no-untyped-def]
-    x_row,  # pointers [M, 1] to the inputs
-    real,  # [M]
-    word_row,  # pointers [N, 1] to the rows' words of eight numbers
-    exponent_row,  # pointers [N, 1] to their exponents
-    there,  # [N, 1]
-    width,
-    EVEN: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
+def _mxfp4_tile(  # type: ignore[no-untyped-def]
+    packed_ptr, exponent_ptr, k, there, width, EVEN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """The products [N, M] of rows in MXFP4 with inputs [M, I]. Exponents are loaded a tile ahead.
-
-    PACKED: two numbers at once, which the interpreter cannot.
-    """
-    column, word = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 8)
-    acc = tl.zeros((PAIRS, ROWS), tl.float32)  # products with few rows first take instructions that need no barrier
-    exponent = tl.load(exponent_row + (word // 4)[None, :], mask=there & (8 * word < width)[None, :], other=0)
-    for k in range(0, width, WIDTH):
-        inside = 8 * word + k < width
-        if EVEN:
-            words = tl.load(word_row + (k // 8 + word)[None, :])
-            x = tl.load(x_row + (k + column)[None, :], mask=real[:, None], other=0.0)
-        else:
-            words = tl.load(word_row + (k // 8 + word)[None, :], mask=there & inside[None, :], other=0)
-            x = tl.load(x_row + (k + column)[None, :], mask=real[:, None] & (column + k < width)[None, :], other=0.0)
-        high = exponent.to(tl.int32) << 7
-        after = 8 * word + k + WIDTH
+    """Columns k to k + WIDTH of a tile of rows [N, WIDTH] in float32; the pointers [N, 1] are those of the rows."""
+    byte, block = tl.arange(0, WIDTH // 2), tl.arange(0, WIDTH // 32)
+    if EVEN:
+        packed = tl.load(packed_ptr + k // 2 + byte[None, :]).to(tl.int32)
+        exponent = tl.load(exponent_ptr + k // 32 + block[None, :]).to(tl.int32)
+    else:
+        packed = tl.load(
+            packed_ptr + k // 2 + byte[None, :], mask=there & (k + 2 * byte < width)[None, :], other=0
+        ).to(tl.int32)  # fmt: skip
         exponent = tl.load(
-            exponent_row + ((k + WIDTH) // 32 + word // 4)[None, :], mask=there & (after < width)[None, :], other=0
-        )  # fmt: skip
-        if PACKED:
-            v0, v1, v2, v3, v4, v5, v6, v7 = _eight_numbers(words, high | (high << 16))
-        else:
-            v0, v1 = _number(words, high, 0), _number(words, high, 1)
-            v2, v3 = _number(words, high, 2), _number(words, high, 3)
-            v4, v5 = _number(words, high, 4), _number(words, high, 5)
-            v6, v7 = _number(words, high, 6), _number(words, high, 7)
-        even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
-        odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
-        w = tl.reshape(tl.join(even, odd), (ROWS, WIDTH)).to(x.dtype)
-        acc = tl.dot(x, tl.trans(w), acc)
-    return tl.trans(acc)
+            exponent_ptr + k // 32 + block[None, :], mask=there & (k + 32 * block < width)[None, :], other=0
+        ).to(tl.int32)  # fmt: skip
+    values = tl.interleave(_unpacked(packed), _unpacked(packed >> 4))
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.reshape(values, (ROWS, WIDTH // 32, 32)) * scale[:, :, None], (ROWS, WIDTH))
 
 
 @triton.jit
@@ -219,7 +165,7 @@ def _activated(gate, up, alpha, limit, CLAMPED: tl.constexpr):  # type: ignore[n
 def _routed_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, I], or [P, I] in the order of the groups; contiguous
     x_scale_ptr,  # FP8: [T or P, ⌈I/128⌉] float32
-    stack_ptr,  # [E, O, I]: see the strides; MXFP4: int32 [E, O, I/8]
+    stack_ptr,  # [E, O, I]: see the strides; MXFP4: [E, O, I/2]
     scale_ptr,  # FP8: [E, ⌈O/128⌉, ⌈I/128⌉] float32; MXFP4: [E, O, I/32]; contiguous
     bias_ptr,  # [E, O] contiguous
     index_ptr, order_ptr, offset_ptr, active_ptr,
@@ -227,7 +173,7 @@ def _routed_kernel(  # type: ignore[no-untyped-def]
     top_k, rows, width, expert_stride, row_stride, column_stride, scale_expert, scale_row, alpha, limit,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, FORM: tl.constexpr, BIASED: tl.constexpr,
     GROUPED: tl.constexpr, EVEN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_WIDTH: tl.constexpr, PACKED: tl.constexpr, DEPENDENT: tl.constexpr,
+    TILE_WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """GATED: O is twice `rows`, of gate and of up, and each gets the product of both; else O is `rows`."""
     wait_for_predecessor(DEPENDENT)
@@ -252,32 +198,29 @@ def _routed_kernel(  # type: ignore[no-untyped-def]
         real = place < end
         pair = tl.load(order_ptr + place, mask=real, other=0) if GROUPED else place
         source = (pair // top_k if GATED else place).to(tl.int64)
-        x_row = x_ptr + source[:, None] * width
-        if FORM == "mxfp4":
-            exponents = scale_ptr + expert.to(tl.int64) * scale_expert + read.to(tl.int64)[:, None] * scale_row
-            acc = _mxfp4_product(
-                x_row, real, weights, exponents, there, width, EVEN, TILE_PAIRS, READ, TILE_WIDTH, PACKED
-            )  # fmt: skip
-        else:
-            acc = tl.zeros((READ, TILE_PAIRS), tl.float32)
-            for k in range(0, width, TILE_WIDTH):
-                inside = column + k < width
-                if EVEN:
-                    x = tl.load(x_row + (k + column)[None, :], mask=real[:, None], other=0.0)
-                    w = tl.load(weights + (k + column)[None, :] * column_stride)
-                else:
-                    x = tl.load(x_row + (k + column)[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-                    w = tl.load(
-                        weights + (k + column)[None, :] * column_stride, mask=there & inside[None, :], other=0.0
-                    )
-                if FORM == "fp8":
-                    group = k // 128
-                    of_x = tl.load(x_scale_ptr + source * tl.cdiv(width, 128) + group, mask=real, other=0.0)
-                    blocks = scale_ptr + expert.to(tl.int64) * scale_expert + (read // 128) * scale_row + group
-                    of_w = tl.load(blocks, mask=inside_rows, other=0.0)
-                    acc += tl.dot(w, tl.trans(x)) * (of_w[:, None] * of_x[None, :])
-                else:
-                    acc = tl.dot(w, tl.trans(x), acc)
+        x_row = x_ptr + source[:, None] * width + column[None, :]
+        acc = tl.zeros((READ, TILE_PAIRS), tl.float32)
+        for k in range(0, width, TILE_WIDTH):
+            inside = column + k < width
+            if EVEN:
+                x = tl.load(x_row + k, mask=real[:, None], other=0.0)
+            else:
+                x = tl.load(x_row + k, mask=real[:, None] & inside[None, :], other=0.0)
+            if FORM == "mxfp4":
+                scales = scale_ptr + expert.to(tl.int64) * scale_expert + read.to(tl.int64)[:, None] * scale_row
+                w = _mxfp4_tile(weights, scales, k, there, width, EVEN, READ, TILE_WIDTH).to(x.dtype)
+            elif EVEN:
+                w = tl.load(weights + (k + column)[None, :] * column_stride)
+            else:
+                w = tl.load(weights + (k + column)[None, :] * column_stride, mask=there & inside[None, :], other=0.0)
+            if FORM == "fp8":
+                group = k // 128
+                of_x = tl.load(x_scale_ptr + source * tl.cdiv(width, 128) + group, mask=real, other=0.0)
+                blocks = scale_ptr + expert.to(tl.int64) * scale_expert + (read // 128) * scale_row + group
+                of_w = tl.load(blocks, mask=inside_rows, other=0.0)
+                acc += tl.dot(w, tl.trans(x)) * (of_w[:, None] * of_x[None, :])
+            else:
+                acc = tl.dot(w, tl.trans(x), acc)
         if BIASED:
             own_bias = bias_ptr + expert.to(tl.int64) * (2 * rows if GATED else rows)
             acc += tl.load(own_bias + read, mask=inside_rows, other=0.0).to(tl.float32)[:, None]
@@ -294,14 +237,14 @@ def _routed_kernel(  # type: ignore[no-untyped-def]
 
 
 _FP8 = (
-    (Tiling(16, 64, 128, 4, 3), Tiling(16, 64, 128, 4, 3)),
-    (Tiling(32, 64, 128, 4, 3), Tiling(32, 64, 128, 4, 3)),
-    (Tiling(64, 64, 128, 8, 3), Tiling(64, 128, 128, 8, 3)),
+    (Tiling(16, 32, 128, 4, 4), Tiling(16, 64, 128, 4, 3)),
+    (Tiling(32, 64, 128, 4, 4), Tiling(32, 64, 128, 4, 4)),
+    (Tiling(64, 64, 128, 4, 4), Tiling(64, 128, 128, 4, 4)),
 )
 _MXFP4 = (
-    (Tiling(16, 32, 128, 4, 3), Tiling(16, 64, 128, 4, 3)),
-    (Tiling(32, 64, 128, 8, 3), Tiling(32, 64, 128, 4, 3)),
-    (Tiling(64, 64, 64, 8, 3), Tiling(64, 128, 64, 8, 3)),
+    (Tiling(16, 32, 64, 4, 4), Tiling(16, 64, 64, 4, 4)),
+    (Tiling(32, 64, 64, 4, 3), Tiling(32, 64, 64, 4, 3)),
+    (Tiling(64, 64, 64, 4, 3), Tiling(64, 64, 64, 4, 3)),
 )
 
 
@@ -354,7 +297,6 @@ def launch_routed(
         (True, False), tilings, (x, inner), (gate_up, down), scales, biases, (inner, out), strict=True
     ):
         n, k = result.shape[-1], given.shape[-1]
-        stack = stack.contiguous().view(torch.int32) if form == "mxfp4" else stack
         values, x_scale = launch_quantise(given) if form == "fp8" else (given, given)
         strides = (0, 0) if scale is None else scale.stride()[:2]
         grid = (triton.cdiv(n, tiling.rows), len(groups.active) if grouped else top_k)
@@ -363,7 +305,7 @@ def launch_routed(
             top_k, n, k, *stack.stride(), *strides, gating.alpha, gating.limit or 0.0, GATED=gated,
             INTERLEAVED=gating.interleaved, CLAMPED=gating.limit is not None, FORM=form, BIASED=bias is not None,
             GROUPED=grouped, EVEN=n % tiling.rows == 0 and k % tiling.columns == 0, TILE_PAIRS=tiling.pairs,
-            TILE_ROWS=tiling.rows, TILE_WIDTH=tiling.columns, PACKED=x.is_cuda and x.dtype == torch.bfloat16,
+            TILE_ROWS=tiling.rows, TILE_WIDTH=tiling.columns,
             num_warps=tiling.warps, num_stages=tiling.stages, **dependent,
         )  # fmt: skip
     return out

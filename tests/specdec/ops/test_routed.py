@@ -173,7 +173,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from specdec.ops import routed_kernel as routed
 
-POINTERS = {"half": "*bf16", "fp8": "*fp8e4nv", "mxfp4": "*i32"}
+POINTERS = {"half": "*bf16", "fp8": "*fp8e4nv", "mxfp4": "*u8"}
 FLOATS = {"alpha": "fp32", "limit": "fp32"}
 KINDS = dict.fromkeys(("order_ptr", "offset_ptr", "active_ptr", "count_ptr"), "*i32")
 KINDS |= {"index_ptr": "*i64", "slot_ptr": "*i64"}
@@ -193,8 +193,7 @@ def shared(kernel, constants, warps=8, stages=3):
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
     options = {"num_warps": warps, "num_stages": stages}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    matmul = "mma.sync" if constants.get("FORM") == "mxfp4" else "wgmma"
-    assert matmul in made.asm["ptx"] or kernel is routed._group_kernel
+    assert "wgmma" in made.asm["ptx"] or kernel is routed._group_kernel
     return made.metadata.shared
 
 most = [shared(routed._group_kernel, {"PAIRS": 16384, "EXPERTS": 1024, "DEPENDENT": True})]
@@ -204,7 +203,7 @@ for pairs in (8, 500, 1024, 2000, 16384):
             for grouped in (True, False):
                 sizes = {"TILE_PAIRS": tile.pairs, "TILE_ROWS": tile.rows, "TILE_WIDTH": tile.columns}
                 kind = {"FORM": form, "GATED": gated, "INTERLEAVED": False, "CLAMPED": False, "BIASED": False}
-                kind |= {"GROUPED": grouped, "EVEN": True, "PACKED": True, "DEPENDENT": True, "column_stride": 1}
+                kind |= {"GROUPED": grouped, "EVEN": True, "DEPENDENT": True, "column_stride": 1}
                 constants = sizes | kind
                 most.append(shared(routed._routed_kernel, constants, tile.warps, tile.stages))
 print(max(most))
@@ -213,7 +212,7 @@ print(max(most))
 
 @pytest.mark.slow
 def test_kernels_compile_for_hopper() -> None:
-    """In its own matmul instruction (MXFP4 in the older one, which needs fewer barriers), within a multiprocessor's shared memory."""
+    """In its own matmul instruction, within a multiprocessor's shared memory."""
     around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],
