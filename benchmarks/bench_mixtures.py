@@ -7,6 +7,9 @@ before: each (token, expert) pair multiplied by itself, from 1,024 pairs on tran
 top-k. MXFP4 has no such form. Experts by token slot are drawn uniformly once and replace the routers' choice in both
 (`benchmarks.routing.HeldRoutes`). The floor reads each chosen expert once, as it is stored. Acceptance is synthetic,
 0.8 a position, as in bench_round. With --sampled rows have temperature 0.8 and top-p 0.95.
+
+With --requests the workload of bench_serving is run in place of batches: so many requests, prompts of 64 to 1,024
+tokens, outputs of 32 to 384, at most the largest of --rows at once.
 """
 
 from __future__ import annotations
@@ -24,11 +27,14 @@ import torch
 
 from attention.hf.weights import model_bytes
 from benchmarks.bench_round import Moments, floor, measure, prompts
-from benchmarks.document import provenance, usage
+from benchmarks.bench_serving import seconds_of
+from benchmarks.document import publish, usage
 from benchmarks.engines import sizes_of, wrapped
 from benchmarks.given import Listed, ResultFile, wait_for
+from benchmarks.serving import served
 from benchmarks.shapes import SHAPES, random_pair
 from benchmarks.synthetic import DrawnAcceptance, decide
+from benchmarks.workload import Load
 from specdec.compiler import passes
 from specdec.ops import experts
 from specdec.requests.sampling import SamplingParams
@@ -48,6 +54,22 @@ def _as_before() -> Iterator[None]:
         yield
 
 
+def _served(models: dict[str, Any], load: Load, vocab: int, at_once: int, repeats: int) -> dict[str, Any]:
+    """Output tokens a second of the workload with each form, turn by turn, after a run that does not count."""
+    found: dict[str, list[float]] = {form: [] for form in models}
+    for turn in range(repeats + 1):
+        for form, (model, _) in models.items():
+            lines = served(model, load.arrivals(vocab, turn))
+            if turn:
+                found[form].append(sum(sum(line.counts) for line in lines) / seconds_of(lines))
+    line: dict[str, Any] = {"requests": load.requests, "rows": at_once}
+    line |= {f"{form}_tokens_per_s": each for form, each in found.items()}
+    if "paired" in found:
+        line["times_paired"] = float(np.median(np.divide(found["grouped"], found["paired"])))
+    click.echo(json.dumps(line))
+    return line
+
+
 @click.command(help=usage(__doc__))
 @click.option("--shape", type=click.Choice(sorted(SHAPES)), default="qwen3-30b-a3b", show_default=True)
 @click.option("--layers", type=click.IntRange(1), help="Fewer than the shape has.")
@@ -55,6 +77,7 @@ def _as_before() -> Iterator[None]:
 @click.option("--rows", type=Listed(click.IntRange(1)), default="1,8,32", show_default=True)
 @click.option("--weights", type=click.Choice(["model", "fp8", "mxfp4"]), default="model", show_default=True)
 @click.option("--sampled", is_flag=True, help="Temperature 0.8 and top-p 0.95.")
+@click.option("--requests", type=click.IntRange(0), default=0, help="Of a workload; default: batches of --rows.")
 @click.option("--new-tokens", type=click.IntRange(32), default=96, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
@@ -67,6 +90,7 @@ def main(
     rows: list[int],
     weights: str,
     sampled: bool,
+    requests: int,
     new_tokens: int,
     repeats: int,
     device: str,
@@ -84,6 +108,8 @@ def main(
             for form in forms:
                 with _as_before() if form == "paired" else nullcontext():
                     sizes = sizes_of(k, rows, PROMPT, new_tokens, None)
+                    if requests:
+                        sizes = {"max_model_len": 1424, "max_num_seqs": max(rows)}
                     graphs: Any = True if device == "cuda" else "auto"
                     model = stack.enter_context(wrapped(pair, k, cuda_graphs=graphs, **sizes))
                 read = Moments()
@@ -92,6 +118,12 @@ def main(
                 models[form] = model, read
             if hold is not None and k == drafts[0]:
                 wait_for(hold)
+            facts: dict[str, Any] = {"benchmark": "mixtures", "shape": shape, "layers": layers, "drafts": k}
+            facts |= {"weights": weights, "sampled": sampled, "weights_gib": model_bytes(pair.target) / 2**30}
+            if requests:
+                load = Load(requests, (64, 1024), (32, 384), float(sampled), 0.0, 0, 0)
+                publish(facts | _served(models, load, vocab, max(rows), repeats), out, append=True)
+                continue
             for count in rows:
                 ids, params = (
                     prompts(count, (PROMPT, PROMPT), vocab),
@@ -111,11 +143,8 @@ def main(
                 if "paired" in steps:
                     line["ratios"] = (steps["grouped"] / steps["paired"]).tolist()
                     line["over_paired"] = float(np.median(line["ratios"]))
-                facts = {"benchmark": "mixtures", "shape": shape, "layers": layers, "drafts": k, "rows": count}
-                facts |= {"weights": weights, "sampled": sampled, "weights_gib": model_bytes(pair.target) / 2**30}
-                click.echo(json.dumps(facts | line))
-                with out.open("a") as file:
-                    file.write(json.dumps(facts | {"prompt": PROMPT} | line | provenance()) + "\n")
+                publish(facts | {"rows": count, "prompt": PROMPT} | line, out, append=True)
+                click.echo(json.dumps(facts | {"rows": count} | line))
 
 
 if __name__ == "__main__":
