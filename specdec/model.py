@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 import torch
 from transformers import PreTrainedModel
 
-from drafters.base import Head
+from drafters.base import DraftsOnSome, Head
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import MAX_NUM_PREFILL_TOKENS
 from specdec.engine.feeding import generated
@@ -120,6 +120,7 @@ class SpeculativeModel:
         mtp_concat: Concat = "auto",
         mtp_feedback: Feedback = "post_norm",
         head_overrides: Mapping[str, Any] | None = None,
+        draft_vocab: str | Sequence[int] | None = None,
         lookup_min: int = 2,
         lookup_max: int = 32,
         lookup_shared: bool = False,
@@ -171,6 +172,8 @@ class SpeculativeModel:
                 its family's order), and the input of its next step, "post_norm" or "pre_norm".
             head_overrides: corrections to an EAGLE head's config.json by its keys ("rope_theta", …; None removes one),
                 or "aux_layers", "feedback" ("pre_norm", "post_norm"). Facts that the tensors show cannot be overridden.
+            draft_vocab: token ids (`specdec.draft_vocab_of`), or a JSON file of them: such a module drafts on these, eos
+                and special tokens alone, and reads few rows of lm_head; see docs/how-to/mtp.md.
             lookup_min, lookup_max, lookup_shared: where drafts by lookup are looked for, see docs/lookup.md.
             generation_config: "model": the model's own applies as in transformers' `generate`; the first request
                 refuses settings that change greedy tokens and cannot be served. "ignore": only its eos ids apply.
@@ -303,7 +306,7 @@ class SpeculativeModel:
     def refresh(self) -> float:
         """Check a model whose weight values were changed in place: test it again and return its `self_test_error`.
 
-        Generation uses new values at once. A draft head keeps its copies of old weights: that costs acceptance alone.
+        Generation uses new values at once. A draft head keeps copies of old weights: that costs acceptance alone.
 
         Raises:
             ModelChangedError: more than values has changed (with CUDA graphs also addresses): wrap the model again.
@@ -329,6 +332,8 @@ class SpeculativeModel:
             self._live.check()
             self.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
             change()
+            if isinstance(self.head, DraftsOnSome):
+                self.head.renew_draft_rows()
             self.self_test_error = self_test(self.target)
         return self.self_test_error
 

@@ -15,7 +15,7 @@ from attention.backends.kinds import KINDS
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
 from specdec.errors import InvalidInputError
-from specdec.option_kinds import Choice, Flag, Kind, Name, Overrides, Scales, Share, Switch, Whole
+from specdec.option_kinds import Choice, Flag, Kind, Name, Overrides, Scales, Share, Switch, Tokens, Whole
 
 if TYPE_CHECKING:
     import torch
@@ -157,6 +157,12 @@ class LoadOptions:
             Overrides(),
             "KEY=VALUE, repeatable: an EAGLE head's aux_layers, feedback, or a key of its config.json, given anew.",
             _NO_TRAINING,
+        ),
+    )
+    draft_vocab: str | Sequence[int] | None = field(
+        default=None,
+        metadata=_about(
+            Tokens(), "JSON file of the token ids that such a module drafts on (default: all).", _NO_TRAINING
         ),
     )
     lookup_min: int = field(
