@@ -60,7 +60,9 @@ class Head(Protocol):
 class DraftsOnSome(Protocol):
     """A head that reads the target's lm_head, and can draft on some of its tokens alone."""
 
-    target_lm_head: torch.Tensor
+    @property
+    def draft_rows(self) -> torch.Tensor | None:
+        """[Vd, H] copies of these rows, in lm_head's dtype; None while it drafts on all."""
 
     def draft_on(self, target_ids: torch.Tensor) -> None:
         """From now on draft on these tokens of the target, by a copy of their rows of its lm_head.

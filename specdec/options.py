@@ -151,18 +151,18 @@ class LoadOptions:
         default="post_norm",
         metadata=_about(Choice(get_args(Feedback)), "What such a module's next step gets.", _NO_TRAINING),
     )
+    draft_vocab: str | Sequence[int] | None = field(
+        default=None,
+        metadata=_about(
+            Tokens(), "JSON file of the token ids that such a module drafts on (default: all).", _NO_TRAINING
+        ),
+    )
     head_overrides: Mapping[str, Any] | None = field(
         default=None,
         metadata=_about(
             Overrides(),
             "KEY=VALUE, repeatable: an EAGLE head's aux_layers, feedback, or a key of its config.json, given anew.",
             _NO_TRAINING,
-        ),
-    )
-    draft_vocab: str | Sequence[int] | None = field(
-        default=None,
-        metadata=_about(
-            Tokens(), "JSON file of the token ids that such a module drafts on (default: all).", _NO_TRAINING
         ),
     )
     lookup_min: int = field(

@@ -127,7 +127,7 @@ def scale_pairs(name: str, value: Any) -> tuple[tuple[float, float], ...]:
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Different token ids, from any collection, array or 1-D tensor. Raises InvalidInputError: another value, or none."""
+    """Different token ids, from a collection, array or 1-D tensor. Raises InvalidInputError: another value, or none."""
     found = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(found, Collection) or isinstance(found, (str, Mapping)) or not found:
         raise refuse_type(name, value, "token ids, one at least, or the name of a JSON file of them")

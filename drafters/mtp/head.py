@@ -300,6 +300,11 @@ class MtpStack(nn.Module):
         _draft_on(self.mtp_modules, target_ids)
         self.draft_vocab_size = len(target_ids)
 
+    @property
+    def draft_rows(self) -> torch.Tensor | None:
+        """Of all modules."""
+        return self.module(0).draft_rows
+
     def renew_draft_rows(self) -> None:
         """See `drafters.base.DraftsOnSome`."""
         self.module(0).renew_draft_rows()

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -308,7 +309,8 @@ def fingerprint(model: Any, weights: str, shares: list[str]) -> dict[str, Any]:
         "drafts without a head": [str(extra) for extra in model.config.extras if extra.drafts] or None,
     }
     if head is not None:
-        form = (repr(getattr(head, "spec", "")), head.attention_specs, head.aux_layers, head.draft_vocab_size)
+        ids = head.to_target_ids(torch.arange(head.draft_vocab_size, device=model.device))
+        form = (repr(getattr(head, "spec", "")), head.attention_specs, head.aux_layers, crc32(ids.cpu().numpy()))
         own = weights_fingerprint(head) if isinstance(head, torch.nn.Module) else ""
         found["head weights"] = f"{own} {form}"
     return found

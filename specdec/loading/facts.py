@@ -60,6 +60,7 @@ def facts_of(model: Any) -> dict[str, Any]:
         "head": None if head is None else type(head).__name__,
         "aux_layers": None if head is None else list(head.aux_layers),
         "draft_vocab_size": None if head is None else head.draft_vocab_size,
+        "draft_rows_bytes": None if (rows := getattr(head, "draft_rows", None)) is None else rows.nbytes,
         "generation_config": _own_config(model),
         "engine": _sizes(model.config),
         "tensor_parallel": model.group.facts(),
