@@ -1,4 +1,4 @@
-"""Modules that draft on some tokens of the target: the rows they read, and their drafts, round by round the oracle's."""
+"""Modules that draft on some tokens of the target: the rows they read; their drafts are the oracle's."""
 
 from __future__ import annotations
 
