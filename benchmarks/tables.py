@@ -158,6 +158,14 @@ COLUMNS: dict[str, dict[str, str]] = {
         "tau": "{tau:.3f}",
         "95 %": "{low:.2f}-{high:.2f}",
     },
+    "draft_vocab": {
+        "K": "{drafts}",
+        "tokens": "{tokens}",
+        "size": "{size:,}",
+        "drafted on": "{drafted_on:,}",
+        "tau": "{tau:.3f}",
+        "tau lost": "{tau_loss:.1%}",
+    },
     "start": {
         "shape": "{shape}, K={drafts}, {rows} rows",
         "step": "{step}",
@@ -310,6 +318,7 @@ _CELLS: dict[str, Callable[[Line], Iterable[Line]]] = {
     "fp8": _fp8,
     "check_half": _half,
     "draft_sampling": lambda line: [line | each for each in line["lines"]],
+    "draft_vocab": lambda line: [line | each for each in line["lines"]],
     "start": _start,
     "host_queue": lambda line: line["results"],
     "lookup": lambda line: line["results"],
