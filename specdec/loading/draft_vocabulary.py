@@ -16,6 +16,7 @@ from specdec.errors import InvalidInputError
 from specdec.requests.generation_config import eos_ids
 from specdec.requests.prompts import encode_prompts
 from specdec.values import short, token_ids
+from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.probing import TargetProbe
 
 
@@ -67,8 +68,10 @@ def check_draft_vocab(given: object, reason: str) -> None:
         raise InvalidInputError(f"draft_vocab={short(given)}: {reason}; leave it out")
 
 
-def draft_on(head: Head, ids: Sequence[int], probed: TargetProbe, tokenizer: Any) -> None:
+def draft_on(head: Head, ids: Sequence[int], probed: TargetProbe, tokenizer: Any, group: Group = ALONE) -> None:
     """Let a head that was just read draft on some tokens, and on the target's end and special tokens.
+
+    group: all of it call this and draft on the same tokens, though the first process alone has the tokenizer.
 
     Raises:
         InvalidInputError: a head that brings its own draft vocabulary, or ids that the target does not have.
@@ -81,9 +84,9 @@ def draft_on(head: Head, ids: Sequence[int], probed: TargetProbe, tokenizer: Any
     largest, vocab_size = max(ids), probed.vocab_size
     if largest >= vocab_size:
         raise InvalidInputError(f"draft_vocab: token {largest}; the target has the tokens 0 … {vocab_size - 1}")
-    own = {*eos_ids(probed.model.generation_config), *_special_ids(tokenizer)}
-    chosen = sorted({*ids, *(token for token in own if 0 <= token < vocab_size)})
-    head.draft_on(torch.tensor(chosen))
+    own = {*ids, *eos_ids(probed.model.generation_config), *_special_ids(tokenizer)}
+    left_out = group.least([int(token not in own) for token in range(vocab_size)])
+    head.draft_on(torch.tensor([token for token, out in enumerate(left_out) if not out]))
 
 
 def _special_ids(tokenizer: Any) -> set[int]:

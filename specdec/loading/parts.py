@@ -82,7 +82,7 @@ def load_parts(
     with pair.explained():
         head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
     if head is not None and draft_vocab is not None:
-        draft_on(head, draft_vocab, probed, tokenizer)
+        draft_on(head, draft_vocab, probed, tokenizer, group)
     parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup)
     if isinstance(draft, (str, Path)):
         self_test_head(head, model, tokenizer, parts.config.num_speculative_tokens)
