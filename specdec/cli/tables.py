@@ -135,6 +135,7 @@ def make_console() -> Console:
 
 
 _NOTES = {
+    "draft_tokens": "a hash of the target's tokens that the head drafts on",
     "twin": "a small copy of the model with drawn weights, on which a load tests lengths that the real one is too "
     'large for. "exact": its logits are those of its own forward, also past the named thresholds',
     "fold_rule": "when recurrent layers store (fold) accepted tokens into their states; until then their inputs are "

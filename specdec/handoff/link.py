@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
-from zlib import crc32
 
 import torch
 
@@ -22,7 +21,7 @@ from specdec.handoff.moved import Departed, Handoff, Pages
 from specdec.handoff.moving import MovingRequests
 from specdec.requests.request import Update
 from specdec.values import short
-from specdec.wrapped.fingerprint import shared_fingerprint, weights_fingerprint
+from specdec.wrapped.fingerprint import shared_fingerprint, tokens_fingerprint, weights_fingerprint
 from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
 from specdec.wrapped.versions import WeightVersions
 
@@ -309,8 +308,12 @@ def fingerprint(model: Any, weights: str, shares: list[str]) -> dict[str, Any]:
         "drafts without a head": [str(extra) for extra in model.config.extras if extra.drafts] or None,
     }
     if head is not None:
-        ids = head.to_target_ids(torch.arange(head.draft_vocab_size, device=model.device))
-        form = (repr(getattr(head, "spec", "")), head.attention_specs, head.aux_layers, crc32(ids.cpu().numpy()))
+        form = (
+            repr(getattr(head, "spec", "")),
+            head.attention_specs,
+            head.aux_layers,
+            tokens_fingerprint(head, model.device),
+        )
         own = weights_fingerprint(head) if isinstance(head, torch.nn.Module) else ""
         found["head weights"] = f"{own} {form}"
     return found

@@ -180,10 +180,10 @@ def test_new_values_of_lm_head_are_copied(how: str, renewed: bool, monkeypatch: 
 
 
 def test_engines_of_other_draft_vocabularies_hand_no_request_over(model: SpeculativeModel) -> None:
-    first = fingerprint(model, "", [])
+    first, tokens = fingerprint(model, "", []), model.describe()["draft_tokens"]
     assert fingerprint(model, "", []) == first
     head: Any = model.head
     ids = head.target_ids
     head.draft_on(torch.where(ids == ids[-1], ids[-1] + 1, ids))  # as many
-    assert fingerprint(model, "", []) != first
+    assert fingerprint(model, "", []) != first and model.describe()["draft_tokens"] != tokens
     head.draft_on(ids)
