@@ -17,7 +17,10 @@ Call = tuple[int, list[int], list[float], list[int], Any]
 
 
 class Module:
-    """Module m of M; draft id i is the target's i + 500. Vectors are one number: `feedback` adds 100·(m+1), the n-th call gives 1000·n, 1000·n + 1, …"""
+    """Module m of M; draft id i is the target's i + 500.
+
+    Vectors are one number: `feedback` adds 100·(m+1), the n-th call gives 1000·n, 1000·n + 1, …
+    """
 
     def __init__(self, number: int, calls: list[Call]) -> None:
         self.number, self.calls = number, calls
