@@ -220,11 +220,15 @@ class MtpHead(nn.Module):
 
 
 def _draft_on(modules: Sequence[MtpHead], target_ids: torch.Tensor) -> None:
-    """Modules of one target draft on some of its tokens, by one copy of these rows of its lm_head."""
+    """Modules of one target draft on some of its tokens, by one copy of these rows of its lm_head.
+
+    Source: FR-Spec, arXiv 2502.14856, section 3 (drafts on the most frequent tokens, verified on all).
+    """
     lm_head = modules[0].target_lm_head
     check_offsets(offsets_of(target_ids), len(lm_head))
-    ids = target_ids.to(lm_head.device, torch.int64)
-    rows = lm_head.index_select(0, ids)
+    with torch.inference_mode(False), torch.no_grad():  # the rows will be written to
+        ids = target_ids.to(lm_head.device, torch.int64, copy=True)
+        rows = lm_head.index_select(0, ids)
     for module in modules:
         module.target_ids, module.draft_rows, module.draft_vocab_size = ids, rows, len(ids)
 

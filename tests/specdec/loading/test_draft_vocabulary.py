@@ -16,6 +16,7 @@ from specdec import SpeculativeModel, draft_vocab_of
 from specdec.cli.tables import fit_lines
 from specdec.errors import HeadLoadError, InvalidInputError
 from specdec.handoff.link import fingerprint
+from specdec.loading import parts
 from specdec.loading.draft_vocabulary import draft_on, read_draft_vocab
 from specdec.loading.tokenizers import load_tokenizer
 from specdec.options import LoadOptions
@@ -128,6 +129,16 @@ def test_end_and_special_tokens_are_added(model: SpeculativeModel) -> None:
     found, probed = list[list[int]](), SimpleNamespace(vocab_size=2048, model=model.hf_model)
     draft_on(other, (30, 20), probed, tokenizer)  # type: ignore[arg-type]
     assert found == [[1, 3, 7, 20, 30]]
+
+
+def test_the_copy_is_there_before_the_cache_is_sized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the cache gets what is free then."""
+    order: list[str] = []
+    for name in ("draft_on", "divide_cache"):
+        plain = getattr(parts, name)
+        monkeypatch.setattr(parts, name, lambda *a, name=name, plain=plain: order.append(name) or plain(*a))
+    opened(draft_vocab=[5, 6]).close()
+    assert order == ["draft_on", "divide_cache"]
 
 
 def test_what_is_refused_of_a_head_that_is_read(model: SpeculativeModel) -> None:
