@@ -27,7 +27,8 @@ _INTRODUCTION = """# Benchmarks
 Made by `python -m benchmarks.tables` from the files in `benchmarks/results/`; edit neither the page nor a number. Every
 line of a results file names its versions, device and commit. How each is measured is the docstring of its script in
 `benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_start (starts), bench_parallel
-(several GPUs), bench_host (rounds with requests waiting), check_pair (tokens and drafts against transformers and a head
+(several GPUs), bench_draft_vocab (fewer tokens to draft on),
+bench_host (rounds with requests waiting), check_pair (tokens and drafts against transformers and a head
 without cache), bench_builtin (the built-in pair against `generate`), sweep (every causal-LM type of transformers in
 miniature, against its own forward);
 and `specdec eval` (acceptance, losslessness). Times of rounds are medians; *floor* is bytes over bandwidth; *exposed*
@@ -157,6 +158,14 @@ COLUMNS: dict[str, dict[str, str]] = {
         "drafts": "{draft_sampling}",
         "tau": "{tau:.3f}",
         "95 %": "{low:.2f}-{high:.2f}",
+    },
+    "draft_vocab": {
+        "K": "{drafts}",
+        "tokens": "{tokens}",
+        "size": "{size:,}",
+        "drafted on": "{drafted_on:,}",
+        "tau": "{tau:.3f}",
+        "tau lost": "{tau_loss:.1%}",
     },
     "start": {
         "shape": "{shape}, K={drafts}, {rows} rows",
@@ -310,6 +319,7 @@ _CELLS: dict[str, Callable[[Line], Iterable[Line]]] = {
     "fp8": _fp8,
     "check_half": _half,
     "draft_sampling": lambda line: [line | each for each in line["lines"]],
+    "draft_vocab": lambda line: [line | each for each in line["lines"]],
     "start": _start,
     "host_queue": lambda line: line["results"],
     "lookup": lambda line: line["results"],

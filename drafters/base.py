@@ -57,6 +57,27 @@ class Head(Protocol):
 
 
 @runtime_checkable
+class DraftsOnSome(Protocol):
+    """A head that reads the target's lm_head, and can draft on some of its tokens alone."""
+
+    @property
+    def draft_rows(self) -> torch.Tensor | None:
+        """[Vd, H] copies of these rows, in lm_head's dtype; None while it drafts on all."""
+
+    def draft_on(self, target_ids: torch.Tensor) -> None:
+        """From now on draft on these tokens of the target, by a copy of their rows of its lm_head.
+
+        target_ids: [Vd] int64, ascending. They are no part of the head's checkpoint.
+
+        Raises:
+            InvalidInputError: they are not strictly ascending, none, or outside the target's vocabulary.
+        """
+
+    def renew_draft_rows(self) -> None:
+        """Copy these rows again, into the same memory: the target's lm_head has other values."""
+
+
+@runtime_checkable
 class HasInputConvention(Protocol):
     """A head whose checkpoint does not say how it was trained to be called, but which can tell from a text."""
 

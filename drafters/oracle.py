@@ -83,7 +83,8 @@ def oracle_module_drafts(
             module = stack.module(k)
             x = module.forward(ids[1 + k : 1 + k + rows], hidden, positions, _full_attend(module, rows))
             hidden = module.feedback(x)
-        drafts.append(int(choose(len(token_ids) + len(drafts), module.logits(x[-1:]))[0]))
+        chosen = choose(len(token_ids) + len(drafts), module.logits(x[-1:]))
+        drafts.append(int(module.to_target_ids(chosen)[0]))
         ids = torch.cat([ids, ids.new_tensor(drafts[-1:])])
         if m == stack.num_modules - 1:
             base = torch.cat([base, hidden[-stack.num_modules :]])

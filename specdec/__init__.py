@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from specdec.handoff.moved import Handoff
+    from specdec.loading.draft_vocabulary import draft_vocab_of
     from specdec.model import SpeculativeModel
     from specdec.requests.grammar import Grammar
     from specdec.requests.request import Completion
@@ -87,12 +88,14 @@ __all__ = [
     "UnsupportedModelError",
     "attach",
     "custom_generate",
+    "draft_vocab_of",
 ]
 
 _HOMES = {
     "Attachment": "specdec.attached.attach",
     "attach": "specdec.attached.attach",
     "custom_generate": "specdec.attached.custom",
+    "draft_vocab_of": "specdec.loading.draft_vocabulary",
     "Completion": "specdec.requests.request",
     "Grammar": "specdec.requests.grammar",
     "Handoff": "specdec.handoff.moved",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 import torch
 from transformers import PreTrainedModel
 
-from drafters.base import Head
+from drafters.base import DraftsOnSome, Head
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import MAX_NUM_PREFILL_TOKENS
 from specdec.engine.feeding import generated
@@ -119,6 +119,7 @@ class SpeculativeModel:
         cuda_graphs: bool | Literal["auto"] = "auto",
         mtp_concat: Concat = "auto",
         mtp_feedback: Feedback = "post_norm",
+        draft_vocab: str | Sequence[int] | None = None,
         head_overrides: Mapping[str, Any] | None = None,
         lookup_min: int = 2,
         lookup_max: int = 32,
@@ -157,8 +158,7 @@ class SpeculativeModel:
                 little, drafted or not. kv_cache_scales: with it, (of keys, of values) of each layer: x / scale is
                 stored. Default the checkpoint's (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
             kv_cache_layout: inside a page, "NHD" or "HND", which changes no token; "auto": HND on Blackwell, else NHD.
-            hybrid_kv_cache: beside layers that see further, layers with a sliding window (Gemma 3, gpt-oss, …) or in
-                chunks (Llama 4) free pages they passed. False: all keep all keys.
+            hybrid_kv_cache: beside layers that see all, those with a window or in chunks free pages that they passed.
             enable_prefix_caching: reuse pages of earlier requests with the same first tokens. "auto": if possible;
                 True: else an error. May change half-precision tokens (not with "batch_invariant").
             cascade_attention: attend pages that requests share once for all where that is faster (short queries); sums
@@ -168,16 +168,17 @@ class SpeculativeModel:
                 first time. "auto": on a GPU; off, with a SpecdecWarning, where capture fails; True: that is an error.
                 Half-precision rounds of different sizes then use different kernels (not with "batch_invariant").
             mtp_concat, mtp_feedback: of a multi-token-prediction module: "embedding_first" or "hidden_first" ("auto":
-                its family's order), and the input of its next step, "post_norm" or "pre_norm".
+                its family's order), and the input of its next step, "post_norm" or "pre_norm". draft_vocab: ids of the
+                tokens that it drafts on (`specdec.draft_vocab_of`), or a JSON file of them; eos and special tokens are
+                added. Drafts read these rows of lm_head alone: docs/how-to/mtp.md.
             head_overrides: corrections to an EAGLE head's config.json by its keys ("rope_theta", …; None removes one),
                 or "aux_layers", "feedback" ("pre_norm", "post_norm"). Facts that the tensors show cannot be overridden.
             lookup_min, lookup_max, lookup_shared: where drafts by lookup are looked for, see docs/lookup.md.
             generation_config: "model": the model's own applies as in transformers' `generate`; the first request
                 refuses settings that change greedy tokens and cannot be served. "ignore": only its eos ids apply.
             draft_sampling: how a head drafts for sampled requests: "probabilistic" or "greedy"; answers stay the same.
-            tensor_parallel_size: N GPUs of this machine (on a CPU, N processes) that share the target; see
-                docs/parallel.md. seed: of requests without one: 64 bits, signed or not.
-            adapter: a peft adapter (LoRA and the like), by folder or hub name, for a target given by name.
+            tensor_parallel_size: N GPUs of this machine (on a CPU, processes) that share the target: docs/parallel.md.
+            seed: of requests without one, 64 bits. adapter: of peft, by folder or hub name, for a target given by name.
             merge_adapter: "auto" or True: add the adapter to the weights at loading, as by peft's merge_and_unload; on
                 quantised or shared (tied) weights "auto" runs it live, True is an error. False: live: more launches.
             trust_remote_code: run the checkpoint's Python files (on the hub, anybody's). revision: branch, tag, commit.
@@ -303,12 +304,9 @@ class SpeculativeModel:
     def refresh(self) -> float:
         """Check a model whose weight values were changed in place: test it again and return its `self_test_error`.
 
-        Generation uses new values at once. A draft head keeps its copies of old weights: that costs acceptance alone.
-
-        Raises:
-            ModelChangedError: more than values has changed (with CUDA graphs also addresses): wrap the model again.
-            UnsupportedModelError: the self-test failed. InvalidInputError: requests run, or this process has a share.
-        """
+        Generation uses new values at once; rows of `draft_vocab` are copied here. A head's own weights stay: that costs
+        acceptance alone. Raises ModelChangedError: more than values has changed (with CUDA graphs also addresses), wrap
+        the model again; UnsupportedModelError: the self-test failed; InvalidInputError: requests run, or a share."""
         return self._renew("refresh()", lambda: None)
 
     def update_weights(self, weights: Weights, *, head: Weights = ()) -> float:
@@ -329,6 +327,8 @@ class SpeculativeModel:
             self._live.check()
             self.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
             change()
+            if isinstance(self.head, DraftsOnSome):
+                self.head.renew_draft_rows()
             self.self_test_error = self_test(self.target)
         return self.self_test_error
 
@@ -381,9 +381,8 @@ class SpeculativeModel:
     def close(self) -> None:
         """End all requests, free caches, graphs and other ranks' processes, and restore `hf_model`. Idempotent.
 
-        Unfinished requests raise ClosedModelError after their last update, later calls at once. Waits for a round on
-        another thread. If a GPU waits for a lost rank, its memory stays until this process ends. Raises SpecdecError
-        inside a round."""
+        Unfinished requests raise ClosedModelError after their last update, later calls at once. Waits for another
+        thread's round. A GPU that waits for a lost rank keeps its memory. Raises SpecdecError inside a round."""
         self._shared.close()  # from here on every step can be done twice: an interrupted close() is called again
         if (leader := vars(self).get("_leader")) is not None:
             leader.end()

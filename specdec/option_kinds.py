@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from specdec.errors import InvalidInputError
-from specdec.values import MOST_COUNT, choice, flag, scale_pairs, share, short, whole
+from specdec.values import MOST_COUNT, choice, flag, scale_pairs, share, short, token_ids, whole
 
 
 class Kind:
@@ -119,6 +119,17 @@ class Scales(Kind):
         if any(len(pair) != 2 for pair in pairs):
             raise InvalidInputError(f"{name}={short(word)}: give a pair for each layer, as in 0.5:0.25;0.5:0.5")
         return pairs
+
+
+@dataclass(frozen=True)
+class Tokens(Kind):
+    """Token ids: a sequence, array or 1-D tensor of them; or a text, the name of a JSON file with a list of them."""
+
+    def read(self, name: str, value: Any) -> str | tuple[int, ...]:
+        """See `Kind.read`. Raises InvalidInputError: see `specdec.values.token_ids`."""
+        if isinstance(value, (str, PurePath)) and str(value):
+            return str(value)
+        return token_ids(name, value)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from attention.backends.kinds import KINDS
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
 from specdec.errors import InvalidInputError
-from specdec.option_kinds import Choice, Flag, Kind, Name, Overrides, Scales, Share, Switch, Whole
+from specdec.option_kinds import Choice, Flag, Kind, Name, Overrides, Scales, Share, Switch, Tokens, Whole
 
 if TYPE_CHECKING:
     import torch
@@ -150,6 +150,12 @@ class LoadOptions:
     mtp_feedback: Feedback = field(
         default="post_norm",
         metadata=_about(Choice(get_args(Feedback)), "What such a module's next step gets.", _NO_TRAINING),
+    )
+    draft_vocab: str | Sequence[int] | None = field(
+        default=None,
+        metadata=_about(
+            Tokens(), "JSON file of the token ids that such a module drafts on (default: all).", _NO_TRAINING
+        ),
     )
     head_overrides: Mapping[str, Any] | None = field(
         default=None,

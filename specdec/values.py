@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from specdec.errors import InvalidInputError
@@ -124,6 +124,17 @@ def scale_pairs(name: str, value: Any) -> tuple[tuple[float, float], ...]:
                 f"KV cache scales of layer {layer}: {pair}; allowed are two positive numbers (keys, values)"
             )
     return pairs
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Different token ids, from a collection, array or 1-D tensor. Raises InvalidInputError: another value, or none."""
+    found = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(found, Collection) or isinstance(found, (str, Mapping)) or not found:
+        raise refuse_type(name, value, "token ids, one at least, or the name of a JSON file of them")
+    ids = tuple(whole(name, each, 0) for each in found)
+    if len(set(ids)) < len(ids):
+        raise InvalidInputError(f"{name}: {len(ids)} token ids, of which {len(set(ids))} differ; give each once")
+    return ids
 
 
 def is_whole(value: Any) -> bool:

@@ -20,7 +20,7 @@ from drafters.loops.module_passes import ModulePasses, StaticModules
 
 
 class ModuleStack(Protocol):
-    """M modules over one target; layer m of their cache group is module m's. Draft ids are target ids."""
+    """M modules over one target; layer m of their cache group is module m's. They have one draft vocabulary."""
 
     hidden_size: int
 
@@ -131,7 +131,7 @@ def draft_modules(
     """
     count, hidden_size = last.shape[1:]
     ids, probs = choose(0, stack.module(0).logits(last[0]))
-    chosen, token_ids = [probs], [ids]
+    chosen, token_ids = [probs], [stack.module(0).to_target_ids(ids)]
     block = last.new_empty(count, 0, hidden_size)
     for step, metadata in enumerate(steps, 1):
         module, before = stack.module(step), stack.module(step - 1)
@@ -144,5 +144,5 @@ def draft_modules(
         block = module.forward(tokens.flatten(), hidden, metadata.positions, attend).view(count, width, -1)
         ids, probs = choose(step, module.logits(block[:, -1]))
         chosen.append(probs)
-        token_ids.append(ids)
+        token_ids.append(module.to_target_ids(ids))
     return Draft.of(token_ids, chosen)

@@ -37,6 +37,10 @@ class CheckedModule(Head, Protocol):
     """One module, as far as its input convention matters; copies of it are run with another one."""
 
     spec: MtpSpec
+    target_lm_head: torch.Tensor
+
+    def whole_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, H] block outputs -> [R, V] logits of all the target's tokens, whatever it drafts on."""
 
     def target_choice(self, states: torch.Tensor) -> torch.Tensor:
         """[R, H] states of the target after its final norm -> [R] int64, the tokens that it finds most probable."""
@@ -152,7 +156,7 @@ def _compare(
         chosen_nats=float(chosen_nats.mean()),
         other_nats=float(other_nats.mean()),
         error=float(gain.std()) / len(gain) ** 0.5,
-        limit=_KNOWS * math.log(chosen[0].draft_vocab_size),
+        limit=_KNOWS * math.log(len(chosen[0].target_lm_head)),
         num_tokens=len(gain),
     )
 
@@ -164,7 +168,7 @@ def _nats(modules: tuple[CheckedModule, ...], text: _Text, drafts: range) -> tor
     nats = []
     for draft in drafts:
         module = modules[(draft - 1) % len(modules)]
-        scores = module.logits(outputs[draft - 1][:rows]).float().log_softmax(-1)  # [T - last draft, V]
+        scores = module.whole_logits(outputs[draft - 1][:rows]).float().log_softmax(-1)  # [T - last draft, V]
         nats.append(-scores.gather(-1, text.wanted[draft : draft + rows, None])[:, 0])
     return torch.stack(nats).mean(0)
 

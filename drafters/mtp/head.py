@@ -38,6 +38,7 @@ from drafters.loops.module_passes import ModulePasses
 from drafters.loops.modules import ModuleLoop
 from drafters.mtp.convention_check import check_convention
 from drafters.mtp.spec import MtpSpec, MtpTarget, block_config
+from drafters.vocab import check_offsets, offsets_of
 
 
 class MtpHead(nn.Module):
@@ -45,6 +46,8 @@ class MtpHead(nn.Module):
 
     target_embedding: torch.Tensor
     target_lm_head: torch.Tensor
+    target_ids: torch.Tensor | None
+    draft_rows: torch.Tensor | None
 
     def __init__(self, spec: MtpSpec, target: MtpTarget, device: torch.device | None = None) -> None:
         """Build a module whose weights are still to be loaded.
@@ -65,6 +68,8 @@ class MtpHead(nn.Module):
         # Not persistent: they are the target's, so they are no part of the head's checkpoint.
         self.register_buffer("target_embedding", target.embedding.detach(), persistent=False)
         self.register_buffer("target_lm_head", target.lm_head.detach(), persistent=False)
+        self.register_buffer("target_ids", None, persistent=False)
+        self.register_buffer("draft_rows", None, persistent=False)
         self.rotary = copy.deepcopy(target.rotary)
         self._rotary_by_kind = (
             target.rotary is not None and "layer_type" in inspect.signature(target.rotary.forward).parameters
@@ -169,8 +174,15 @@ class MtpHead(nn.Module):
         return x[0]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[R, H] block outputs -> [R, V] logits of the target's lm_head."""
-        return F.linear(self.norm(x).to(self.target_lm_head.dtype), self.target_lm_head)
+        """[R, H] block outputs -> [R, Vd] logits of the target's lm_head, or of the rows of it that are drafted on."""
+        return self._read(x, self.target_lm_head if self.draft_rows is None else self.draft_rows)
+
+    def whole_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, H] block outputs -> [R, V] logits of all the target's tokens."""
+        return self._read(x, self.target_lm_head)
+
+    def _read(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.norm(x).to(rows.dtype), rows)
 
     def feedback(self, x: torch.Tensor) -> torch.Tensor:
         """[R, H] block outputs -> [R, H] hidden state of the next draft step."""
@@ -181,8 +193,18 @@ class MtpHead(nn.Module):
         return F.linear(states.to(self.target_lm_head.dtype), self.target_lm_head).argmax(-1)
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Draft ids are target ids."""
-        return draft_ids
+        """Draft ids are target ids, but where only some tokens are drafted on (`draft_on`)."""
+        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
+
+    def draft_on(self, target_ids: torch.Tensor) -> None:
+        """See `drafters.base.DraftsOnSome`."""
+        _draft_on((self,), target_ids)
+
+    def renew_draft_rows(self) -> None:
+        """See `drafters.base.DraftsOnSome`."""
+        if self.target_ids is not None and self.draft_rows is not None:
+            with torch.no_grad():
+                self.draft_rows.copy_(self.target_lm_head.index_select(0, self.target_ids))
 
     @property
     def mtp_modules(self) -> tuple[MtpHead, ...]:
@@ -195,6 +217,20 @@ class MtpHead(nn.Module):
 
     def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
         check_convention(self, token_ids, states, num_drafts)
+
+
+def _draft_on(modules: Sequence[MtpHead], target_ids: torch.Tensor) -> None:
+    """Modules of one target draft on some of its tokens, by one copy of these rows of its lm_head.
+
+    Source: FR-Spec, arXiv 2502.14856, section 3 (drafts on the most frequent tokens, verified on all).
+    """
+    lm_head = modules[0].target_lm_head
+    check_offsets(offsets_of(target_ids), len(lm_head))
+    with torch.inference_mode(False), torch.no_grad():  # the rows will be written to
+        ids = target_ids.to(lm_head.device, torch.int64, copy=True)
+        rows = lm_head.index_select(0, ids)
+    for module in modules:
+        module.target_ids, module.draft_rows, module.draft_vocab_size = ids, rows, len(ids)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -260,8 +296,22 @@ class MtpStack(nn.Module):
         return self.module(0).feedback(x)
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Draft ids are target ids."""
-        return draft_ids
+        """The modules' map, which is one."""
+        return self.module(0).to_target_ids(draft_ids)
+
+    def draft_on(self, target_ids: torch.Tensor) -> None:
+        """See `drafters.base.DraftsOnSome`; the modules share one copy."""
+        _draft_on(self.mtp_modules, target_ids)
+        self.draft_vocab_size = len(target_ids)
+
+    @property
+    def draft_rows(self) -> torch.Tensor | None:
+        """Of all modules."""
+        return self.module(0).draft_rows
+
+    def renew_draft_rows(self) -> None:
+        """See `drafters.base.DraftsOnSome`."""
+        self.module(0).renew_draft_rows()
 
     @property
     def mtp_modules(self) -> tuple[MtpHead, ...]:

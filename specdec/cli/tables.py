@@ -111,10 +111,11 @@ def fit_lines(facts: dict[str, Any]) -> list[str]:
     engine = facts["engine"]
     lines = [f"the target passes its self-test (relative error {human('error', facts['self_test_error'])})"]
     if facts["head"] is not None:
-        known, whole = facts["draft_vocab_size"], facts["vocab_size"]
+        known, whole, rows = facts["draft_vocab_size"], facts["vocab_size"], facts["draft_rows_bytes"]
+        gathered = "" if rows is None else f" ({size(rows)} of lm_head, gathered)"
         lines.append(
             f"target and head fit: {facts['head']} reads {len(facts['aux_layers'])} hidden states of the target and "
-            f"drafts {known:,} of its {whole:,} tokens, {engine['num_speculative_tokens']} a round"
+            f"drafts {known:,} of its {whole:,} tokens{gathered}, {engine['num_speculative_tokens']} a round"
         )
     tokens = (engine["num_pages"] - 1) * engine["page_size"]
     longest = tokens // engine["max_model_len"]
@@ -134,6 +135,7 @@ def make_console() -> Console:
 
 
 _NOTES = {
+    "draft_tokens": "a hash of the target's tokens that the head drafts on",
     "twin": "a small copy of the model with drawn weights, on which a load tests lengths that the real one is too "
     'large for. "exact": its logits are those of its own forward, also past the named thresholds',
     "fold_rule": "when recurrent layers store (fold) accepted tokens into their states; until then their inputs are "

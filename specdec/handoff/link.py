@@ -21,7 +21,7 @@ from specdec.handoff.moved import Departed, Handoff, Pages
 from specdec.handoff.moving import MovingRequests
 from specdec.requests.request import Update
 from specdec.values import short
-from specdec.wrapped.fingerprint import shared_fingerprint, weights_fingerprint
+from specdec.wrapped.fingerprint import shared_fingerprint, tokens_fingerprint, weights_fingerprint
 from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
 from specdec.wrapped.versions import WeightVersions
 
@@ -308,7 +308,12 @@ def fingerprint(model: Any, weights: str, shares: list[str]) -> dict[str, Any]:
         "drafts without a head": [str(extra) for extra in model.config.extras if extra.drafts] or None,
     }
     if head is not None:
-        form = (repr(getattr(head, "spec", "")), head.attention_specs, head.aux_layers, head.draft_vocab_size)
+        form = (
+            repr(getattr(head, "spec", "")),
+            head.attention_specs,
+            head.aux_layers,
+            tokens_fingerprint(head, model.device),
+        )
         own = weights_fingerprint(head) if isinstance(head, torch.nn.Module) else ""
         found["head weights"] = f"{own} {form}"
     return found

@@ -15,6 +15,7 @@ from specdec.loading.assembly import builds_of
 from specdec.loading.kv_scales import scales_in_words
 from specdec.loading.quantisation import facts_of_quantisation
 from specdec.requests.generation_config import named, own_options, unsupported
+from specdec.wrapped.fingerprint import tokens_fingerprint
 from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def facts_of(model: Any) -> dict[str, Any]:
         "head": None if head is None else type(head).__name__,
         "aux_layers": None if head is None else list(head.aux_layers),
         "draft_vocab_size": None if head is None else head.draft_vocab_size,
+        "draft_rows_bytes": None if (rows := getattr(head, "draft_rows", None)) is None else rows.nbytes,
+        "draft_tokens": None if head is None else tokens_fingerprint(head, model.device),
         "generation_config": _own_config(model),
         "engine": _sizes(model.config),
         "tensor_parallel": model.group.facts(),

@@ -26,6 +26,7 @@ from specdec.loading.backends import (
     name_what_is_left_out,
 )
 from specdec.loading.checkpoint import Checkpoint
+from specdec.loading.draft_vocabulary import check_draft_vocab, draft_on, read_draft_vocab
 from specdec.loading.groups import Division, Rows, TokenBytes, divide_cache, token_bytes
 from specdec.loading.heads import check_without_head, load_head, split_draft
 from specdec.loading.kv_scales import chosen_scales
@@ -60,6 +61,7 @@ def load_parts(
     """
     check_counts(options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len)
     draft, lookup = split_draft(draft)
+    draft_vocab = read_draft_vocab(options.draft_vocab)
     if draft is not None:
         check_head_type(draft)
     opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, group))
@@ -67,6 +69,9 @@ def load_parts(
     convention = MtpConvention(options.mtp_concat, options.mtp_feedback)
     if draft is None:
         check_without_head(convention, options.head_overrides)
+    if not isinstance(draft, (str, Path)):
+        reason = "there is no draft head" if draft is None else "the head is loaded already (it has `draft_on`)"
+        check_draft_vocab(draft_vocab, reason)
     tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     backend = make_backend(options.backend, model.device)
     probed = _probe(model, backend, options)
@@ -76,6 +81,8 @@ def load_parts(
     log.info("loading the head")
     with pair.explained():
         head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
+    if head is not None and draft_vocab is not None:
+        draft_on(head, draft_vocab, probed, tokenizer, group)
     parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup)
     if isinstance(draft, (str, Path)):
         self_test_head(head, model, tokenizer, parts.config.num_speculative_tokens)

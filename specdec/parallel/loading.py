@@ -19,6 +19,7 @@ from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError, Sp
 from specdec.loading.adapters import with_adapter
 from specdec.loading.auto_classes import auto_class
 from specdec.loading.checkpoint import Checkpoint, check_quantisation, check_target_folder, find_checkpoint
+from specdec.loading.draft_vocabulary import read_draft_vocab
 from specdec.loading.load_errors import loading_named
 from specdec.loading.pairs import pair_of
 from specdec.loading.progress import log
@@ -58,6 +59,7 @@ def load_divided(load: Load[T], target: Any, draft: Any, options: LoadOptions) -
         check_shares(checkpoint, options.tensor_parallel_size)
     tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     text_ids = [] if draft is None else _text_ids(tokenizer)
+    options = replace(options, draft_vocab=read_draft_vocab(options.draft_vocab))
     message = messages.Load(
         _everywhere(target), None if draft is None else _everywhere(draft), replace(options, tokenizer=None), text_ids
     )

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.hf.weights import memory_of
+from drafters.base import Head
 from specdec.requests.generation_config import eos_ids
 from specdec.wrapped.group import ALONE, Group
 
@@ -36,6 +37,12 @@ def weights_fingerprint(module: torch.nn.Module) -> str:
     for mark in _marks(module):
         digest.update(repr(mark).encode())
     return digest.hexdigest()[:16]
+
+
+def tokens_fingerprint(head: Head, device: torch.device) -> str:
+    """16 hex digits over the target's tokens that a head drafts on; they may be no part of its weights."""
+    ids = head.to_target_ids(torch.arange(head.draft_vocab_size, device=device)).tolist()
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
 
 
 def _marks(module: torch.nn.Module) -> list[_Mark]:

@@ -17,7 +17,10 @@ Call = tuple[int, list[int], list[float], list[int], Any]
 
 
 class Module:
-    """Module m of M. Vectors are one number: `feedback` adds 100·(m+1), the n-th call gives 1000·n, 1000·n + 1, …"""
+    """Module m of M; draft id i is the target's i + 500.
+
+    Vectors are one number: `feedback` adds 100·(m+1), the n-th call gives 1000·n, 1000·n + 1, …
+    """
 
     def __init__(self, number: int, calls: list[Call]) -> None:
         self.number, self.calls = number, calls
@@ -31,6 +34,9 @@ class Module:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        return draft_ids + 500
 
 
 class Stack:
@@ -84,12 +90,12 @@ def test_a_step_begins_with_the_module_befores_last_true_row_while_laps_are_new(
     last = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
     draft = draft_modules(stack, RUNNER, last, [metadata(f"step {s}", [s]) for s in (1, 2, 3)], choose)
     assert stack.calls == [
-        (1, [10, 11], [101, 102], [1], ("step 1", 1)),
-        (0, [10, 20, 11, 21], [203, 1200, 204, 1201], [2], ("step 2", 0)),
-        (1, [20, 30, 21, 31], [2100, 2101, 2102, 2103], [3], ("step 3", 1)),
+        (1, [510, 511], [101, 102], [1], ("step 1", 1)),
+        (0, [510, 520, 511, 521], [203, 1200, 204, 1201], [2], ("step 2", 0)),
+        (1, [520, 530, 521, 531], [2100, 2101, 2102, 2103], [3], ("step 3", 1)),
     ]
     assert choose.seen == [(0, [1, 2]), (1, [1000, 1001]), (2, [2001, 2003]), (3, [3001, 3003])]
-    assert draft.token_ids.tolist() == [[10, 20, 30, 40], [11, 21, 31, 41]]
+    assert draft.token_ids.tolist() == [[510, 520, 530, 540], [511, 521, 531, 541]]
 
 
 def test_the_draft_prefill_feeds_each_module_the_one_before_and_what_is_carried() -> None:

@@ -110,8 +110,11 @@ def test_grammars_are_followed_on_the_first_rank(two_ranks: Any, draft: str | No
 
 
 @pytest.mark.slow
-def test_deepseek_with_its_module(two_ranks: Any) -> None:
-    compare("gsm-deepseek", "mtp", TEXTS, num_speculative_tokens=4, max_model_len=96, max_num_seqs=4)
+@pytest.mark.parametrize("ids", [None, range(0, 2048, 2)])
+def test_deepseek_with_its_module(two_ranks: Any, ids: Any) -> None:
+    """Also where that drafts on every second token."""
+    sizes = {"num_speculative_tokens": 4, "max_model_len": 96, "max_num_seqs": 4}
+    compare("gsm-deepseek", "mtp", TEXTS, draft_vocab=ids, **sizes)
 
 
 @pytest.mark.slow

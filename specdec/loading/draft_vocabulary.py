@@ -1,0 +1,95 @@
+"""draft_vocab: the tokens of the target on which a multi-token-prediction module drafts, and how they are chosen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafters.base import DraftsOnSome, Head
+from drafters.vocab import ids_of, most_frequent
+from specdec.errors import InvalidInputError
+from specdec.requests.generation_config import eos_ids
+from specdec.requests.prompts import encode_prompts
+from specdec.values import short, token_ids
+from specdec.wrapped.group import ALONE, Group
+from specdec.wrapped.probing import TargetProbe
+
+
+def draft_vocab_of(texts: Iterable[str | Sequence[int]], size: int, tokenizer: Any = None) -> list[int]:
+    """The most frequent tokens of some texts: what `draft_vocab` of `SpeculativeModel.from_pretrained` takes.
+
+    texts: like those that the model will write; its own answers are best. Texts, or their token ids. tokenizer: the
+    target's; needed for texts.
+
+    Returns:
+        At most `size` token ids, ascending (fewer where the texts have no more); of equally frequent ones the smaller.
+
+    Raises:
+        InvalidInputError: there is no token, `size` is less than 1, or texts come without a tokenizer.
+    """
+    if isinstance(texts, str):
+        raise InvalidInputError(f"texts={short(texts)}: give a list of texts")
+    plain = None if tokenizer is None else partial(tokenizer, add_special_tokens=False)
+    ids = [torch.tensor(each, dtype=torch.int64) for text in texts for each in encode_prompts(text, plain)]
+    counts = torch.bincount(torch.cat(ids)) if ids else torch.zeros(0, dtype=torch.int64)
+    if not counts.any() or size < 1:
+        raise InvalidInputError(f"{int(counts.sum())} tokens in the texts, size={size}: both must be at least 1")
+    return ids_of(most_frequent(counts, min(size, int((counts > 0).sum())))).tolist()
+
+
+def read_draft_vocab(given: str | Sequence[int] | None) -> tuple[int, ...] | None:
+    """The token ids of the option `draft_vocab`; a text is the name of a JSON file with a list of them.
+
+    Raises:
+        InvalidInputError: there is no such file, or no such list in it.
+    """
+    if not isinstance(given, str):
+        return None if given is None else tuple(given)
+    try:
+        found = json.loads(Path(given).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(
+            f"draft_vocab={given!r}: give a JSON file with a list of token ids, as json.dump(specdec.draft_vocab_of("
+            f"texts, size, tokenizer), file) makes one: {error}"
+        ) from error
+    if not isinstance(found, list):
+        raise InvalidInputError(f"draft_vocab={given!r}: the file holds {short(found)}, not a list of token ids")
+    return token_ids(f"draft_vocab={given!r}", found)
+
+
+def check_draft_vocab(given: object, reason: str) -> None:
+    """Raises InvalidInputError: the option is given, where it means nothing for a reason."""
+    if given is not None:
+        raise InvalidInputError(f"draft_vocab={short(given)}: {reason}; leave it out")
+
+
+def draft_on(head: Head, ids: Sequence[int], probed: TargetProbe, tokenizer: Any, group: Group = ALONE) -> None:
+    """Let a head that was just read draft on some tokens, and on the target's end and special tokens.
+
+    group: all of it call this and draft on the same tokens, though the first process alone has the tokenizer.
+
+    Raises:
+        InvalidInputError: a head that brings its own draft vocabulary, or ids that the target does not have.
+    """
+    if not isinstance(head, DraftsOnSome):
+        raise InvalidInputError(
+            f"draft_vocab: it is for multi-token-prediction modules; the checkpoint of {type(head).__name__} decides "
+            "what that drafts on (its own map, or all); leave it out"
+        )
+    largest, vocab_size = max(ids), probed.vocab_size
+    if largest >= vocab_size:
+        raise InvalidInputError(f"draft_vocab: token {largest}; the target has the tokens 0 … {vocab_size - 1}")
+    own = {*ids, *eos_ids(probed.model.generation_config), *_special_ids(tokenizer)}
+    left_out = group.least([int(token not in own) for token in range(vocab_size)])
+    head.draft_on(torch.tensor([token for token, out in enumerate(left_out) if not out]))
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    """A tokenizer's special tokens, those of its chat template among them; none of a tokenizer without such."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return {*(getattr(tokenizer, "all_special_ids", None) or ()), *(i for i, t in added.items() if t.special)}
