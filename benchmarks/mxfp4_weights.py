@@ -15,6 +15,7 @@ def draw_mxfp4(model: PreTrainedModel) -> None:
     """Experts of any bytes in place of the model's, on its device."""
     device = model.device
     keep_in_mxfp4(model, model.config)
+    model.eval()
     for module in model.modules():
         if isinstance(module, Mxfp4Experts):
             module.to_empty(device=device)

@@ -275,7 +275,7 @@ def random_pair(
             quantise(target)
         elif weights == "mxfp4":
             draw_mxfp4(target)
-        heads = [_mtp_head(target) for _ in range(modules)]
+        heads = [mtp_head(target) for _ in range(modules)]
         head = MtpStack(heads) if modules > 1 else heads[0] if heads else _eagle_head(target, config)
     routes = HeldRoutes.of(target, head, held_tokens) if held_tokens else None
     return Pair(target, head.eval().requires_grad_(False), routes)
@@ -287,7 +287,7 @@ def _spread_tokens(target: PreTrainedModel) -> None:
     torch.nn.init.normal_(target.get_input_embeddings().weight)  # type: ignore[arg-type]
 
 
-def _mtp_head(target: PreTrainedModel) -> MtpHead:
+def mtp_head(target: PreTrainedModel) -> MtpHead:
     """The rotary frequencies stay float32."""
     head = MtpHead(MtpSpec(), mtp_target(target))
     for parameter in head.parameters():
