@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from transformers import GptOssConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from benchmarks.routing import expert_work
+from benchmarks.routing import HeldRoutes, expert_work
 from benchmarks.shapes import Pair, random_pair
 from specdec.ops.experts import CAPTURABLE, capturable_experts, paired_experts, using_capturable_experts
+from specdec.wrapped import fp8
+from specdec.wrapped.mxfp4 import Mxfp4Experts
 
 CPU = torch.device("cpu")
 LAYERS, PER_TOKEN, EXPERT = 3, 6, 3 * 256 * 128
@@ -74,6 +78,32 @@ def test_a_model_without_experts_has_none() -> None:
     assert expert_work(random_pair("tiny", torch.float32, CPU).target, sequences(1, 8), 1, 4).layers == 0
 
 
+@pytest.fixture
+def own_forms() -> Iterator[None]:
+    """What holding routes replaces is put back."""
+    before, forward = fp8.fp8_experts, Mxfp4Experts.forward
+    yield
+    ALL_EXPERTS_FUNCTIONS.register(CAPTURABLE, capturable_experts)
+    fp8.fp8_experts, Mxfp4Experts.forward = before, forward  # type: ignore[method-assign]
+
+
+@pytest.mark.usefixtures("own_forms")
+def test_held_routes_of_packed_experts() -> None:
+    """Compiled; eager forwards, which self-tests compare, keep the router's choice."""
+    config = GptOssConfig(hidden_size=32, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)
+    mixture, holder = Mxfp4Experts(config).requires_grad_(False), torch.nn.Module()
+    for name, parameter in mixture.named_parameters():
+        if not name.endswith("_bias"):
+            parameter.random_(*((118, 122) if name.endswith("_scales") else (0, 256)))
+    holder.experts = mixture
+    table = HeldRoutes.of(holder, torch.nn.Module(), 8).tables[0]
+    hidden, weights, zeros = torch.randn(5, 32), torch.rand(5, 2), torch.zeros(5, 2, dtype=torch.long)
+    compiled = torch.compile(mixture, fullgraph=True, backend="eager")(hidden, zeros, weights)
+    assert torch.equal(compiled, mixture(hidden, table[:5], weights))
+    assert not torch.equal(compiled, mixture(hidden, zeros, weights))
+
+
+@pytest.mark.usefixtures("own_forms")
 def test_held_routes() -> None:
     """The experts of a token slot are the table's, whatever the router says; and so are the numbers of experts."""
     pair = random_pair("tiny-deepseek", torch.float32, torch.device("cpu"), held_tokens=64)
@@ -81,9 +111,9 @@ def test_held_routes() -> None:
     mixture, table = next(m for m in pair.target.modules() if hasattr(m, "has_gate")), pair.routes.tables[0]
     hidden, weights = torch.randn(5, 256), torch.rand(5, table.shape[1])
     with using_capturable_experts(pair.target):
-        found = mixture(hidden, torch.zeros_like(table[:5]), weights)
-        other = mixture(hidden, torch.ones_like(table[:5]), weights)
-    ALL_EXPERTS_FUNCTIONS.register(CAPTURABLE, capturable_experts)  # as it was
+        compiled = torch.compile(mixture, fullgraph=True, backend="eager")
+        found = compiled(hidden, torch.zeros_like(table[:5]), weights)
+        other = compiled(hidden, torch.ones_like(table[:5]), weights)
     assert torch.equal(found, other)
     assert torch.allclose(found, paired_experts(mixture, hidden, table[:5], weights))
     work = pair.routes.work(7)
