@@ -95,7 +95,8 @@ def test_held_routes_of_packed_experts() -> None:
     for name, parameter in mixture.named_parameters():
         if not name.endswith("_bias"):
             parameter.random_(*((118, 122) if name.endswith("_scales") else (0, 256)))
-    holder.experts = mixture
+    holder.mlp = torch.nn.Module()
+    holder.mlp.experts = mixture
     table = HeldRoutes.of(holder, torch.nn.Module(), 8).tables[0]
     hidden, weights, zeros = torch.randn(5, 32), torch.rand(5, 2), torch.zeros(5, 2, dtype=torch.long)
     compiled = torch.compile(mixture, fullgraph=True, backend="eager")(hidden, zeros, weights)
