@@ -69,9 +69,10 @@ class HeldRoutes:
             ]
             tables.append(torch.cat(parts))
             mixture.held_routes = tables[-1]
+            if isinstance(mixture, Mxfp4Experts):
+                mixture.__class__ = _HeldMxfp4
         ALL_EXPERTS_FUNCTIONS.register(CAPTURABLE, partial(_held, ALL_EXPERTS_FUNCTIONS[CAPTURABLE]))
         fp8.fp8_experts = partial(_held, fp8.fp8_experts)
-        _hold_mxfp4()
         size = _size(own[0])
         return cls(tuple(tables), len(own), size, sum(p[0].nbytes for p in own[0].parameters()) / size)
 
@@ -93,13 +94,12 @@ def _held(
     return found
 
 
-def _hold_mxfp4() -> None:
-    plain = Mxfp4Experts.forward
+class _HeldMxfp4(Mxfp4Experts):
+    def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return _held(Mxfp4Experts.forward, self, hidden_states, index, weights)
 
-    def forward(self: Any, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return _held(plain, self, hidden_states, index, weights)
 
-    Mxfp4Experts.forward = forward  # type: ignore[method-assign]
+_HeldMxfp4.__name__ = Mxfp4Experts.__name__  # by which packed experts are known
 
 
 def _size(mixture: Any) -> float:

@@ -240,7 +240,8 @@ def _common_scheme(what: str, modules: Iterable[Any]) -> Scheme:
 
 def _check_layer(name: str, module: Any) -> None:
     """Refuse a layer of another form, and scales by which nothing can be multiplied."""
-    kind = _THEIRS.get(type(module), type(module))
+    own = getattr(type(module), "plain", type(module))  # fused with its siblings by another engine
+    kind = _THEIRS.get(own, own)
     if kind not in _OURS:
         raise UnsupportedModelError(f"{name} is a {kind.__name__}, an FP8 layer that specdec has no operator for")
     if isinstance(module, FP8Experts):

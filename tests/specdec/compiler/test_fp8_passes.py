@@ -90,6 +90,19 @@ def test_what_only_fp8_layers_read_is_quantised_where_it_is_computed(
     layers.release()
 
 
+def test_a_second_engine_finds_layers_that_the_first_has_fused() -> None:
+    layer, x = Layer(False).eval().requires_grad_(False), torch.randn(1, TOKENS, 64, dtype=HALF)
+    kinds = [type(module) for module in layer.modules()]
+    first, fused = Fp8Layers(layer), Alterations(layer)
+    assert fuse_siblings(layer, lambda: layer(x), fused) == 1
+    second, also_fused = Fp8Layers(layer), Alterations(layer)
+    fuse_siblings(layer, lambda: layer(x), also_fused)
+    for alterations, layers in ((fused, first), (also_fused, second)):
+        alterations.undo()
+        layers.release()
+    assert [type(module) for module in layer.modules()] == kinds
+
+
 @pytest.mark.slow
 def test_an_erased_graph_has_nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators of the quantised results that nothing reads would run all the same: custom operators are not pure."""
