@@ -14,6 +14,7 @@ from attention.runner import GroupRunner
 from specdec.loading.assembly import builds_of
 from specdec.loading.kv_scales import scales_in_words
 from specdec.loading.quantisation import facts_of_quantisation
+from specdec.ops.experts import form_in_words
 from specdec.requests.generation_config import named, own_options, unsupported
 from specdec.wrapped.fingerprint import tokens_fingerprint
 from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
@@ -42,6 +43,7 @@ def facts_of(model: Any) -> dict[str, Any]:
         "parameters": sum(num_elements(p) for p in model.hf_model.parameters()),
         "weights_bytes": model_bytes(model.hf_model),
         "quantisation": _quantisation(model),
+        "experts": _experts(model),
         "vocab_size": model.target.vocab_size,
         "num_layers": model.target.num_layers,
         "refused_tokens": {name: token_id for token_id, name in model.target.placeholders.items()} or None,
@@ -89,6 +91,15 @@ def _quantisation(model: Any) -> dict[str, Any] | None:
         return facts
     runs = "multiplied out in float32 in every matmul" if model.device.type == "cpu" else "as stored"
     return facts | {"method": "fp8", "scheme": model.target.fp8.scheme.in_words, "runs": runs}
+
+
+def _experts(model: Any) -> dict[str, str] | None:
+    """What serves the layers with experts in graphs, and what their weights take; None for a model without."""
+    served: dict[str, list[int]] = {}
+    for name, mixture in model.hf_model.named_modules():
+        if name.endswith(".experts") and (hasattr(mixture, "down_proj") or hasattr(mixture, "down_proj_blocks")):
+            served.setdefault(form_in_words(mixture), []).append(sum(p.nbytes for p in mixture.parameters()))
+    return {f: f"{len(b)} layers, {sum(b) / 2**30:.3g} GiB" for f, b in served.items()} or None
 
 
 def _own_config(model: Any) -> str:

@@ -112,6 +112,21 @@ def expert_matmul(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> 
     return out
 
 
+def form_in_words(experts: Any) -> str:
+    """Which kernels serve a mixture in rounds from graphs."""
+    if hasattr(experts, "down_proj_blocks"):
+        return "grouped; MXFP4 unpacked to 16 bits in registers"
+    if hasattr(experts, "down_proj_scale_inv"):
+        return "grouped, in FP8" if experts.has_gate and _is_plain_fp8(experts) else "pair by pair, in FP8"
+    if experts.down_proj.dtype not in HALF:
+        return "pair by pair"
+    grouped = _gating(experts) is not None
+    own, most = ("grouped", MOST_GROUPED) if grouped else ("pair by pair", MOST_PAIRS)
+    return (
+        f"{own}; transformers' grouped_mm beyond {most:,} pairs" if experts.down_proj.dtype == torch.bfloat16 else own
+    )
+
+
 def mixtures(*roots: nn.Module) -> list[Any]:
     """The modules with stacked experts under `roots` whose implementation can be chosen in transformers."""
     return [m for root in roots for m in root.modules() if hasattr(m, "has_gate") and hasattr(m, "is_transposed")]
