@@ -1,10 +1,12 @@
-"""Page lists of batches of one fixed shape, written in place into the buffers that are sent."""
+"""Batches of one fixed shape, whose arrays and page lists are written in place into the buffers that are sent."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from attention.batch.host import flat_pages
+from attention.batch.host import HostBatch, flat_pages
 
 
 def covering(table: np.ndarray, rows: int, pages: int) -> np.ndarray:
@@ -34,3 +36,34 @@ def write_pages(out: np.ndarray, table: np.ndarray, counts: np.ndarray) -> int:
     flat = flat_pages(table, counts)
     out[: len(flat)] = flat
     return len(flat)
+
+
+def _fresh(name: str) -> Any:
+    """A property of HostBatch that is computed at every use."""
+    return property(vars(HostBatch)[name].func)
+
+
+class LiveBatch(HostBatch):
+    """A batch whose arrays are views of staging buffers: the owner of the buffers writes the next round into them.
+
+    So nothing derived from them is remembered, except page_indptr, which is a buffer itself.
+    """
+
+    def __init__(self, page_indptr: np.ndarray, **arrays: Any) -> None:
+        """page_indptr: [B+1] int32. arrays: the fields of HostBatch."""
+        super().__init__(**arrays)
+        self.__dict__["page_indptr"] = page_indptr
+
+    def over(self, block_table: np.ndarray, other_groups: tuple[HostBatch, ...] = ()) -> LiveBatch:
+        """The same buffers with the rows' pages of block_table [B, P] int32, and those of further cache groups.
+
+        Made several times a round, on the way to the next launch: so the fields are taken over as they are.
+        """
+        batch = object.__new__(LiveBatch)
+        vars(batch).update(vars(self), block_table=block_table, other_groups=other_groups)
+        return batch
+
+    query_lens = _fresh("query_lens")
+    page_counts = _fresh("page_counts")
+    page_indices = _fresh("page_indices")
+    last_page_len = _fresh("last_page_len")

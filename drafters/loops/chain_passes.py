@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from attention.batch.host import HostBatch, slots_at
-from attention.batch.live import LiveBatch
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.batch.static import covering, write_pages
+from attention.batch.static import LiveBatch, covering, write_pages
 from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
 from attention.runner import GroupRunner, PlannedBatch
 from attention.staging import Staged, StagingArena, bucket_of

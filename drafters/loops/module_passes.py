@@ -23,9 +23,8 @@ import numpy as np
 import torch
 
 from attention.batch.host import HostBatch, slots_at
-from attention.batch.live import LiveBatch
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.batch.static import covering, write_pages
+from attention.batch.static import LiveBatch, covering, write_pages
 from attention.runner import GroupRunner, PlannedBatch
 from attention.staging import Staged, StagingArena, bucket_of
 from drafters.attend import Attend

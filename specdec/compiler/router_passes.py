@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from specdec.ops.routing import MOST_EXPERTS, SOFTMAX, SUM, best_experts  # noqa: F401 (registers it)
+from specdec.ops.routed import MOST_EXPERTS, SOFTMAX, SUM, best_experts  # noqa: F401 (registers it)
 
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _MOST_CHOSEN = 32

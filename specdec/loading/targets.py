@@ -29,7 +29,6 @@ from specdec.loading.checkpoint import (
 )
 from specdec.loading.load_errors import check_complete, loading_named
 from specdec.loading.memory import check_weights_fit
-from specdec.loading.mxfp4 import kept_in_mxfp4, stays_in_mxfp4
 from specdec.loading.objects import check_loaded_target, check_target_type
 from specdec.loading.progress import log
 from specdec.loading.quantisation import (
@@ -49,6 +48,7 @@ from specdec.values import short
 from specdec.wrapped.alterations import without_unpickled
 from specdec.wrapped.fp8 import Scheme
 from specdec.wrapped.group import ALONE, Group
+from specdec.wrapped.mxfp4 import kept_in_mxfp4, stays_in_mxfp4
 
 OnConfig = Callable[[PreTrainedConfig, "torch.dtype | str", torch.device], None]
 """Called with a target's configuration, the dtype asked for ("auto": the checkpoint's) and its device, before its

@@ -1,5 +1,5 @@
-"""A mixture of SwiGLU experts as Triton kernels: pairs grouped by expert, gate, up and activation in one launch, down
-in another. Imported on CUDA only, and by tests under the interpreter.
+"""A mixture of experts as Triton kernels: the router's choice; SwiGLU experts, pairs grouped by expert, gate, up and
+activation in one launch, down in another. Imported on CUDA only, and by tests under the interpreter.
 
 A (token, expert) pair is written to its own row, so a token's experts can be summed in a fixed order, whatever the
 grouping; a row's sums do not depend on its place in a tile.
@@ -252,7 +252,7 @@ def tilings_of(pairs: int, experts: int, form: str = "half") -> tuple[Tiling, Ti
     """For gate and up, and for down: tiles for twice as many pairs as an expert has on average.
 
     Of 94 tilings on an H200 within some percent of the best for the experts of Qwen3-30B-A3B, Qwen3-Next-80B and
-    DeepSeek-V2-Lite at 1 to 1,024 tokens.
+    DeepSeek-V2-Lite at 1 to 1,024 tokens; in FP8 of 36 for the first two, in MXFP4 of 108 for gpt-oss-20b, at 1 to 512.
     """
     mean = pairs / experts
     if form == "fp8":
@@ -309,3 +309,67 @@ def launch_routed(
             num_warps=tiling.warps, num_stages=tiling.stages, **dependent,
         )  # fmt: skip
     return out
+
+
+_FLIP, _LEAST = tl.constexpr(0x7FFFFFFF), tl.constexpr(-(2**63))
+_ONE_WARP = 512
+
+
+@triton.jit
+def _best_experts_kernel(  # type: ignore[no-untyped-def]
+    scores_ptr,  # [T, E], columns side by side
+    weight_ptr,  # [T, k], written
+    place_ptr,  # [T, k] int64, written
+    experts, row_stride,
+    CHOSEN: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)
+    there = expert < experts
+    score = tl.load(scores_ptr + token * row_stride + expert, mask=there, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        score = tl.exp(score - tl.max(score, 0))
+        score = score / tl.sum(score, 0)
+    bits = score.to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & _FLIP)  # integers in the order of the floats, NaN above all
+    key = (order.to(tl.int64) << 32) | (EXPERTS - expert)  # of equal scores the first
+    key = tl.where(there, key, _LEAST)
+    slot = tl.arange(0, PADDED)
+    best = tl.full((PADDED,), float("-inf"), tl.float32)
+    place = tl.zeros((PADDED,), tl.int64)
+    for i in tl.static_range(CHOSEN):
+        top = tl.max(key, 0)
+        key = tl.where(key == top, _LEAST, key)
+        found = (top >> 32).to(tl.int32)
+        found = (found ^ ((found >> 31) & _FLIP)).to(tl.float32, bitcast=True)
+        best = tl.where(slot == i, found, best)
+        place = tl.where(slot == i, EXPERTS - (top & 0xFFFFFFFF), place)
+    real = slot < CHOSEN
+    if NORMALISE == "softmax":
+        best = tl.exp(best - tl.max(best, 0))
+    if NORMALISE != "":
+        best = best / tl.sum(tl.where(real, best, 0.0), 0)
+    to = token * CHOSEN + slot
+    tl.store(weight_ptr + to, best.to(weight_ptr.dtype.element_ty), mask=real)
+    tl.store(place_ptr + to, place, mask=real)
+
+
+def launch_best_experts(
+    scores: torch.Tensor, chosen: int, softmax: bool, normalise: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `specdec.ops.routed.best_experts`."""
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    tokens, experts = scores.shape
+    weights = scores.new_empty(tokens, chosen, dtype=dtype)
+    places = scores.new_empty(tokens, chosen, dtype=torch.int64)
+    if tokens:
+        with CompiledAtOnce():  # places in memory
+            _best_experts_kernel[(tokens,)](
+                scores, weights, places, experts, scores.stride(0), CHOSEN=chosen, SOFTMAX=softmax,
+                NORMALISE=normalise, EXPERTS=triton.next_power_of_2(experts),
+                PADDED=triton.next_power_of_2(chosen), num_warps=1 if experts <= _ONE_WARP else 4,
+                **dependent_launch(scores.device),
+            )  # fmt: skip
+    return weights, places

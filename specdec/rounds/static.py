@@ -20,9 +20,8 @@ import numpy as np
 import torch
 
 from attention.batch.host import BatchExtra, HostBatch, page_counts_of, slots_at
-from attention.batch.live import LiveBatch
 from attention.batch.metadata import BatchArrays, CommonAttentionMetadata, MakeSection
-from attention.batch.static import covering, write_pages
+from attention.batch.static import LiveBatch, covering, write_pages
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
 from attention.spec import Reach
 from attention.staging import Staged, StagingArena, bucket_of

@@ -7,11 +7,9 @@ import torch
 from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts
 
-from specdec.ops import mxfp4
 from specdec.ops.experts import expert_matmul, mixtures, using_capturable_experts
 from specdec.ops.fp8 import FP8, dequantised
-from specdec.ops.routed import activated, routed_experts
-from specdec.ops.routing import SOFTMAX, SUM, best_experts
+from specdec.ops.routed import SOFTMAX, SUM, activated, best_experts, dequantised_mxfp4, routed_experts
 
 CUDA = torch.device("cuda")
 LIMIT = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
@@ -153,7 +151,7 @@ def test_gpt_oss_and_packed_experts(
         if stored == "mxfp4":
             stacks.append(torch.randint(256, (experts, rows, width // 2), device=CUDA).byte())
             scales.append(torch.randint(118, 121, (experts, rows, width // 32), device=CUDA).byte())
-            dense.append(mxfp4.dequantised(stacks[-1], scales[-1]))
+            dense.append(dequantised_mxfp4(stacks[-1], scales[-1]))
         elif plain:
             stacks.append(torch.randn(experts, rows, width, device=CUDA).to(FP8))
             scales.append((torch.rand(experts, rows // 128, width // 128, device=CUDA) + 0.5) / width**0.5)

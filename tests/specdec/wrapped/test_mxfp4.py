@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from attention.hf.weights import model_bytes
 from specdec.loading import targets
-from specdec.loading.mxfp4 import kept_in_mxfp4, stays_in_mxfp4
 from specdec.requests.sampling import SamplingParams
-from specdec.wrapped.mxfp4 import Mxfp4Experts
+from specdec.wrapped.mxfp4 import Mxfp4Experts, kept_in_mxfp4, stays_in_mxfp4
 from tests.quantised import mxfp4
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import attention.batch.transforms.local_attention
 from attention.batch.host import HostBatch, rows_batch
-from attention.batch.live import LiveBatch
+from attention.batch.static import LiveBatch
 from attention.batch.transforms.local_attention import local_attention, virtual_rows
 from attention.errors import InvalidInputError
 
