@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pickle
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +20,7 @@ from click.testing import CliRunner
 
 import evals.errors  # noqa: F401 (its errors are subclasses that the reference names)
 import specdec
+from attention.errors import ERRORS_PAGE
 from specdec.cli.lazy import PluginError  # noqa: F401 (likewise)
 from specdec.cli.main import cli
 from specdec.loading.builtin import builtin_path
@@ -180,21 +183,38 @@ def test_every_public_method_is_in_the_reference() -> None:
 
 
 def error_classes(cls: type = specdec.SpecdecError) -> Iterator[type]:
-    yield cls
+    """Those of the library: other tests of this process may define more."""
+    if cls.__module__.partition(".")[0] in ("attention", "drafters", "specdec", "evals"):
+        yield cls
     for below in cls.__subclasses__():
         yield from error_classes(below)
 
 
 def test_every_error_has_a_cause_and_a_remedy() -> None:
     text = pages.read("reference/errors.md")
-    ours = {
-        cls.__name__
-        for cls in (*error_classes(), specdec.SpecdecWarning)
-        if cls.__module__.partition(".")[0] in ("attention", "drafters", "specdec", "evals") and cls.__name__[0] != "_"
-    }
+    ours = {cls.__name__ for cls in (*error_classes(), specdec.SpecdecWarning) if cls.__name__[0] != "_"}
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
     assert ours == set(sections)
     assert [name for name, said in sections.items() if "**Cause.**" not in said or "**Remedy.**" not in said] == []
+
+
+def test_every_error_names_its_section() -> None:
+    path, anchors = ROOT / ERRORS_PAGE, pages.anchors(pages.read("reference/errors.md"))
+    assert path.is_file()
+    for cls in error_classes():
+        error = cls("why")
+        assert str(error) == "why"
+        shown = traceback.format_exception_only(error)[-1]
+        named = next(one for one in cls.__mro__ if one.__name__[0] != "_").__name__.lower()
+        assert shown == f"See {ERRORS_PAGE}#{named}\n" and named in anchors
+        assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__ == [shown.rstrip()]
+
+
+def test_an_error_of_users_names_the_section_of_its_base() -> None:
+    class OwnError(specdec.QueueFullError):
+        """Defined outside of this library."""
+
+    assert OwnError.described_at() == f"{ERRORS_PAGE}#queuefullerror"
 
 
 def test_the_command_line_page_is_what_the_commands_say() -> None:

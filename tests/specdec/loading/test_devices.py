@@ -62,5 +62,5 @@ def test_dtypes() -> None:
     assert resolve_dtype("auto", CUDA) == "auto"
     assert resolve_dtype("bfloat16", CPU) is resolve_dtype(torch.bfloat16, CUDA) is torch.bfloat16
     for dtype in ("int8", torch.int8, "half", None, 16, torch.float8_e4m3fn, torch.complex64):
-        with pytest.raises(InvalidInputError, match=r"allowed are auto, float32, bfloat16, float16, float64$"):
+        with pytest.raises(InvalidInputError, match=r"(?m)allowed are auto, float32, bfloat16, float16, float64$"):
             resolve_dtype(dtype, CPU)
