@@ -26,6 +26,7 @@ from specdec.cli.main import cli
 from specdec.loading.builtin import builtin_path
 from specdec.model import SpeculativeModel
 from specdec.parallel.collectives import RankGoneError  # noqa: F401 (likewise)
+from specdec.service.monitoring import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = {
@@ -208,6 +209,16 @@ def test_every_error_names_its_section() -> None:
         named = next(one for one in cls.__mro__ if one.__name__[0] != "_").__name__.lower()
         assert shown == f"See {ERRORS_PAGE}#{named}\n" and named in anchors
         assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__ == [shown.rstrip()]
+
+
+def test_the_metrics_page_has_what_the_code_emits() -> None:
+    text = pages.read("reference/metrics.md")
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\w+) \| (\S+) \| (.*) \|$", text, re.M)
+    assert {name: (kind, help) for name, _, kind, _, help in rows} == METRICS and len(rows) == len(METRICS)
+    assert [name for name, there, *_ in rows if there != f"specdec_{name}"] == []
+    in_seconds = {name for name, _, _, unit, _ in rows if unit == "s"}
+    assert in_seconds == {name for name in METRICS if "_seconds" in name}
+    assert set(re.findall(r"specdec_(\w+)", text)) == set(METRICS)
 
 
 def test_an_error_of_users_names_the_section_of_its_base() -> None:
