@@ -243,6 +243,34 @@ def test_pictures_are_drawn_from_the_results() -> None:
         assert (ROOT / "docs" / "pictures" / name).read_text("utf-8") == picture, "run: python docs/scripts/pictures.py"
 
 
+def test_pictures_are_shown_with_their_results() -> None:
+    """A picture of numbers names its files, and its description has their numbers."""
+    pictures, shown = script("pictures"), {}
+    for page in sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")):
+        for files, said, name in re.findall(
+            r"(?:<!-- (?:picture|results): (.*) -->\n)?!\[(.+)\]\((\S+)\)", pages.read(page)
+        ):
+            shown[name.rpartition("/")[2]] = (files.split(", ") if files else [], said)
+    assert shown.keys() == pictures.pictures().keys()
+    for name, (files, _) in shown.items():
+        assert bool(files) == (name not in ("round.svg", "house.svg")), name
+        assert [file for file in files if not (pictures.RESULTS / file).is_file()] == []
+    seen, (plain, likely) = pictures.traced(), pictures.by_position().values()
+    *steps, verify, prefill = seen["graph_ms"]
+    times = f"{verify:.2f} of {seen['round_ms']:.2f} ms, the five drafts {sum(steps) + prefill:.2f} ms"
+    assert times in shown["timeline.svg"][1] and f"for {seen['idle_ms']:.3f} ms" in shown["timeline.svg"][1]
+    ends = f"is {plain[0]:.2f} at the first draft and {plain[-1]:.2f} at the seventh"
+    assert (
+        ends in shown["positions.svg"][1] and f"from {likely[0]:.2f} to {likely[-1]:.2f}" in shown["positions.svg"][1]
+    )
+    over = [value for line in pictures.over_floor().values() for _, value in line]
+    assert f"{min(over):.1f} to {max(over):.1f} times" in shown["floor.svg"][1]
+    by_k = pictures.measured()
+    assert by_k[3][128] > by_k[5][128] and all(by_k[3][rows] < by_k[5][rows] for rows in (1, 8, 32))
+    faster = {rows: by_k[5][rows] / by_k[0][rows] for rows in (1, 128)}
+    assert f"from {faster[1]:.1f} at one row to {faster[128]:.1f} at 128" in shown["speed.svg"][1]
+
+
 def test_numbers_of_the_performance_page_are_those_of_its_results() -> None:
     pictures, text = script("pictures"), pages.read("numbers.md")
     files = re.findall(r"<!-- results: (\S+) -->\n\|", text)
