@@ -213,7 +213,7 @@ def test_every_error_names_its_section() -> None:
 
 def test_the_metrics_page_has_what_the_code_emits() -> None:
     text = pages.read("reference/metrics.md")
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\w+) \| (\S+) \| (.*) \|$", text, re.M)
+    rows = re.findall(r"^\| `(\w+)` `(\w+)` \| (\w+) \| (\S+) \| (.*) \|$", text, re.M)
     assert {name: (kind, help) for name, _, kind, _, help in rows} == METRICS and len(rows) == len(METRICS)
     assert [name for name, there, *_ in rows if there != f"specdec_{name}"] == []
     in_seconds = {name for name, _, _, unit, _ in rows if unit == "s"}
