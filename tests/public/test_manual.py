@@ -34,7 +34,7 @@ STAND_INS = {
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": "gsm-llama-eagle3",
 }
 NOT_RUN = {
-    ("index.md", "installs packages; `docs/scripts/quickstart.py` does it with the wheel"),
+    ("index.md", "installs packages; `docs/scripts/fresh.py` does it with the wheel"),
     ("batches.md", "needs Ray"),
     ("how-to/gsm8k.md", "needs the GSM8K files"),
     ("service.md", "starts a server, or asks it; the tests of the example do"),
@@ -74,7 +74,7 @@ def commands(code: str) -> list[str]:
 
 def run_command(line: str) -> None:
     words = shlex.split(here(line))
-    if words[:2] == ["pip", "install"]:  # the extras exist; docs/scripts/quickstart.py installs
+    if words[:2] == ["pip", "install"]:  # the extras exist; docs/scripts/fresh.py installs
         assert all(extra in PYPROJECT_EXTRAS for extra in re.findall(r"\[(\w+)\]", line)), line
         return
     assert words[0] == "specdec", f"not a command that can be run here: {line}"
