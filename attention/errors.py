@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 ERRORS_PAGE = "docs/reference/errors.md"
 """The page with the cause and the remedy of every error; its address, where the site is published."""
 

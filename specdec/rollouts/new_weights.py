@@ -6,7 +6,7 @@ huggingface/trl, WeightTransferProtocol.send_weights: an iterator of (name, tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -15,9 +15,30 @@ from torch import nn
 
 from attention.hf.gate import gate_of
 from specdec.errors import InvalidInputError
+from specdec.interrupts import interrupts_as_they_are
+from specdec.selftest.selftest import self_test
+from specdec.torch_state import own_torch_state
 from specdec.values import short
 
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+@own_torch_state()
+def renew(model: Any, what: str, change: Callable[[], None]) -> float:
+    """Change the weights of a `SpeculativeModel`, test it again, and return its `self_test_error`.
+
+    Raises:
+        InvalidInputError: requests run, or this process has a share. Those of `SpeculativeModel.refresh`.
+    """
+    model.group.check_whole(what, "save new weights and load them again")
+    with model._shared.between_rounds() as idle, interrupts_as_they_are():
+        if not idle:
+            raise InvalidInputError(f"requests are running on the old weights; finish them before {what}")
+        model._live.check()
+        model.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
+        change()
+        model.self_test_error = self_test(model.target)
+    return float(model.self_test_error)
 
 
 def write(model: Any, weights: Weights, head: Weights) -> None:

@@ -140,7 +140,9 @@ def test_an_error_is_one_line_and_a_pointer(run: Run, arguments: tuple[str, ...]
     code, out, err = run(*arguments)
     assert code in (1, 2) and not out and "Traceback" not in err
     message, *pointer = err.splitlines()
-    assert message.startswith("Error: ") and len(pointer) == 1 and pointer[0].startswith("See docs/reference/errors.md#")
+    assert (
+        message.startswith("Error: ") and len(pointer) == 1 and pointer[0].startswith("See docs/reference/errors.md#")
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import json
 import pickle
@@ -23,6 +24,7 @@ import specdec
 from attention.errors import ERRORS_PAGE
 from specdec.cli.lazy import PluginError  # noqa: F401 (likewise)
 from specdec.cli.main import cli
+from specdec.engine.streams import Stream
 from specdec.loading import assembly
 from specdec.loading.builtin import builtin_path
 from specdec.model import SpeculativeModel
@@ -309,3 +311,13 @@ def test_pages_have_no_habits(page: str) -> None:
 def test_a_page_says_at_its_top_what_one_can_do_after_it(page: str) -> None:
     first = pages.read(page).split("\n\n")[1]
     assert "fter this page you" in first, first
+
+
+@pytest.mark.slow
+def test_examples_of_help_texts_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each says what the method does, in what state the model is afterwards, and has an example."""
+    methods = [getattr(SpeculativeModel, name) for name in ("usage", "generate_iter", "refresh", "own_logits")]
+    for method in (*methods, Stream.close):
+        with SpeculativeModel.from_pretrained("gsm-llama", draft="auto") as model:
+            (found,) = doctest.DocTestFinder().find(method, method.__name__, globs={"model": model})
+            assert found.examples and doctest.DocTestRunner().run(found).failed == 0, capsys.readouterr().out
