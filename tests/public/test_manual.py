@@ -135,6 +135,16 @@ def test_blocks_that_are_not_run_are_few_and_listed() -> None:
     assert set(found) == NOT_RUN and len(found) <= 10
 
 
+def test_every_fence_has_a_language() -> None:
+    """Commands that take hours or other people's weights are `console`: not run, but their options are checked."""
+    of_console = []
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        opening = re.findall(r"^ *```(.*)$", path.read_text("utf-8"), re.M)[::2]
+        assert set(opening) <= {"python", "bash", "text", "console", "json", "jsonl"}, (path, opening)
+        of_console += [path.name] * opening.count("console")
+    assert of_console == ["evaluation.md"] * 4
+
+
 @pytest.mark.parametrize(
     "page", sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
 )
