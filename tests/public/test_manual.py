@@ -236,10 +236,10 @@ def test_every_error_names_its_section() -> None:
 
 def test_the_metrics_page_has_what_the_code_emits() -> None:
     text = pages.read("reference/metrics.md")
-    rows = re.findall(r"^\| `(\w+)` `(\w+)` \| (\w+) \| (\S+) \| (.*) \|$", text, re.M)
-    assert {name: (kind, help) for name, _, kind, _, help in rows} == METRICS and len(rows) == len(METRICS)
+    rows = re.findall(r"^\| `(\w+)` `(\w+)` \| (.*) \| (\w+) \| (\S+) \|$", text, re.M)
+    assert {name: (kind, help) for name, _, help, kind, _ in rows} == METRICS and len(rows) == len(METRICS)
     assert [name for name, there, *_ in rows if there != f"specdec_{name}"] == []
-    in_seconds = {name for name, _, _, unit, _ in rows if unit == "s"}
+    in_seconds = {name for name, _, _, _, unit in rows if unit == "s"}
     assert in_seconds == {name for name in METRICS if "_seconds" in name}
     assert set(re.findall(r"specdec_(\w+)", text)) == set(METRICS)
 
