@@ -21,8 +21,8 @@ COMPARED = {
     "Targets in FP8": "in part: the table",
     "Half precision": "wholly",
     "Mixtures of experts": "wholly",
-    "Sampled rows, and the older commit": "not: ratios of runs side by side, written by scripts that are gone",
-    "Shared prefixes": "not: likewise",
+    "Sampled rows, and the older commit": "in part: times in tables; ratios come from runs side by side",
+    "Shared prefixes": "not: ratios alone",
     "Scripts that are gone": "it has no numbers",
 }
 """Sections of docs/performance.md, and whether their numbers are compared."""
@@ -99,6 +99,40 @@ def in_fp8() -> Iterator[str]:
         ratio = f"{ms(bf16)} ms | {fp8['step_ms_median'] / bf16['step_ms_median']:.2f}"
         yield f"| {rows} | {ms(plain)} ms, {plain['over_floor']:.2f} | {ratio} |"
         yield f"| {ms(drafted)} ms, {drafted['over_floor']:.2f}, {drafted['tokens_per_s']:,.0f} |"
+
+
+def times(name: str, rows: tuple[int, ...] = (1, 8, 32), **wanted: Any) -> str:
+    """Medians of a kind of rounds at so many rows, in order; greedy rounds have neither field of sampled ones."""
+    wanted = {"sampled": None, "greedy_share": None, "entropy": None} | wanted
+    kind = [row for row in lines(name) if all(row.get(key) == value for key, value in wanted.items())]
+    return ", ".join(ms(next(row for row in kind if row["rows"] == n)) for n in rows)
+
+
+def sampled() -> Iterator[str]:
+    draws, kinds, modules = (f"round-h200-2026-11-22-{name}.jsonl" for name in ("draws", "kinds", "modules"))
+    all_sampled, half_greedy = {"sampled": True, "greedy_share": 0.0}, {"sampled": True, "greedy_share": 0.5}
+    yield f"{times(kinds, drafts=0)} ms | | {times(kinds, drafts=0, **all_sampled)} |"
+    one_nat = {"drafts": 3, "entropy": 1.0}
+    yield f"{times(kinds, **one_nat)} | | {times(kinds, **one_nat, **all_sampled)} |"
+    halves = times(draws, (8, 32), drafts=3, **half_greedy)
+    yield f"{times(draws, drafts=3)} | –, {halves} | {times(draws, drafts=3, **all_sampled)} |"
+    four = (1, 8, 32, 128)
+    yield f"{times(draws, four, drafts=5)} | | {times(draws, four, drafts=5, **all_sampled)} |"
+    for file, commit in ((draws, "2599be8"), ("round-h200-2026-11-23-f.jsonl", "fcd5d6a")):
+        both = (times(file, four, drafts=5, commit=one) for one in (commit, "11c2809"))
+        yield "{} ms against {} (".format(*both)
+    for shape, k, name in (
+        ("deepseek-v2-lite", 1, "DeepSeek-V2-Lite | 1 | {} ms | {} |"),
+        ("deepseek-v2-lite", 3, "DeepSeek-V2-Lite | 3 | {} | {} |"),
+        ("llama-3.1-8b-2-modules", 2, "two modules | 2 | {} | {} |"),
+    ):
+        yield name.format(*(times(modules, shape=shape, drafts=k, **kind) for kind in ({}, all_sampled)))
+    for file, commit in (("", "142bd60"), ("-b", "3acb911"), ("-c", "a51d8dd"), ("-d", "dc71956"), ("-e", "2b6b4f6")):
+        file = f"round-h200-2026-11-23{file}.jsonl"
+        for rows in (1, 8, 32):
+            each = [times(file, (rows,), drafts=3, commit=commit, **kind) for kind in ({}, half_greedy)]
+            first = " ms" if (rows, commit) == (1, "142bd60") else ""
+            yield f"| {commit if rows == 1 else ''} | {rows} | {each[0]}{first} | {each[1]} |".replace("|  |", "| |")
 
 
 def mixtures() -> Iterator[str]:
@@ -189,7 +223,7 @@ def exactness() -> Iterator[str]:
 
 
 PAGES = {
-    "docs/performance.md": (dense, hybrid, in_fp8, mixtures, serving, half, built_in),
+    "docs/performance.md": (dense, sampled, hybrid, in_fp8, mixtures, serving, half, built_in),
     "README.md": (readme,),
     "docs/concepts/exactness.md": (exactness,),
 }
