@@ -42,7 +42,8 @@ lint: $(DEV)
 docs: $(DOCS)
 	$(BIN)/python docs/scripts/command_line.py
 	$(BIN)/python docs/scripts/pictures.py
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 format: $(DEV)
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+ERRORS_PAGE = "docs/reference/errors.md"
+"""The page with the cause and the remedy of every error; its address, where the site is published."""
+
 
 class SpecdecError(Exception):
-    """Root of every error this project raises on purpose."""
+    """Root of every error this project raises on purpose. A traceback ends with where the manual describes it."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note(f"See {self.described_at()}")
+
+    @classmethod
+    def described_at(cls) -> str:
+        """The section of the manual; that of a base class for classes that have none."""
+        ours = ("attention", "drafters", "specdec", "evals")
+        named = (one for one in cls.__mro__ if one.__module__.partition(".")[0] in ours and one.__name__[0] != "_")
+        return f"{ERRORS_PAGE}#{next(named).__name__.lower()}"
 
 
 class InvalidInputError(SpecdecError, ValueError):

@@ -6,6 +6,8 @@ defined: `attention` and `drafters` raise errors of the same tree without import
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from attention.errors import (
     HandoffMismatchError,
     InvalidInputError,
@@ -61,11 +63,12 @@ class NotCopyableError(SpecdecError, TypeError):
     """A SpeculativeModel was to be copied or pickled; it holds caches, hooks and device memory that have no copy."""
 
 
-NOT_COPYABLE = (
-    "a SpeculativeModel cannot be copied or pickled: it holds caches and device memory; call "
-    "SpeculativeModel.from_pretrained where it is needed (in the other process)"
-)
-"""The message of NotCopyableError."""
+def refuse_copy(model: object, protocol: object) -> NoReturn:
+    """`__reduce_ex__`: pickle, copy and deepcopy end here. Raises NotCopyableError."""
+    raise NotCopyableError(
+        "a SpeculativeModel cannot be copied or pickled: it holds caches and device memory; call "
+        "SpeculativeModel.from_pretrained where it is needed (in the other process)"
+    )
 
 
 class RequestFailedError(SpecdecError):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from asyncio import to_thread
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from transformers import PreTrainedModel
 
-from drafters.base import DraftsOnSome, Head
+from drafters.base import Head
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import MAX_NUM_PREFILL_TOKENS
 from specdec.engine.feeding import generated
@@ -18,7 +18,7 @@ from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine
 from specdec.engine.stats import EngineStats
 from specdec.engine.streams import Stream, StreamUpdate, completed
-from specdec.errors import NOT_COPYABLE, ClosedModelError, InvalidInputError, ModelLoadError, NotCopyableError
+from specdec.errors import ClosedModelError, InvalidInputError, ModelLoadError, refuse_copy
 from specdec.interrupts import interrupts_as_they_are
 from specdec.loading.assembly import FREED, Parts, assemble, dismantle
 from specdec.loading.facts import facts_of
@@ -31,7 +31,6 @@ from specdec.requests.request import Completion
 from specdec.requests.scores import Score, scores, to_be_scored
 from specdec.requests.shown import model_html, model_line, with_bar
 from specdec.requests.submission import Params, Submission, check_each, submissions
-from specdec.selftest.selftest import self_test
 from specdec.torch_state import own_torch_state
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.target import own_logits
@@ -52,9 +51,8 @@ class SpeculativeModel:
     Threads: every method may be called on any thread. Requests of all share one batch; callers that wait run the
     rounds, and a forward of `hf_model` waits for a round's and vice versa. A stream that is not read delays no other; a
     failed request or an interrupted caller ends its own requests only. A call from inside a round (by the tokenizer or
-    a hook) is refused with a SpecdecError. Services: docs/service.md.
-
-    Life: see `close`, which a with-block calls at its end, and garbage collection. Several may wrap one `hf_model`.
+    a hook) is refused with a SpecdecError. Services: docs/service.md. Life: see `close`, which a with-block calls at
+    its end, and garbage collection. Several may wrap one `hf_model`.
 
     Attributes:
         hf_model: the transformers model; its own `generate` works as before. It stays after `close`.
@@ -217,8 +215,12 @@ class SpeculativeModel:
         return self._shared.stats
 
     def usage(self) -> Usage:
-        """Requests, and the rows and pages that they hold; waits for a round. Raises SpecdecError inside a round, and
-        InvariantError, with SPECDEC_CHECK=1, when a page has no owner, or two."""
+        """Requests, and the rows and pages that they hold. Waits for a round; changes nothing, and requests go on.
+
+        >>> model.usage().requests, model.usage().rows
+        (0, 0)
+
+        Raises SpecdecError inside a round; InvariantError, with SPECDEC_CHECK=1, when a page has no owner, or two."""
         return self._shared.usage()
 
     def generate(
@@ -237,10 +239,9 @@ class SpeculativeModel:
             One Completion a prompt, in order (with SamplingParams.n or GenerationConfig.num_return_sequences so many).
 
         Raises:
-            InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
-            ClosedModelError: closed, also by another thread meanwhile. ModelChangedError: `hf_model` was moved, recast,
-                resized or rebuilt. RoundFailedError: a round of this call failed twice. RequestFailedError, at the end:
-                a tokenizer or code of the user's raised. Exception: of an alarm, …
+            InvalidInputError: a bad prompt or parameter; nothing was started. ClosedModelError: closed, also by another
+                thread meanwhile. ModelChangedError: `hf_model` was moved, recast, resized or rebuilt. RoundFailedError:
+                a round failed twice. RequestFailedError, at the end: a tokenizer or code of the user's raised.
         """
         done = dict((with_bar if progress else completed)(self.stream(prompts, params, **options)))
         return [done[i] for i in sorted(done)]
@@ -248,7 +249,11 @@ class SpeculativeModel:
     def generate_iter(
         self, prompts: Prompts = None, params: Params = None, **options: Any
     ) -> Iterator[tuple[int, Completion]]:
-        """As `generate`, but yield (index, Completion) as each finishes. Reads an iterator lazily: docs/batches.md."""
+        """As `generate`, but yield (index, Completion) as each finishes. Reads an iterator lazily: docs/batches.md.
+        Closing it early ends the requests that are left; the model then serves other calls.
+
+        >>> sorted((i, len(done.token_ids)) for i, done in model.generate_iter([[5, 6], [7]], max_new_tokens=3))
+        [(0, 3), (1, 3)]"""
         yield from generated(self.stream, prompts, params, options, self.config.max_num_seqs)
 
     def stream(self, prompts: Prompts = None, params: Params = None, **options: Any) -> Stream:
@@ -305,36 +310,36 @@ class SpeculativeModel:
         """Check a model whose weight values were changed in place: test it again and return its `self_test_error`.
 
         Generation uses new values at once; rows of `draft_vocab` are copied here. A head's own weights stay: that costs
-        acceptance alone. Raises ModelChangedError: more than values has changed (with CUDA graphs also addresses), wrap
-        the model again; UnsupportedModelError: the self-test failed; InvalidInputError: requests run, or a share."""
-        return self._renew("refresh()", lambda: None)
+        acceptance alone. Afterwards the prefix cache is empty. A model that fails is not closed, but may be wrong.
+
+        >>> model.hf_model.lm_head.weight.data *= 1.01
+        >>> model.refresh() < 1e-3
+        True
+
+        Raises:
+            ModelChangedError: more than values has changed (with CUDA graphs also addresses): wrap the model again.
+            UnsupportedModelError: the self-test failed. InvalidInputError: requests run, or this process has a share.
+        """
+        from specdec.rollouts.new_weights import renew
+
+        return renew(self, "refresh()", lambda: None)
 
     def update_weights(self, weights: Weights, *, head: Weights = ()) -> float:
         """Copy new values into `hf_model`, and into the head, in place, then `refresh`; returns the same.
 
         weights, head: by names of their `state_dict`, all or some, in a mapping or as pairs; see docs/rollouts.md.
         Raises InvalidInputError for a name or shape that is not there, and while requests run; else as `refresh`."""
-        from specdec.rollouts.new_weights import write
+        from specdec.rollouts.new_weights import renew, write
 
-        return self._renew("update_weights()", lambda: write(self, weights, head))
-
-    @own_torch_state()
-    def _renew(self, what: str, change: Callable[[], None]) -> float:
-        self.group.check_whole(what, "save new weights and load them again")
-        with self._shared.between_rounds() as idle, interrupts_as_they_are():
-            if not idle:
-                raise InvalidInputError(f"requests are running on the old weights; finish them before {what}")
-            self._live.check()
-            self.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
-            change()
-            if isinstance(self.head, DraftsOnSome):
-                self.head.renew_draft_rows()
-            self.self_test_error = self_test(self.target)
-        return self.self_test_error
+        return renew(self, "update_weights()", lambda: write(self, weights, head))
 
     @own_torch_state()
     def own_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[T, V]: logits of the model's own forward after each of these tokens, without cache and head."""
+        """[T, V]: logits of the model's own forward after each of these tokens, without cache and head. Waits
+        for a round; requests, caches and statistics stay as they are.
+
+        >>> model.own_logits([5, 6]).argmax(-1)[-1] == model.generate([5, 6], max_new_tokens=1)[0].token_ids[0]
+        tensor(True)"""
         self._shared.check_open()
         ids = ids_within(token_ids, self.target.num_embeddings, "own_logits")
         with self._shared.between_rounds():
@@ -388,7 +393,7 @@ class SpeculativeModel:
             leader.end()
         dismantle(self)
 
-    __repr__, _repr_html_ = model_line, model_html
+    __repr__, _repr_html_, __reduce_ex__ = model_line, model_html, refuse_copy
 
     def __enter__(self) -> Self:
         return self
@@ -403,7 +408,3 @@ class SpeculativeModel:
             if name in FREED and "_shared" in vars(self):
                 raise ClosedModelError(f"this SpeculativeModel is closed: its {name.lstrip('_')} is freed")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raises NotCopyableError: pickle, copy and deepcopy end here."""
-        raise NotCopyableError(NOT_COPYABLE)

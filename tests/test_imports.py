@@ -328,7 +328,7 @@ def test_errors_are_named_and_pickled_as_those_of_specdec() -> None:
 
     for name in errors.__all__:
         error = getattr(errors, name)("planted")
-        assert traceback.format_exception_only(error) == [f"specdec.{name}: planted\n"]
+        assert traceback.format_exception_only(error)[0] == f"specdec.{name}: planted\n"
         copied = pickle.loads(pickle.dumps(error))
         assert type(copied) is type(error) and copied.args == ("planted",)
 

@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-PAGES = ("index", "how-to/migrate", "concepts/round", "reference/errors", "numbers")
+PAGES = ("index", "how-to/migrate", "concepts/round", "reference/errors", "reference/metrics", "numbers")
 SITE = Path(__file__).resolve().parents[2] / "build" / "site"
 
 

@@ -70,3 +70,15 @@ def sentences(text: str) -> list[str]:
     for paragraph in re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", text, flags=re.M):
         parts += re.split(r"(?<=[.?!])\**\s+", " ".join(paragraph.split()))
     return [part for part in parts if re.search(r"\w", part)]
+
+
+def main() -> None:
+    """Print the mean length of the sentences of every user page, longest first: python docs/scripts/pages.py."""
+    written = (page for page in user_pages() if page not in GENERATED)
+    found = {page: [len(one.split()) for one in sentences(read(page))] for page in written}
+    for page, lengths in sorted(found.items(), key=lambda item: -sum(item[1]) / len(item[1])):
+        print(f"{sum(lengths) / len(lengths):5.1f} words, {len(lengths):3} sentences  {page}")
+
+
+if __name__ == "__main__":
+    main()

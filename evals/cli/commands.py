@@ -247,8 +247,11 @@ def _evaluate(
     from rich.console import Console
 
     from evals.acceptance.acceptance import run
+    from evals.acceptance.summary import FEW
     from evals.report.terminal import RunProgress, make_console, print_acceptance
 
+    if len(data.questions) < FEW:  # their intervals are Student's t
+        require("scipy", "eval")
     console, progress_console = make_console(), Console(stderr=True)
     with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
         facts = executor.facts()

@@ -18,7 +18,6 @@ from evals.errors import require
 from evals.report.terminal import (
     POSITIONS,
     cautions,
-    digits_for,
     groupings,
     headline,
     metric_parts,
@@ -113,13 +112,13 @@ def _cycle(items: Any) -> list[str]:
     return [_COLOURS[i % len(_COLOURS)] for i in range(len(items))]
 
 
-def _svg(draw: Callable[[Any], None], height: float = 3.6) -> str:
+def _svg(draw: Callable[[Any], None], height: float = 3.4) -> str:
     require("matplotlib", "eval")
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"svg.hashsalt": "specdec", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure = Figure(figsize=(7.2, height), layout="constrained")
+        figure = Figure(figsize=(5.2, height), layout="constrained")
         axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)
         draw(axes)
@@ -145,7 +144,7 @@ def of_positions(arms: Sequence[Json]) -> Values:
     rows = (
         (
             f"{arm['name']} {_NAMES[kind]}",
-            *(show(arm[kind][j], digits_for(arm["questions"])) if j < arm["k"] else "" for j in range(width)),
+            *(show(arm[kind][j], 3, arm["questions"]) if j < arm["k"] else "" for j in range(width)),
         )
         for arm in arms
         for kind in POSITIONS
@@ -179,16 +178,20 @@ def of_groups(arms: Sequence[Json], group: str, section: str, metric: str) -> Va
 
 
 def _of_group(part: Json, section: str, metric: str) -> str:
-    return show(part[section][metric], digits_for(part["questions"]))
+    return show(part[section][metric], 3, part["questions"])
 
 
 def of_speedup(arms: Sequence[Json], prediction: Json) -> Values:
     """Measured and predicted speed-up, decode only, by K."""
-    measured = {arm["k"]: show(arm["timing"]["speedup_decode"], digits_for(arm["questions"])) for arm in arms}
+    measured = {arm["k"]: show(arm["timing"]["speedup_decode"], 3, arm["questions"]) for arm in arms}
     cells = {(str(cell["batch_size"]), cell["k"]): cell for cell in prediction["table"]}
     sizes = list(prediction["round_seconds"])
     rows = (
-        (str(k), measured.get(k, "-"), *(predicted(cells[size, k]) if (size, k) in cells else "-" for size in sizes))
+        (
+            str(k),
+            measured.get(k, "-"),
+            *(predicted(cells[size, k], arms[0]["questions"]) if (size, k) in cells else "-" for size in sizes),
+        )
         for k in sorted({*measured, *(k for _, k in cells)})
     )
     return Values(("K", "measured", *(f"predicted, batch {size}" for size in sizes)), tuple(rows))
@@ -197,7 +200,7 @@ def of_speedup(arms: Sequence[Json], prediction: Json) -> Values:
 def render(document: Json) -> str:
     """The page as HTML text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["value"] = show
+    environment.filters["value"] = partial(show, questions=document["arms"][0]["questions"])
     template = environment.from_string(files("evals").joinpath("report/templates/report.html.j2").read_text("utf-8"))
     settings = document["provenance"]["settings"]
     targets = sorted({str(model["target"]) for model in settings["models"].values()})
@@ -206,7 +209,7 @@ def render(document: Json) -> str:
         settings=settings,
         metrics=METRICS,
         metric_parts=metric_parts(),
-        digits=partial(digits_for, document["arms"][0]["questions"]),
+        predicted=predicted,
         pictures=_pictures(document),
         provenance=json.dumps(document["provenance"], indent=2, ensure_ascii=False),
         title=f"Acceptance of {' and '.join(targets)} on {settings['data']['name']}",

@@ -25,7 +25,7 @@ def headline(document: Json) -> str:
     if not known:
         return "No speed-up measured: there were no times to compare."
     best = max(known, key=lambda arm: float(arm["timing"]["speedup"]["estimate"]))
-    return f"{best['name']}: {_speed(best['timing']['speedup'])}; {_answers(document, best)}."
+    return f"{best['name']}: {_speed(best['timing']['speedup'], best['questions'])}; {_answers(document, best)}."
 
 
 def cautions(document: Json) -> list[str]:
@@ -44,12 +44,12 @@ def cautions(document: Json) -> list[str]:
     return found
 
 
-def _speed(value: Json) -> str:
-    estimate, low, high = value["estimate"], value["low"], value["high"]
-    span = "" if low is None else f" [{low:.2f}, {high:.2f}]"
-    if low is not None and low <= 1 <= high:
-        return f"no clear speed-up, {estimate:.2f} × the target alone's speed{span}"
-    return f"{estimate:.2f} × {'faster than' if estimate > 1 else 'the speed of'} the target alone{span}"
+def _speed(value: Json, questions: int) -> str:
+    estimate, _, span = show(value, 2, questions).partition(" ")
+    span = f" {span}" if span else ""
+    if span and value["low"] <= 1 <= value["high"]:
+        return f"no clear speed-up, {estimate} × the target alone's speed{span}"
+    return f"{estimate} × {'faster than' if value['estimate'] > 1 else 'the speed of'} the target alone{span}"
 
 
 def _answers(document: Json, arm: Json) -> str:
@@ -85,13 +85,13 @@ def metric_parts() -> list[tuple[str, list[Metric]]]:
     return [("", main), (OTHERS, [metric for metric in METRICS if metric.key not in MAIN])]
 
 
-def digits_for(questions: int, most: int = 3) -> int:
-    """Decimals worth showing: at most two where so few questions were asked that the intervals are wide.
+def decimals(value: float, questions: int, most: int = 3) -> int:
+    """Decimals worth showing: two digits in all where so few questions were asked that the intervals are wide.
 
-    >>> digits_for(6), digits_for(80), digits_for(6, most=1)
-    (2, 3, 1)
+    >>> decimals(3.741, 6), decimals(0.951, 6), decimals(110.0, 6, most=1), decimals(3.741, 80)
+    (1, 2, 0, 3)
     """
-    return min(most, 2) if questions < FEW else most
+    return min(most, max(2 - len(str(int(abs(value)))), 0) if abs(value) >= 1 else 2) if questions < FEW else most
 
 
 POSITIONS = ("conditional", "unconditional", "per_position_vllm")
@@ -157,8 +157,8 @@ def print_acceptance(console: Console, document: Json, explain: bool = False) ->
         prediction = document["timing"]["prediction"]
         title = "predicted speed-up, decode only (* beyond what was measured)"
         if prediction["table"]:
-            _print_table(console, title, _prediction_table(prediction))
-            _print_best(console, prediction)
+            _print_table(console, title, _prediction_table(prediction, arms[0]["questions"]))
+            _print_best(console, prediction, arms[0]["questions"])
         else:
             reason = prediction.get("reason", "there were no rounds to time")  # documents of before say none
             console.print(f"\nspeed-up not predicted: {reason}")
@@ -193,21 +193,22 @@ def groupings(arm: Json) -> list[tuple[str, str]]:
     return [(title, key) for title, key in shown if arm[key]]
 
 
-def show(value: Json, digits: int = 3) -> str:
-    """An estimate with its interval.
+def show(value: Json, most: int = 3, questions: int = FEW) -> str:
+    """An estimate with its interval, with at most so many decimals.
 
-    >>> show({"estimate": 2.5, "low": 2.4, "high": 2.6})
-    '2.500 [2.400, 2.600]'
+    >>> show({"estimate": 2.5, "low": 2.4, "high": 2.6}), show({"estimate": 2.5, "low": 2.4, "high": 2.6}, questions=6)
+    ('2.500 [2.400, 2.600]', '2.5 [2.4, 2.6]')
     """
     if value["estimate"] is None:
         return "-"
+    digits = decimals(value["estimate"], questions, most)
     text = f"{value['estimate']:.{digits}f}"
     return text if value["low"] is None else f"{text} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
 
 
 def _shown(metric: Metric, part: Json) -> str:
     values = part["timing" if metric.timing else "metrics"]
-    return show(values[metric.key], digits_for(part["questions"], metric.digits)) if metric.key in values else "-"
+    return show(values[metric.key], metric.digits, part["questions"]) if metric.key in values else "-"
 
 
 def _table(first: str, *numbers: str) -> Table:
@@ -236,7 +237,9 @@ def _group_table(arms: Sequence[Json], key: str) -> Table:
         cells = [(arm[key][name]) for arm in drafting]
         speedups = [cell["timing"].get("speedup", {"estimate": None}) for cell in cells]
         pairs = zip(cells, speedups, strict=True)
-        shown = [text for cell, speedup in pairs for text in (show(cell["metrics"]["tau"], 2), show(speedup, 2))]
+        shown = [
+            show(value, 2, cell["questions"]) for cell, speedup in pairs for value in (cell["metrics"]["tau"], speedup)
+        ]
         positions = " ".join(show({**value, "low": None}, 2) for value in widest[key][name]["unconditional"])
         table.add_row(name, str(cells[0]["questions"]), *shown, positions)
     return table
@@ -247,34 +250,34 @@ def _position_table(arms: Sequence[Json]) -> Table:
     table = _table("position", *(arm["name"] for arm in drafting))
     for j in range(max((arm["k"] for arm in drafting), default=0)):
         cells = [
-            "\n".join(show(arm[kind][j], digits_for(arm["questions"])) for kind in POSITIONS) if j < arm["k"] else ""
+            "\n".join(show(arm[kind][j], 3, arm["questions"]) for kind in POSITIONS) if j < arm["k"] else ""
             for arm in drafting
         ]
         table.add_row(str(j + 1), *cells)
     return table
 
 
-def _prediction_table(prediction: Json) -> Table:
+def _prediction_table(prediction: Json, questions: int) -> Table:
     table = _table("K", *(f"batch {size}" for size in prediction["round_seconds"]))
     for k in sorted({cell["k"] for cell in prediction["table"]}):
         row = [cell for cell in prediction["table"] if cell["k"] == k]
-        table.add_row(str(k), *(predicted(cell) for cell in row))
+        table.add_row(str(k), *(predicted(cell, questions) for cell in row))
     return table
 
 
-def predicted(cell: Json) -> str:
+def predicted(cell: Json, questions: int) -> str:
     """A predicted speed-up, marked with * where it is extrapolated."""
-    return f"{cell['speedup']:.2f}{'*' if cell['extrapolated'] else ''}"
+    return f"{cell['speedup']:.{decimals(cell['speedup'], questions, 2)}f}{'*' if cell['extrapolated'] else ''}"
 
 
-def _print_best(console: Console, prediction: Json) -> None:
+def _print_best(console: Console, prediction: Json, questions: int) -> None:
     for size in prediction["round_seconds"]:
         found = prediction["best"].get(size)
         if found is None:
             text = f"batch {size}: no K up to the largest measured is predicted to be faster than the target alone"
         else:
             text = f"batch {size}: K={found['k']} is predicted to be the fastest up to the largest measured, "
-            text += f"{found['speedup']:.2f} × the target alone"
+            text += f"{found['speedup']:.{decimals(found['speedup'], questions, 2)}f} × the target alone"
         console.print(text + untried(prediction, size), highlight=False)
 
 
@@ -293,7 +296,7 @@ def _difference_table(found: Json, questions: int) -> Table:
     labels = {metric.key: metric for metric in METRICS}
     for key, value in {**found["metrics"], **found["timing"]}.items():
         label, digits = (labels[key].label, labels[key].digits) if key in labels else ("speed, ratio of totals", 3)
-        table.add_row(label, show(value, digits_for(questions, digits)))
+        table.add_row(label, show(value, digits, questions))
     return table
 
 

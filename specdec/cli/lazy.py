@@ -11,12 +11,13 @@ Source: packaging.python.org, "Entry points specification".
 from __future__ import annotations
 
 import importlib
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -28,9 +29,14 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 class BadInput(click.ClickException):
-    """An error of the `SpecdecError` tree, shown by click as one message."""
+    """An error of the `SpecdecError` tree, shown by click as one message and where the manual describes it."""
 
     exit_code = 2
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        super().show(file)
+        if isinstance(self.__cause__, SpecdecError):
+            click.echo(f"See {self.__cause__.described_at()}", file=file or sys.stderr)
 
 
 class Interrupted(click.ClickException):

@@ -137,7 +137,17 @@ class Stream(Iterator[StreamUpdate]):
         return self._call
 
     def close(self) -> None:
-        """Abort unfinished requests. Idempotent."""
+        """End the call: unfinished requests are aborted without another update, and reading on stops. To keep what they
+        have, see `cancel`. Idempotent, never waits, on any thread.
+
+        Their rows and pages are free after the round that runs. The model serves other calls as before.
+
+        >>> stream = model.stream([[5, 6], [7]], max_new_tokens=9)
+        >>> first = next(stream)
+        >>> stream.close()
+        >>> next(stream, None), model.usage().requests
+        (None, 0)
+        """
         call, self._call, self._requests = self._call, None, None
         if call is not None:
             self._shared.abandon(call)

@@ -6,7 +6,7 @@ huggingface/trl, WeightTransferProtocol.send_weights: an iterator of (name, tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,7 +14,11 @@ import torch
 from torch import nn
 
 from attention.hf.gate import gate_of
+from drafters.base import DraftsOnSome
 from specdec.errors import InvalidInputError
+from specdec.interrupts import interrupts_as_they_are
+from specdec.selftest.selftest import self_test
+from specdec.torch_state import own_torch_state
 from specdec.values import short
 
 _OF_ADAPTERS = ("base_model.model.", ".base_layer.", "lora_")
@@ -23,6 +27,26 @@ _MERGED = (
     "peft_model.merge_and_unload().state_dict(), of a copy where training goes on"
 )
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+@own_torch_state()
+def renew(model: Any, what: str, change: Callable[[], None]) -> float:
+    """Change the weights of a `SpeculativeModel`, test it again, and return its `self_test_error`.
+
+    Raises:
+        InvalidInputError: requests run, or this process has a share. Those of `SpeculativeModel.refresh`.
+    """
+    model.group.check_whole(what, "save new weights and load them again")
+    with model._shared.between_rounds() as idle, interrupts_as_they_are():
+        if not idle:
+            raise InvalidInputError(f"requests are running on the old weights; finish them before {what}")
+        model._live.check()
+        model.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
+        change()
+        if isinstance(model.head, DraftsOnSome):
+            model.head.renew_draft_rows()
+        model.self_test_error = self_test(model.target)
+    return float(model.self_test_error)
 
 
 def write(model: Any, weights: Weights, head: Weights) -> None:

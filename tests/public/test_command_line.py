@@ -136,10 +136,13 @@ def test_an_empty_file_of_prompts_is_an_error(run: Run, tmp_path: Path, name: st
         ("eval", "acceptance", "--data", "gone.jsonl"),
     ],
 )
-def test_an_error_is_one_line(run: Run, arguments: tuple[str, ...]) -> None:
+def test_an_error_is_one_line_and_a_pointer(run: Run, arguments: tuple[str, ...]) -> None:
     code, out, err = run(*arguments)
     assert code in (1, 2) and not out and "Traceback" not in err
-    assert [line.startswith("Error: ") for line in err.splitlines()] == [True]
+    message, *pointer = err.splitlines()
+    assert (
+        message.startswith("Error: ") and len(pointer) == 1 and pointer[0].startswith("See docs/reference/errors.md#")
+    )
 
 
 @pytest.mark.parametrize(

@@ -153,9 +153,10 @@ def test_bad_input_is_one_message_and_leaves_nothing(
     [
         (["acceptance", "--report", "r.html"], "matplotlib", "eval"),
         (["lossless"], "scipy", "eval"),
+        (["acceptance"], "scipy", "eval"),
         (["acceptance", "--ray"], "ray", "ray"),
     ],
-    ids=["report", "lossless", "ray"],
+    ids=["report", "lossless", "few questions", "ray"],
 )
 def test_a_missing_extra_is_named_before_anything_runs(
     invoke: Invoke,

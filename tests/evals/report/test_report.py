@@ -23,7 +23,7 @@ from evals.report.terminal import (
     OTHERS,
     RunProgress,
     cautions,
-    digits_for,
+    decimals,
     headline,
     metric_parts,
     print_acceptance,
@@ -157,8 +157,8 @@ def told(speedup: tuple[float, float | None, float | None], same: int = 8, **mor
 
 
 HEADLINES = [
-    (told((2.6, 2.4, 2.8)), "K=5: 2.60 × faster than the target alone [2.40, 2.80]; answers unchanged (8 of 8 equal)."),
-    (told((1.1, 0.9, 1.3)), "K=5: no clear speed-up, 1.10 × the target alone's speed [0.90, 1.30]"),
+    (told((2.6, 2.4, 2.8)), "K=5: 2.6 × faster than the target alone [2.4, 2.8]; answers unchanged (8 of 8 equal)."),
+    (told((1.1, 0.9, 1.3)), "K=5: no clear speed-up, 1.1 × the target alone's speed [0.9, 1.3]"),
     (told((0.7, 0.6, 0.8)), "K=5: 0.70 × the speed of the target alone [0.60, 0.80]"),
     (told((2.6, None, None), same=6), "2 of 8 answers differ from the target alone's (`specdec eval lossless` says"),
     (
@@ -181,7 +181,7 @@ def test_the_numbers_begin_with_the_main_ones_and_leave_none_out() -> None:
 
 
 def test_few_questions_get_two_digits(plant: SimpleNamespace, tmp_path: Path) -> None:
-    assert (digits_for(6), digits_for(20), digits_for(6, 1)) == (2, 3, 1)
+    assert (decimals(3.7, 6), decimals(0.95, 6), decimals(110.0, 6, 1), decimals(3.7, 20)) == (1, 2, 0, 3)
     model = plant.Model(rates=(0.8, 0.6, 0.5))
     executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": model})))
     plan = Plan(plant.questions(6), sweep((3,)), plant.asking(), warmup=0)
@@ -189,7 +189,7 @@ def test_few_questions_get_two_digits(plant: SimpleNamespace, tmp_path: Path) ->
     text = page.render(document)
     (arm,) = (arm for arm in document["arms"] if arm["k"])
     tau = arm["metrics"]["tau"]
-    assert show(tau, 2) in text and show(tau, 3) not in text
+    assert show(tau, questions=6) in text and show(tau, 2) not in text
 
 
 def test_what_the_intervals_leave_out_is_said_beside_them() -> None:

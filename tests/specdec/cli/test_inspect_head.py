@@ -183,7 +183,7 @@ def test_heads_of_eagle_1_are_not_exported(tmp_path: Path) -> None:
 
 def test_a_speculators_configuration_needs_a_target_or_its_name(tmp_path: Path, head: Path) -> None:
     given = ("--layout", "speculators", "--out", str(tmp_path / "out"))
-    with pytest.raises(InvalidInputError, match=r"give --target, or --without-target-tensors and --verifier$"):
+    with pytest.raises(InvalidInputError, match=r"(?m)give --target, or --without-target-tensors and --verifier$"):
         run(export, str(head), *given)
     with pytest.raises(InvalidInputError, match="give --target, or its name by --verifier"):
         run(export, str(head), *given, "--without-target-tensors")

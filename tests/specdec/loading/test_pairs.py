@@ -80,7 +80,7 @@ def test_a_target_that_the_head_does_not_fit_is_explained(tmp_path: Path) -> Non
     words = r"hidden size(.|\n)*The target is 'gsm-deepseek', a name from config.json of the head .*another target"
     with pytest.raises(HeadMismatchError, match=words):
         SpeculativeModel.from_pretrained(head)
-    with pytest.raises(HeadMismatchError, match=r"this target has \d+$"):
+    with pytest.raises(HeadMismatchError, match=r"(?m)this target has \d+$"):
         SpeculativeModel.from_pretrained("gsm-deepseek", head)
 
 
