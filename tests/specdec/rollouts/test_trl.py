@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from fakes import free_everywhere, random_prompts, table_head, tiny_llama, wrap
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from specdec.rollouts.trl import rollout_func
 
@@ -38,7 +40,16 @@ def test_log_probabilities_are_those_of_the_trainers_forward() -> None:
     assert seen[0] != seen[1] and free_everywhere(wrapped)
 
 
+@pytest.fixture
+def own_verbosity() -> Iterator[None]:
+    """A trainer changes what transformers logs in the whole process."""
+    before = logging.get_verbosity()
+    yield
+    logging.set_verbosity(before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_verbosity")
 @pytest.mark.parametrize("way", ["attached", "rollout"])
 def test_two_steps_of_grpo(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
