@@ -109,7 +109,7 @@ def main(
                 with _as_before() if form == "paired" else nullcontext():
                     sizes = sizes_of(k, rows, PROMPT, new_tokens, None)
                     if requests:
-                        sizes = {"max_model_len": 1424, "max_num_seqs": max(rows)}
+                        sizes = {"max_model_len": 1424, "max_num_seqs": max(rows), "kv_cache_tokens": 1424 * max(rows)}
                     graphs: Any = True if device == "cuda" else "auto"
                     model = stack.enter_context(wrapped(pair, k, cuda_graphs=graphs, **sizes))
                 read = Moments()

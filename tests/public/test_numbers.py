@@ -136,15 +136,21 @@ def sampled() -> Iterator[str]:
 
 
 def mixtures() -> Iterator[str]:
-    rows = lines("mixtures-h200-2026-11-28.jsonl")
-    for shape, k, name in (
-        ("qwen3-30b-a3b", 3, "16 layers, K = 3: {} of the floor"),
-        ("qwen3-30b-a3b", 0, "K = 0: {} at"),
-        ("qwen3-next-80b", 3, "8 layers, K = 3: {} at"),
+    for file, shape, k, sampled_rows, name in (
+        ("", "qwen3-30b-a3b", 3, False, "16 layers, K = 3: {} of the floor"),
+        ("", "qwen3-30b-a3b", 0, False, "K = 0: {} at"),
+        ("-b", "qwen3-next-80b", 3, False, "8 layers, K = 3: {} at"),
+        ("-b", "qwen3-next-80b", 0, False, "K = 0: {} at"),
+        ("-b", "qwen3-30b-a3b", 3, True, "16 layers, K = 3: {} at"),
+        ("-b", "qwen3-30b-a3b", 0, True, "K = 0: {};"),
     ):
-        each = [row for row in rows if (row["shape"], row["drafts"]) == (shape, k)]
+        wanted, rows = (shape, k, sampled_rows), lines(f"mixtures-h200-2026-11-28{file}.jsonl")
+        each = [row for row in rows if (row["shape"], row["drafts"], row.get("sampled", False)) == wanted]
         yield name.format(listed([f"{row['over_floor']:.2f}" for row in each]))
         yield listed([f"{row['over_paired']:.2f}" for row in each])
+    (row,) = lines("draft-round-h200-2026-11-28.jsonl")
+    yield f"{row['draft_vocab']:,} of {row['vocab']:,} tokens"
+    yield f"{row['ratio']:.3f} of the time"
 
 
 def serving() -> Iterator[str]:
