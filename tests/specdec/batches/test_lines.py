@@ -78,7 +78,7 @@ def test_what_is_no_row_is_named(data: bytes, message: str) -> None:
     [
         (b"", "has no rows; give one JSON object a line"),
         (b"\xff\xfe{\x00}\x00", "is in UTF-16; save it as UTF-8"),
-        (b"\x1f\x8b\x08\x00", r"compressed by gzip; unpack it first: gunzip --keep in\.jsonl$"),
+        (b"\x1f\x8b\x08\x00", r"compressed by gzip; unpack it first: gunzip --keep in\.jsonl"),
         (b'\xef\xbb\xbf [\n {"prompt": "a"}]', "begins with a JSON array; give one JSON object a line: jq -c"),
         (b'{"id": 5}\n\n{"id": "5"}\n', "lines 1 and 3 have the same id, '5'"),
         (b'{"custom_id": "a", "id": 1}\n{"key": "b"}\nbad\n{"key": "a"}', "lines 1 and 4 have the same key, 'a'"),
