@@ -288,6 +288,7 @@ class Run:
 
 @click.command(help=usage(__doc__))
 @click.option("--shape", type=click.Choice(sorted(SHAPES)), default="llama-3.1-8b", show_default=True)
+@click.option("--layers", type=click.IntRange(1), help="Fewer than the shape has.")
 @click.option(
     "--drafts",
     type=Listed(click.IntRange(0)),
@@ -316,10 +317,10 @@ class Run:
 @click.option("--device", type=click.Choice(list(_BACKENDS)), default="cuda", show_default=True)
 @click.option(
     "--weights",
-    type=click.Choice(["model", "fp8"]),
+    type=click.Choice(["model", "fp8", "mxfp4"]),
     default="model",
     show_default=True,
-    help="The target's linear layers: bfloat16, or fine-grained FP8.",
+    help="The target: bfloat16; linear layers and experts in fine-grained FP8; gpt-oss's experts in MXFP4.",
 )
 @click.option("--backend", type=click.Choice(_BACKENDS["cuda"]), help="Default: flashinfer, on the CPU torch.")
 @click.option(
@@ -343,7 +344,7 @@ def main(**options: Any) -> None:
     if o.greedy_share and not o.sampled:
         raise click.UsageError("--greedy-share would do nothing: without --sampled all rows are greedy")
     check_range("--prompt", o.prompt)
-    pair = random_pair(o.shape, torch.bfloat16, torch.device(o.device), o.weights)
+    pair = random_pair(o.shape, torch.bfloat16, torch.device(o.device), o.weights, o.layers)
     if o.long_prompt is not None:
         config = pair.target.config.get_text_config()
         config.max_position_embeddings = max(config.max_position_embeddings, o.long_prompt + o.new_tokens + 16)
@@ -352,6 +353,7 @@ def main(**options: Any) -> None:
     facts = {"benchmark": "round", "shape": o.shape, "prompt": o.prompt, "new_tokens": o.new_tokens}
     facts |= {"acceptance": o.acceptance, "backend": o.backend, **provenance()}
     facts |= {} if o.weights == "model" else {"weights": o.weights}
+    facts |= {} if o.layers is None else {"layers": o.layers}
     facts |= {} if o.entropy is None else {"entropy": o.entropy}
     facts |= {} if o.long_prompt is None else {"long": o.long_prompt}
     o.trace = list(_TRACED[o.device]) if o.trace is None else o.trace

@@ -68,6 +68,7 @@ def summary(line: dict[str, Any]) -> str:
 
 @click.command(help=usage(__doc__))
 @click.option("--shape", type=click.Choice(sorted(SHAPES)), default="llama-3.1-8b", show_default=True)
+@click.option("--layers", type=click.IntRange(1), help="Fewer than the shape has.")
 @click.option("--drafts", type=click.IntRange(0), default=3, show_default=True, help="K; 0 is no speculation.")
 @click.option("--acceptance", type=click.FloatRange(0, 1), default=0.8, show_default=True)
 @click.option("--requests", type=click.IntRange(1), default=128, show_default=True)
@@ -109,7 +110,7 @@ def main(**options: Any) -> None:
     place = torch.device(o.device)
     o.graphs = o.graphs or ("on" if place.type == "cuda" else "default")
     caching = o.shared_prefix > 0 if o.prefix_caching is None else o.prefix_caching
-    pair = random_pair(o.shape, torch.bfloat16 if place.type == "cuda" else torch.float32, place)
+    pair = random_pair(o.shape, torch.bfloat16 if place.type == "cuda" else torch.float32, place, layers=o.layers)
     if o.entropy is not None:
         sharpen(pair.target, pair.head, o.entropy)
     load = Load(o.requests, o.prompt, o.output, o.sampled_share, o.rate, o.seed, o.shared_prefix)
@@ -123,7 +124,7 @@ def main(**options: Any) -> None:
         wait_for(o.hold)
     vocab = pair.target.config.vocab_size
     decide(model, DrawnAcceptance(o.acceptance, vocab, np.random.default_rng(o.seed), place))
-    names = ("shape", "drafts", "acceptance", "at_once", "seed", "prompt", "rate", "sampled_share", "entropy")
+    names = ("shape", "layers", "drafts", "acceptance", "at_once", "seed", "prompt", "rate", "sampled_share", "entropy")
     names += ("batched_tokens", "prefill_tokens", "requests", "output", "repeats", "shared_prefix")
     line = {"benchmark": "serving"} | {name: options[name] for name in names}
     line |= {"prefix_caching": caching, "cuda_graphs": o.graphs, "graphs": model.graphs, "start_s": start_s}

@@ -55,7 +55,7 @@ class Built(Exception):
     ],
 )
 def test_what_is_read_is_accepted(module: Any, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def built(*_: Any) -> None:
+    def built(*_: Any, **__: Any) -> None:
         raise Built
 
     monkeypatch.setattr(module, "random_pair", built)
