@@ -58,7 +58,13 @@ def grouped_swiglu(
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
     out = routed_experts(hidden, index, gate_up, down, None, None, *biases, *gating)
-    return weighted_sum(out, weights)
+    return weighted_sum(_normed(experts, out), weights)
+
+
+def _normed(experts: Any, out: torch.Tensor) -> torch.Tensor:
+    """[T, k, H]: what a mixture's norm makes of its experts' results, where it has one (Muse Spark)."""
+    normed: torch.Tensor = experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
+    return normed
 
 
 def weighted_sum(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -86,7 +92,7 @@ def paired_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weig
     kind = "gate_up_proj" if experts.has_gate else "up_proj"
     inner = _multiply(experts, kind, hidden[:, None], index)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    out = _multiply(experts, "down_proj", inner, index)  # [T, k, H]
+    out = _normed(experts, _multiply(experts, "down_proj", inner, index))  # [T, k, H]
     return (out * weights[..., None]).sum(1).to(hidden.dtype)
 
 

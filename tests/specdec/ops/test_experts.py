@@ -121,6 +121,21 @@ def test_swiglu_experts_compute_what_transformers_does(name: str) -> None:
         assert float((found.float() - exact).norm() / exact.norm()) < 8e-3
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@torch.inference_mode()
+def test_a_norm_after_the_experts_is_applied(dtype: torch.dtype, most: float) -> None:
+    """As in Muse Spark: by transformers' own form of the same mixture."""
+    mixture = mixtures(model_of("qwen3_moe"))[0].to(dtype)
+    mixture.has_post_expert_norm, mixture.post_expert_norm = True, torch.nn.RMSNorm(32, dtype=dtype)
+    hidden, index = torch.randn(9, 32).to(dtype), torch.rand(9, 4).topk(2, -1).indices
+    weights = torch.rand(9, 2).to(dtype)
+    found = experts.capturable_experts(mixture, hidden, index, weights).float()
+    right = experts.ALL_EXPERTS_FUNCTIONS["batched_mm"](mixture, hidden, index, weights).float()
+    assert float((found - right).norm() / right.norm()) < most
+    mixture.has_post_expert_norm = False
+    assert float((experts.capturable_experts(mixture, hidden, index, weights).float() - right).norm()) > 0.1
+
+
 @pytest.mark.slow
 @torch.inference_mode()
 def test_compiled_for_both_sides_of_the_limit() -> None:
