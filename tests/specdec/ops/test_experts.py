@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from fakes import experts_form
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
+from transformers.integrations.moe import use_experts_implementation
 
 from specdec.ops import experts
 from specdec.ops.experts import CAPTURABLE, MOST_GROUPED, MOST_PAIRS, mixtures, using_capturable_experts
@@ -134,6 +136,12 @@ def test_a_norm_after_the_experts_is_applied(dtype: torch.dtype, most: float) ->
     assert float((found - right).norm() / right.norm()) < most
     mixture.has_post_expert_norm = False
     assert float((experts.capturable_experts(mixture, hidden, index, weights).float() - right).norm()) > 0.1
+
+
+def test_mixtures_have_no_part_that_is_not_known_here() -> None:
+    """A new one in transformers would be left out in rounds from graphs, and nowhere else."""
+    known = {"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate"}
+    assert set(inspect.signature(use_experts_implementation).parameters) <= known | {"has_post_expert_norm"}
 
 
 @pytest.mark.slow
