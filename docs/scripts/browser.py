@@ -1,5 +1,7 @@
-"""Open pages of build/site in headless Chromium at 390 and 1,280 px; fail where a page is wider than its window.
+"""Open pages of build/site, and an evaluation's report, in headless Chromium at 390 and 1,280 px; fail where one is
+wider than its window.
 
+    specdec eval acceptance --data arithmetic --limit 6 --report build/report.html
     python docs/scripts/browser.py [--images FOLDER]
 
 Needs `pip install playwright` and a Chromium: its own (`playwright install chromium`), one on PATH, or $CHROMIUM.
@@ -13,7 +15,7 @@ import sys
 from pathlib import Path
 
 PAGES = ("index", "how-to/migrate", "concepts/round", "reference/errors", "reference/metrics", "numbers")
-SITE = Path(__file__).resolve().parents[2] / "build" / "site"
+BUILD = Path(__file__).resolve().parents[2] / "build"
 
 
 def main() -> None:
@@ -24,13 +26,14 @@ def main() -> None:
     named = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
     found = next((path for name in named if name and (path := shutil.which(name))), None)
     faults: list[str] = []
+    files = {name: BUILD / "site" / f"{name}.html" for name in PAGES} | {"report": BUILD / "report.html"}
     with sync_playwright() as player:
         browser = player.chromium.launch(executable_path=found, args=["--no-sandbox", "--headless=shell"])
         for width in (390, 1280):
             page = browser.new_page(viewport={"width": width, "height": 900})
             page.on("request", lambda sent: None if sent.url.startswith("file:") else faults.append(sent.url))
-            for name in PAGES:
-                page.goto((SITE / f"{name}.html").as_uri())
+            for name, file in files.items():
+                page.goto(file.as_uri())
                 wide = page.evaluate("document.documentElement.scrollWidth")
                 print(f"{name} at {width}: {wide}")
                 if wide > width:
