@@ -26,9 +26,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def dense(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     loaded: Any = AutoModelForCausalLM
-    return loaded.from_pretrained(
-        folder, dtype=dtype, quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
-    ).eval()
+    return (
+        loaded.from_pretrained(
+            folder, dtype=dtype, quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
+        )
+        .float()
+        .eval()
+    )  # transformers 5.17 leaves the experts in bfloat16, whatever is asked for
 
 
 def kept(folder: Path) -> Any:
