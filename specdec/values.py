@@ -130,7 +130,8 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """Different token ids, from a collection, array or 1-D tensor. Raises InvalidInputError: another value, or none."""
     found = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(found, Collection) or isinstance(found, (str, Mapping)) or not found:
-        raise refuse_type(name, value, "token ids, one at least (draft_vocab_of finds them), or the name of a JSON file of them")
+        allowed = "token ids, one at least (draft_vocab_of finds them), or the name of a JSON file of them"
+        raise refuse_type(name, value, allowed)
     ids = tuple(whole(name, each, 0) for each in found)
     if len(set(ids)) < len(ids):
         raise InvalidInputError(f"{name}: {len(ids)} token ids, of which {len(set(ids))} differ; give each once")
