@@ -99,6 +99,7 @@ def main(
 ) -> None:
     """Measure every K and batch with each form."""
     pair = random_pair(shape, torch.bfloat16, torch.device(device), weights, layers, held_tokens=1 << 16)
+    allocated = torch.cuda.memory_allocated() / 2**30 if device == "cuda" else 0.0  # before an engine is made
     forms = FORMS[:1] if weights == "mxfp4" else FORMS
     chosen = {"temperature": 0.8, "top_p": 0.95, "seed": 0} if sampled else {}
     vocab = pair.target.config.get_text_config().vocab_size
@@ -120,6 +121,10 @@ def main(
                 wait_for(hold)
             facts: dict[str, Any] = {"benchmark": "mixtures", "shape": shape, "layers": layers, "drafts": k}
             facts |= {"weights": weights, "sampled": sampled, "weights_gib": model_bytes(pair.target) / 2**30}
+            facts |= {"head_gib": model_bytes(pair.head) / 2**30, "allocated_gib": allocated}
+            facts["kv_cache"] = [
+                each for _, (model, _) in models.items() for each in model.describe()["kv_cache"].values()
+            ]
             if requests:
                 load = Load(requests, (64, 1024), (32, 384), float(sampled), 0.0, 0, 0)
                 publish(facts | _served(models, load, vocab, max(rows), repeats), out, append=True)
