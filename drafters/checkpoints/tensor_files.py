@@ -94,7 +94,7 @@ def locate(path: str | Path, revision: str | None = None) -> Path:
     if os.path.exists(name):
         raise HeadLoadError(f"{path} is a file; give the folder that holds config.json and the weights")
     if looks_local(name):
-        raise HeadLoadError(f"there is no folder {path}")
+        raise HeadLoadError(f"there is no folder {path}; give a folder with config.json and the weights, or a hub name")
     if not is_hub_name(name):
         raise HeadLoadError(
             f"there is no folder {_cut(name)}, and the Hugging Face hub has no such names; give a folder, or a name "

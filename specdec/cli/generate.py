@@ -90,7 +90,7 @@ def _read_prompts(prompt: str | None, file: Path | None) -> list[Asked]:
         raise InvalidInputError("no prompt: give it as an argument, through --file, or on standard input")
     text = prompt if prompt is not None else sys.stdin.read().rstrip("\n")
     if not text:
-        raise InvalidInputError("the prompt is empty; at least one token is needed")
+        raise InvalidInputError("the prompt is empty; give it as an argument, through --file, or on standard input")
     return [Asked(text)]
 
 

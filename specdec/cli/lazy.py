@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import IO, Any
@@ -76,6 +77,18 @@ class LazyGroup(click.Group):
         if cmd_name in self.lazy:
             return self.lazy[cmd_name].load()
         return super().get_command(ctx, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that `args` name; an unknown name is answered with the nearest one, or all."""
+        name = args[0]
+        if name not in self.lazy and not name.startswith("-") and self.get_command(ctx, name) is None:
+            names = self.list_commands(ctx)
+            close = get_close_matches(name, names, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Commands are {', '.join(names)}."
+            ctx.fail(f"No such command {name!r}. {hint}")
+        return super().resolve_command(ctx, args)
 
     def help_lines(self, ctx: click.Context) -> list[tuple[str, str]]:
         """(name, one line) of every command, without importing the lazy ones."""

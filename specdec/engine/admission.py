@@ -184,7 +184,10 @@ class Admission:
     def _check_num_drafts(self, params: SamplingParams) -> None:
         asked, most = params.num_speculative_tokens, self.config.num_speculative_tokens
         if asked is not None and asked > most:
-            raise InvalidInputError(f"num_speculative_tokens={asked}: this model was loaded for at most {most}")
+            raise InvalidInputError(
+                f"num_speculative_tokens={asked}: this model was loaded for at most {most}; to raise that, give "
+                "num_speculative_tokens when you load it"
+            )
 
     def check_cache(self, prompt_len: int, limit: int) -> None:
         """Raises CacheTooSmallError: the KV cache could not hold `limit` tokens, new ones included, of one request."""

@@ -220,7 +220,7 @@ def find_checkpoint(
         raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}")
     else:
         return Checkpoint(str(name), path, revision, trust_remote_code, local_files_only=not hub_answers())
-    raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}\n{_give()}")
+    raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}.\n{_give()}")
 
 
 def check_target_folder(checkpoint: Checkpoint) -> None:

@@ -137,3 +137,12 @@ def test_aux_layers_have_one_name_and_the_older_option_works() -> None:
         _aux_layers("2,4,5", "2,4,5")
     with pytest.raises(InvalidInputError, match="--aux-layers 'a': give numbers separated by commas"):
         _aux_layers("a", None)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [("genrate", "Did you mean 'generate'?"), ("zzz", "Commands are generate, chat"), ("--versoin", "'--version'")],
+)
+def test_an_unknown_command_names_the_nearest_or_all(typed: str, said: str) -> None:
+    result = CliRunner().invoke(cli, [typed])
+    assert result.exit_code == 2 and said in result.output
