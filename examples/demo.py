@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a model this small gains nothing from more, and waits for busy cores
 
 from rich.console import Console
 from rich.table import Table
