@@ -16,7 +16,7 @@ import click
 import numpy as np
 import torch
 
-from benchmarks.bench_round import Moments, measure, prompts
+from benchmarks.bench_round import Moments, in_turn, prompts
 from benchmarks.document import publish, usage
 from benchmarks.engines import sizes_of, wrapped
 from benchmarks.given import Listed, ResultFile, wait_for
@@ -58,12 +58,8 @@ def main(
         for count in rows:
             ids = prompts(count, (PROMPT, PROMPT), vocab)
             params = [SamplingParams(NEW, ignore_eos=True)] * count
-            steps: dict[str, list[float]] = {name: [] for name in models}
-            for turn in range(repeats + 1):
-                for name, (model, read) in models.items():
-                    result, _ = measure(model, read, ids, params, 1)
-                    if turn:
-                        steps[name].append(result["step_ms_median"])
+            found, _ = in_turn(models, ids, params, repeats)
+            steps = {name: [each["step_ms_median"] for each in own] for name, own in found.items()}
             ratios = np.divide(steps["some"], steps["all"])
             line: dict[str, Any] = {"benchmark": "draft_round", "shape": shape, "draft_vocab": size, "vocab": vocab}
             line |= {"drafts": drafts, "rows": count, "ratios": ratios.tolist(), "ratio": float(np.median(ratios))}

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from attention.hf.weights import model_bytes
-from benchmarks.bench_round import Moments, floor, measure, prompts
+from benchmarks.bench_round import Moments, floor, in_turn, prompts
 from benchmarks.bench_serving import seconds_of
 from benchmarks.document import publish, usage
 from benchmarks.engines import sizes_of, wrapped
@@ -134,12 +134,7 @@ def main(
                     prompts(count, (PROMPT, PROMPT), vocab),
                     [SamplingParams(new_tokens, ignore_eos=True, **chosen)] * count,
                 )
-                found: dict[str, list[dict[str, Any]]] = {form: [] for form in forms}
-                for turn in range(repeats + 1):
-                    for form, (model, read) in models.items():
-                        result, sequences = measure(model, read, ids, params, 1)
-                        if turn:
-                            found[form].append(result)
+                found, sequences = in_turn(models, ids, params, repeats)
                 steps = {form: np.array([each["step_ms_median"] for each in own]) for form, own in found.items()}
                 accepted = found[FORMS[0]][0]["tokens_a_round"] / count - 1
                 line = floor(pair, sequences, k, new_tokens, accepted)

@@ -286,6 +286,22 @@ class Run:
                 self.trace(model, read, lines)
 
 
+def in_turn(
+    models: dict[str, tuple[SpeculativeModel, Moments]],
+    ids: list[list[int]],
+    params: list[SamplingParams],
+    repeats: int,
+) -> tuple[dict[str, list[dict[str, Any]]], list[list[int]]]:
+    """What `measure` finds with each model, turn by turn, after a turn that does not count; and the last sequences."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
+    for turn in range(repeats + 1):
+        for name, (model, read) in models.items():
+            result, sequences = measure(model, read, ids, params, 1)
+            if turn:
+                found[name].append(result)
+    return found, sequences
+
+
 @click.command(help=usage(__doc__))
 @click.option("--shape", type=click.Choice(sorted(SHAPES)), default="llama-3.1-8b", show_default=True)
 @click.option("--layers", type=click.IntRange(1), help="Fewer than the shape has.")

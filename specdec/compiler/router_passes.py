@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from attention.backends.limits import HALF
 from specdec.ops.routed import MOST_EXPERTS, SOFTMAX, SUM, best_experts  # noqa: F401 (registers it)
 
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _MOST_CHOSEN = 32
+_COMPUTED = (torch.float32, *HALF)
+"""Scores that float32, in which the operator compares, holds as they are."""
 _LAST = ([-1], True), ([1], True)
 
 
@@ -32,7 +35,7 @@ def choose_at_once(graph: Graph) -> None:
 def _fits(node: Node) -> bool:
     scores: Any = node.args[0]
     value = scores.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() != 2 or not value.is_floating_point() or node.kwargs:
+    if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.dtype not in _COMPUTED or node.kwargs:
         return False
     experts, (chosen, *others) = value.shape[1], node.args[1:]
     few = isinstance(experts, int) and experts <= MOST_EXPERTS and isinstance(chosen, int) and chosen <= _MOST_CHOSEN

@@ -94,11 +94,13 @@ def _quantisation(model: Any) -> dict[str, Any] | None:
 
 
 def _experts(model: Any) -> dict[str, str] | None:
-    """What serves the layers with experts in graphs, and what their weights take; None for a model without."""
+    """What serves the layers with experts, and what their weights take; None for a model without."""
     served: dict[str, list[int]] = {}
     for name, mixture in model.hf_model.named_modules():
         if name.endswith(".experts") and (hasattr(mixture, "down_proj") or hasattr(mixture, "down_proj_blocks")):
-            served.setdefault(form_in_words(mixture), []).append(sum(p.nbytes for p in mixture.parameters()))
+            packed = hasattr(mixture, "down_proj_blocks") or hasattr(mixture, "down_proj_scale_inv")
+            form = form_in_words(mixture) if packed or model.graphs == "on" else "transformers' own form"
+            served.setdefault(form, []).append(sum(p.nbytes for p in mixture.parameters()))
     return {f: f"{len(b)} layers, {sum(b) / 2**30:.3g} GiB" for f, b in served.items()} or None
 
 
