@@ -110,12 +110,13 @@ def test_other_forms(
         scales = exponents[0].byte(), exponents[1].byte()
     biases = (torch.randn(4, 2 * inner).half(), torch.randn(4, hidden).half()) if clamped else (None, None)
     gating = Gating(True, 1.702, 1.5) if clamped else Gating()
-    columns = 128 if stored == "fp8" else 32
-    found = launch_routed(
-        x, gate_up, down, index, scales, biases, gating, small(index.numel(), 4, columns)
-    )  # fmt: skip
     right = routed_experts(x, index, gate_up, down, *scales, *biases, gating.interleaved, gating.alpha, gating.limit)
-    assert error(found, right) < 2e-3
+    tilings = [small(index.numel(), 4, 128 if stored == "fp8" else 32)]
+    if stored == "mxfp4":
+        tilings += [(Tiling(2, 64, 64, 4, 1), Tiling(2, 128, 64, 4, 1))]
+    for own in tilings:
+        found = launch_routed(x, gate_up, down, index, scales, biases, gating, own)
+        assert error(found, right) < 2e-3
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -184,6 +185,7 @@ def shared(kernel, constants, warps=8, stages=3):
         form = constants.get("FORM", "half")
         own = {"stack_ptr": POINTERS[form], "scale_ptr": "*u8" if form == "mxfp4" else "*fp32", "x_scale_ptr": "*fp32"}
         own |= {"x_ptr": "*fp8e4nv"} if form == "fp8" else {}
+        own |= {"stack_ptr": "*i32"} if constants.get("TILE_PAIRS") == 2 else {}
         other = "*bf16" if name.endswith("_ptr") else FLOATS.get(name, "i32")
         signature[name] = "constexpr" if name in constants else (KINDS | own).get(name, other)
         if name in constants:
@@ -193,7 +195,7 @@ def shared(kernel, constants, warps=8, stages=3):
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
     options = {"num_warps": warps, "num_stages": stages}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert "wgmma" in made.asm["ptx"] or kernel is routed._group_kernel
+    assert "wgmma" in made.asm["ptx"] or kernel is routed._group_kernel or constants["TILE_PAIRS"] == 2
     return made.metadata.shared
 
 most = [shared(routed._group_kernel, {"PAIRS": 16384, "EXPERTS": 1024, "DEPENDENT": True})]
@@ -204,7 +206,7 @@ for pairs in (8, 500, 1024, 2000, 16384):
                 sizes = {"TILE_PAIRS": tile.pairs, "TILE_ROWS": tile.rows, "TILE_WIDTH": tile.columns}
                 kind = {"FORM": form, "GATED": gated, "INTERLEAVED": False, "CLAMPED": False, "BIASED": False}
                 kind |= {"GROUPED": grouped, "EVEN": True, "DEPENDENT": True, "column_stride": 1}
-                constants = sizes | kind
+                constants = sizes | kind | {"EVEN": tile.pairs > 2}
                 most.append(shared(routed._routed_kernel, constants, tile.warps, tile.stages))
 print(max(most))
 """
