@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,9 +149,37 @@ def mixtures() -> Iterator[str]:
         each = [row for row in rows if (row["shape"], row["drafts"], row.get("sampled", False)) == wanted]
         yield name.format(listed([f"{row['over_floor']:.2f}" for row in each]))
         yield listed([f"{row['over_paired']:.2f}" for row in each])
+    yield from _mixtures_c()
     (row,) = lines("draft-round-h200-2026-11-28.jsonl")
     yield f"{row['draft_vocab']:,} of {row['vocab']:,} tokens"
     yield f"{row['ratio']:.3f} of the time"
+
+
+def _mixtures_c() -> Iterator[str]:
+    rows = lines("mixtures-h200-2026-11-28-c.jsonl")
+
+    def each(field: str, digits: int = 2, **wanted: Any) -> list[str]:
+        return [
+            f"{row[field]:.{digits}f}"
+            for row in rows
+            if field in row and all(row[key] == value for key, value in wanted.items())
+        ]
+
+    for layers, k, name in ((16, 1, "K = 1: {} of"), (16, 0, "K = 0: {};"), (8, 3, "K = 3: {};"), (8, 0, "K = 0: {};")):
+        kind = {"layers": layers, "drafts": k, "weights": "model"}
+        yield name.format(listed(each("over_floor", **kind)))
+        yield listed(each("over_paired", **kind))
+    for k in (0, 3):
+        bf16, fp8 = (each("grouped_ms", 9, layers=8, drafts=k, weights=kind) for kind in ("model", "fp8"))
+        ratios = [f"{float(a) / float(b):.2f}" for a, b in zip(fp8, bf16, strict=True)]
+        yield f"K = {k} {listed(ratios)}"
+        yield f"K = {k} {listed(each('grouped_ms', drafts=k, weights='mxfp4'))} ms"
+        yield listed(each("over_floor", drafts=k, weights="mxfp4"))
+    packed = next(row for row in rows if row["weights"] == "mxfp4")
+    yield f"{packed['weights_gib']:.1f} GiB of weights, {packed['allocated_gib']:.1f} GiB allocated"
+    served = next(row for row in rows if "requests" in row)
+    yield f"{statistics.median(served['grouped_tokens_per_s']):,.0f} tokens/s"
+    yield f"{served['times_paired']:.2f} of the form before"
 
 
 def serving() -> Iterator[str]:
