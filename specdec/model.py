@@ -25,7 +25,7 @@ from specdec.loading.facts import facts_of
 from specdec.loading.memory import memory_named
 from specdec.loading.parts import load_parts
 from specdec.loading.progress import startup_progress
-from specdec.options import LoadOptions, Use
+from specdec.options import LoadOptions, Use, only_known_names
 from specdec.requests.prompts import Prompts, ids_within
 from specdec.requests.request import Completion
 from specdec.requests.scores import Score, scores, to_be_scored
@@ -62,8 +62,7 @@ class SpeculativeModel:
         backend_name: the attention backend. runners: attention of each cache group of the target, then of the head.
         self_test_error: relative logit error of the load-time self-test. twin: the test in specdec/selftest/twin.py.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason. cascade_attention: likewise.
-        group: the processes that run the target together. ranks: the same if they are several, else None; then
-            `hf_model` is this process's share, which has no forward of its own.
+        group: processes that run the target together. ranks: the same if several, each `hf_model` a share; else None.
         checkpoint: where the target was read from; None for a loaded model without a name. steps: seconds of the start.
         engine: runs the rounds; for tools, on one thread at a time and never during a call on another one.
     """
@@ -88,6 +87,7 @@ class SpeculativeModel:
                 self._shared = SharedEngine(self.engine, self.device)
 
     @classmethod
+    @only_known_names
     @startup_progress()
     @own_torch_state()
     def from_pretrained(
@@ -295,8 +295,8 @@ class SpeculativeModel:
         """Log-probabilities of given completions, in one batch; prompts' common beginnings are read once. prompts: as
         for `generate`, one for each completion, or one. completions: texts (tokenised without special tokens) or ids.
         logprobs: alternatives of each token. Raises as `generate`."""
-        asked = self._stream(to_be_scored, prompts, completions, logprobs, self.tokenizer, self.device)
-        return scores(completed(asked))
+        asked = to_be_scored, prompts, completions, logprobs, self.tokenizer, self.device
+        return scores(completed(self._stream(*asked)))
 
     def _stream(self, make: Callable[..., list[Submission]], *given: Any) -> Stream:
         self._shared.check_open()

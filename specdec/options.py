@@ -7,9 +7,12 @@ commands, the evaluation workers' ModelSpec, and lm-eval's model arguments. It i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 
 from attention.backends.kinds import KINDS
 from drafters.mtp.convention import Concat, Feedback
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 Use = Literal["model", "ignore"]
 """What of the model's own generation_config applies."""
 _Options = TypeVar("_Options", bound="LoadOptions")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 _EVERYWHERE = frozenset({"run", "eval", "train"})
@@ -243,3 +248,40 @@ class LoadOptions:
     def as_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `SpeculativeModel.from_pretrained`."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+_OTHER_NAMES = {
+    **dict.fromkeys(("model", "model_name", "pretrained_model_name_or_path"), "target"),
+    **dict.fromkeys(("draft_model", "speculative_model", "assistant_model", "head"), "draft"),
+    **dict.fromkeys(
+        ("num_spec_tokens", "num_draft_tokens", "num_assistant_tokens", "speculative_num_steps"),
+        "num_speculative_tokens",
+    ),
+    **dict.fromkeys(("max_batch_size", "max_num_sequences"), "max_num_seqs"),
+    **dict.fromkeys(("max_seq_len", "max_seq_length", "context_length"), "max_model_len"),
+    **dict.fromkeys(("attn_implementation", "attention_backend"), "backend"),
+    **dict.fromkeys(("tp", "tp_size"), "tensor_parallel_size"),
+    "torch_dtype": "dtype",
+    "device_map": "device",
+    "block_size": "page_size",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "lora_path": "adapter",
+    "enforce_eager": "cuda_graphs",
+}
+"""Load options that other projects have under another name."""
+
+
+def only_known_names(load: Callable[P, R]) -> Callable[P, R]:
+    """A decorator of a classmethod's function: an unknown keyword raises an InvalidInputError with the right name."""
+    names = tuple(signature(load).parameters)[1:]
+
+    @wraps(load)
+    def checked(*args: P.args, **options: P.kwargs) -> R:
+        for name in options:
+            if name not in names:
+                close = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else get_close_matches(name, names, 1, 0.7)
+                meant = f"did you mean {close[0]}? " if close else ""
+                raise InvalidInputError(f"unexpected keyword argument {name!r}: {meant}known are {', '.join(names)}")
+        return load(*args, **options)
+
+    return checked

@@ -22,7 +22,7 @@ from specdec.cli.train import train
 from specdec.errors import InvalidInputError
 from specdec.loading.backends import kv_format, kv_layout
 from specdec.option_kinds import Choice, Kind, Switch, Whole
-from specdec.options import LoadOptions, Option, option_of
+from specdec.options import _OTHER_NAMES, LoadOptions, Option, option_of
 
 
 def keywords() -> list[tuple[str, Any, str]]:
@@ -183,3 +183,23 @@ def test_every_word_of_the_list_is_known_where_it_is_used() -> None:
     assert isinstance(stored, Choice) and isinstance(order, Choice) and isinstance(kinds["cuda_graphs"], Switch)
     assert [kv_layout(word, TorchBackend(torch.device("cpu"))) for word in order.words] == ["NHD", "NHD", "HND"]
     assert [kv_format(word, None).dtype for word in stored.words] == [None, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"num_spec_tokens": 3}, "num_speculative_tokens"),
+        ({"torch_dtype": "bfloat16"}, "dtype"),
+        ({"max_modellen": 9}, "max_model_len"),
+    ],
+)
+def test_a_name_that_there_is_not_is_answered_with_the_right_one(given: dict[str, Any], meant: str) -> None:
+    words = f"unexpected keyword argument.*did you mean {meant}\\?.*known are target"
+    with pytest.raises(InvalidInputError, match=words):
+        SpeculativeModel.from_pretrained("gsm-llama", **given)
+
+
+def test_other_projects_names_lead_to_names_that_exist() -> None:
+    known = inspect.signature(SpeculativeModel.from_pretrained).parameters
+    assert not set(_OTHER_NAMES.values()) - set(known)
+    assert not set(_OTHER_NAMES) & set(known)

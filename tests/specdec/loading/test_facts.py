@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from fakes import table_head, tiny_llama, wrap
+from transformers import GptOssConfig
 
 from specdec.cli.tables import route_rows
 from specdec.execution.base import GraphReport
 from specdec.loading.facts import facts_of
+from specdec.wrapped.mxfp4 import Mxfp4Experts
 
 
 def loaded() -> Any:
@@ -28,6 +30,15 @@ def test_attention_and_caches() -> None:
     assert facts["graphs"] == {"state": off} and ("CUDA graphs", off) in route_rows(facts)
     assert facts["kernels"] == {} and {"self-test", "loading the head", "in all"} <= set(facts["start"])
     assert facts["start"]["in all"] > 0
+
+
+def test_packed_experts_are_counted_by_weights() -> None:
+    """Not by bytes; exponents are none."""
+    sizes = {"num_local_experts": 4, "hidden_size": 64, "intermediate_size": 32}
+    experts, model = Mxfp4Experts(GptOssConfig(**sizes)).requires_grad_(False), loaded()
+    plain = facts_of(model)["parameters"]
+    model.hf_model.model.extra = experts
+    assert facts_of(model)["parameters"] == plain + 4 * (3 * 64 * 32 + 2 * 32 + 64)
 
 
 def test_graphs() -> None:
