@@ -120,6 +120,22 @@ class State:
     error: Exception | None = None
 
 
+class _Left:
+    """Whether the scores of a verification's positions leave a token to choose. Read where a token was chosen."""
+
+    def __init__(self, scores: torch.Tensor) -> None:
+        """scores: [n+1, V] on the device, which is not waited for."""
+        self._top, self._known = scores.amax(1), list[float]()
+
+    def error(self, row: int, length: int) -> Exception | None:
+        """For the position `row`, after so many tokens."""
+        self._known = self._known or self._top.tolist()
+        if self._known[row] > float("-inf"):
+            return None
+        found = "every score is -inf" if self._known[row] == float("-inf") else "a score is NaN"
+        return ValueError(f"no token can be chosen after {length} tokens: {found}")
+
+
 class RequestProcessors:
     """Logits processors of one request, in their order, with their states after every prefix that may be committed.
 
@@ -139,6 +155,7 @@ class RequestProcessors:
                 self.not_copied = f"a logits processor cannot be copied ({type(error).__name__}: {error})"
         self._first = State(first)
         self._after: dict[int, State] = {}
+        self._left: dict[int, tuple[_Left, int]] = {}
         self._begins: list[int] = []
 
     def apply(self, ids: torch.Tensor, lens: Sequence[int], scores: torch.Tensor) -> None:
@@ -156,11 +173,16 @@ class RequestProcessors:
             if state.error is None:
                 state = self._next(state, ids[row : row + 1, :length], scores[row : row + 1])
             self._after[length] = state
+        left = _Left(scores)
+        self._left |= {length: (left, row) for row, length in enumerate(lens)}
 
     def error_at(self, length: int) -> Exception | None:
         """What was raised at, or before, the position after so many tokens; None if nothing was."""
         state = self._after.get(length)
-        return None if state is None else state.error
+        if state is None or state.error is not None or length not in self._left:
+            return None if state is None else state.error
+        left, row = self._left[length]
+        return left.error(row, length)
 
     def _begin(self, length: int) -> State:
         """The state after the tokens before the last one; forgets what only rounds before the last few need."""
@@ -169,6 +191,7 @@ class RequestProcessors:
             self._after[length - 1] = self._first
         oldest = self._begins[0] - 1
         self._after = {at: state for at, state in self._after.items() if oldest <= at < length}
+        self._left = {at: left for at, left in self._left.items() if oldest <= at < length}
         return self._after[length - 1]
 
     def _next(self, state: State, ids: torch.Tensor, scores: torch.Tensor) -> State:

@@ -197,6 +197,19 @@ class Raising(LogitsProcessor):
         return scores
 
 
+class Banning(Raising):
+    """Leaves no token instead."""
+
+    value = float("-inf")
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, self.value) if self.at(input_ids[0]) else scores
+
+
+class Unknown(Banning):
+    value = float("nan")
+
+
 def failing(engine: Engine, params: Sequence[SamplingParams]) -> tuple[list[Any], list[Any]]:
     ids = [engine.submit(prompt, own) for prompt, own in zip(PROMPTS, params, strict=True)]
     ended: dict[int, Any] = {}
@@ -218,7 +231,28 @@ def test_what_a_processor_raises_ends_its_request_alone(drafts: int) -> None:
     assert tokens([c for c in completions if c is not None]) == [*expected[:1], *expected[2:]]
 
 
-def test_what_is_raised_after_rejected_drafts_ends_nothing() -> None:
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("kind", "said"), [(Banning, "every score is -inf"), (Unknown, "a score is NaN")])
+def test_scores_that_leave_no_token_end_their_request_alone(
+    drafts: int, sampled: dict[str, Any], kind: type[Banning], said: str
+) -> None:
+    length = len(PROMPTS[1]) + 7
+    own = kind(lambda ids: len(ids) == length)
+    params = [
+        SamplingParams(NEW),
+        SamplingParams(NEW, logits_processor=own, **sampled),
+        *[SamplingParams(NEW)] * 4,
+    ]
+    completions, errors = failing(engine_with(drafts, False, RoundExtra()), params)
+    assert f"no token can be chosen after {length} tokens: {said}" in str(errors[1])
+    assert [e for i, e in enumerate(errors) if i != 1] == [None] * 5
+    expected = right([None] * 6)
+    assert tokens([c for c in completions if c is not None]) == [*expected[:1], *expected[2:]]
+
+
+@pytest.mark.parametrize("kind", [Raising, Banning])
+def test_what_is_raised_after_rejected_drafts_ends_nothing(kind: type[Raising]) -> None:
     """A processor may reject what transformers would never have given it."""
     expected = right([None] * 6)
     whole = [[*prompt, *own] for prompt, own in zip(PROMPTS, expected, strict=True)]
@@ -229,7 +263,7 @@ def test_what_is_raised_after_rejected_drafts_ends_nothing() -> None:
         strange.append(odd)
         return odd
 
-    params = [SamplingParams(NEW, logits_processor=Raising(never_said)) for _ in PROMPTS]
+    params = [SamplingParams(NEW, logits_processor=kind(never_said)) for _ in PROMPTS]
     completions, errors = failing(engine_with(3, False, RoundExtra()), params)
     assert errors == [None] * 6 and tokens(completions) == expected and any(strange)
 
