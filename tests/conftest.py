@@ -29,6 +29,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: see test_triton_kernels.py
 # The compiler need not find out what wide registers the CPU has: trial builds, seconds of every process that compiles
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+# Nor look for garbage after every compilation
+os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: as many busy threads as cores slow each other down
 torch.set_num_threads(1)
 # lm-eval writes it into every result: half a second of `pip list` and compilers, the same each time
@@ -66,6 +68,20 @@ def quick_interpreter() -> None:
         check_memory()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def untimed_guards() -> Iterator[None]:
+    """torch times the guards of all that it compiles, for its log, and empties the processor's caches before it."""
+    with patch("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_caches() -> Iterator[None]:
+    """A KV cache whose size nobody gives has 64 MiB, not 1 GiB: zeroing that takes longer than all else in loading."""
+    with patch("specdec.loading.groups._CPU_CACHE_BYTES", 1 << 26):
+        yield
+
+
 _right_twins: dict[Any, Any] = {}
 _right_targets: dict[Any, float] = {}
 
@@ -83,7 +99,7 @@ def _form(probed: Any) -> tuple[Any, ...]:
 def _weights(model: torch.nn.Module) -> bytes:
     from attention.hf.weights import memory_of
 
-    digest = hashlib.blake2b()
+    digest = hashlib.sha256()  # the processor has instructions for it
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
         for part in memory_of(tensor):  # a quantised tensor may be made of several

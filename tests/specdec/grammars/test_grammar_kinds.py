@@ -99,7 +99,7 @@ def test_sampled_tokens_have_the_distribution_of_the_masked_target(k: int, plant
     """A bigram model, and a grammar that allows some tokens after a letter and others after a digit: 300 answers of 40
     tokens. What it finds: a temperature of 1.12, and masks of the position before."""
     target = tiny_llama(context=0.0)
-    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "tokenizer": tokenizer()}
+    sizes = {"max_num_seqs": 100, "max_num_batched_tokens": 800, "kv_cache_tokens": 6400, "tokenizer": tokenizer()}
     model = wrap(target, table_head(target, disturbance=2.0), num_speculative_tokens=max(k, 1), **sizes)
     grammar = Grammar.regex(f"{PIECE}{{200}}")
     with pytest.MonkeyPatch.context() as patch:
