@@ -267,7 +267,7 @@ def start_python(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def run_python(request: pytest.FixtureRequest) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """(code, *arguments, env=) -> a process that has ended and imported `specdec` itself, with what it wrote as text."""
+    """(code, *arguments, env=) -> a process that has ended, with its output as text; it imported `specdec` itself."""
     return fork_and_wait if forks(request) else run_and_wait
 
 

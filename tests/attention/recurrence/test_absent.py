@@ -59,7 +59,7 @@ print(json.dumps([found, engine["fold_rule"], engine["long_rope"], said]))
 @pytest.mark.parametrize(
     ("wing", "pair"), [("recurrence", "gsm-llama"), ("recurrence", "gsm-deepseek"), ("long rope", "gsm-llama")]
 )
-def test_a_process_without_a_wing_says_the_same(wing: str, pair: str, run_python: Any) -> None:  # noqa: F811
+def test_a_process_without_a_wing_says_the_same(wing: str, pair: str, run_python: Any) -> None:
     with SpeculativeModel.from_pretrained(pair, "auto", device="cpu", num_speculative_tokens=3) as model:
         right = [list(done.token_ids) for done in model.generate(PROMPTS, SamplingParams(max_new_tokens=24))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}

@@ -31,7 +31,7 @@ with SpeculativeModel.from_pretrained("gsm-llama", "auto", device="cpu", num_spe
 """
 
 
-def run(run_python: Any, absent: bool) -> list[str]:  # noqa: F811
+def run(run_python: Any, absent: bool) -> list[str]:
     """What the code prints in a fresh process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = run_python(CODE.format(absent=absent), env=environment)
@@ -40,7 +40,7 @@ def run(run_python: Any, absent: bool) -> list[str]:  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_model_loads_and_generates_without_it(run_python: Any) -> None:  # noqa: F811
+def test_a_model_loads_and_generates_without_it(run_python: Any) -> None:
     """Nor does a model import it that no request moves into or out of."""
     with_it, without = run(run_python, absent=False), run(run_python, absent=True)
     assert with_it[:2] == without[:2] and with_it[1] == "[]"
