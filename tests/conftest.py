@@ -84,6 +84,7 @@ def small_caches() -> Iterator[None]:
 
 _right_twins: dict[Any, Any] = {}
 _right_targets: dict[Any, float] = {}
+_right_heads: set[Any] = set()
 
 
 def _form(probed: Any) -> tuple[Any, ...]:
@@ -137,12 +138,37 @@ def _check_target_once(target: Any, probed: Any, max_model_len: int, report: Any
     return _right_targets[key]
 
 
+def _self_test_head_once(head: Any, model: Any, tokenizer: Any, num_drafts: int) -> None:
+    """`self_test_head`, run once for the same modules, read in the same way, of the same target and tokenizer.
+
+    A wrong head is never remembered.
+    """
+    from drafters.base import HasInputConvention
+    from specdec.requests.prompts import encode_prompts
+    from specdec.selftest.selftest import SELF_TEST_TEXT, self_test_head
+
+    if not isinstance(head, HasInputConvention) or not num_drafts or model.device.type != "cpu":
+        return self_test_head(head, model, tokenizer, num_drafts)
+    weights = tuple(_weights(part) for part in (head, model))
+    specs = repr([part.spec for part in head.modules() if hasattr(part, "spec")])
+    texts = repr(encode_prompts(SELF_TEST_TEXT, tokenizer))
+    key = type(head), specs, weights, model.config.to_json_string(use_diff=False), texts, num_drafts
+    if key not in _right_heads:
+        self_test_head(head, model, tokenizer, num_drafts)
+        _right_heads.add(key)
+    return None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def right_targets_once() -> Iterator[None]:
-    """Hundreds of tests load the same few tiny models: see `_twin_test_once` and `_check_target_once`."""
+    """Hundreds of tests load the same few tiny models: see `_twin_test_once` and the like."""
     import specdec.loading.assembly
+    import specdec.loading.parts
 
-    with patch.multiple(specdec.loading.assembly, twin_test=_twin_test_once, check_target=_check_target_once):
+    with (
+        patch.multiple(specdec.loading.assembly, twin_test=_twin_test_once, check_target=_check_target_once),
+        patch.object(specdec.loading.parts, "self_test_head", _self_test_head_once),
+    ):
         yield
 
 
@@ -150,10 +176,14 @@ def right_targets_once() -> Iterator[None]:
 def every_self_test(right_targets_once: None) -> Iterator[None]:
     """For tests of what loading does: every model, and its twin, is built and read, as it is for a user."""
     import specdec.loading.assembly
-    from specdec.selftest.selftest import check_target
+    import specdec.loading.parts
+    from specdec.selftest.selftest import check_target, self_test_head
     from specdec.selftest.twin import twin_test
 
-    with patch.multiple(specdec.loading.assembly, twin_test=twin_test, check_target=check_target):
+    with (
+        patch.multiple(specdec.loading.assembly, twin_test=twin_test, check_target=check_target),
+        patch.object(specdec.loading.parts, "self_test_head", self_test_head),
+    ):
         yield
 
 
