@@ -218,7 +218,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped without one."""
+    """Tests marked `gpu` are skipped without one.
+
+    Tests of several ranks come first: of xdist's workers, which begin at different places, one runs them all. As the
+    last ones they would be shared, and four processes that wait for each other share two processors badly.
+    """
+    items.sort(key=lambda item: item.path.parent.name != "parallel")
     if torch.cuda.is_available():
         return
     for item in items:

@@ -38,7 +38,7 @@ def test_the_built_in_pairs(name: str) -> None:
     """Greedy tokens are those without drafts; a head, and multi-token-prediction modules."""
     asked = [(q, SamplingParams(40, grammar=own)) for q in QUESTIONS for own in OF_QUESTIONS]
     with SpeculativeModel.from_pretrained(
-        name, "auto", device="cpu", num_speculative_tokens=3, max_num_seqs=4
+        name, "auto", device="cpu", num_speculative_tokens=3, max_num_seqs=8
     ) as model:
         found = tokens(model, asked)
         plain = tokens(model, [(q, replace(own, num_speculative_tokens=0)) for q, own in asked])
