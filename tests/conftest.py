@@ -29,6 +29,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: see test_triton_kernels.py
 # The compiler need not find out what wide registers the CPU has: trial builds, seconds of every process that compiles
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+# Nor look for garbage after every compilation
+os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: as many busy threads as cores slow each other down
 torch.set_num_threads(1)
 # lm-eval writes it into every result: half a second of `pip list` and compilers, the same each time
@@ -66,8 +68,23 @@ def quick_interpreter() -> None:
         check_memory()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def untimed_guards() -> Iterator[None]:
+    """torch times the guards of all that it compiles, for its log, and empties the processor's caches before it."""
+    with patch("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_caches() -> Iterator[None]:
+    """A KV cache whose size nobody gives has 64 MiB, not 1 GiB: zeroing that takes longer than all else in loading."""
+    with patch("specdec.loading.groups._CPU_CACHE_BYTES", 1 << 26):
+        yield
+
+
 _right_twins: dict[Any, Any] = {}
 _right_targets: dict[Any, float] = {}
+_right_heads: set[Any] = set()
 
 
 def _form(probed: Any) -> tuple[Any, ...]:
@@ -83,7 +100,7 @@ def _form(probed: Any) -> tuple[Any, ...]:
 def _weights(model: torch.nn.Module) -> bytes:
     from attention.hf.weights import memory_of
 
-    digest = hashlib.blake2b()
+    digest = hashlib.sha256()  # the processor has instructions for it
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
         for part in memory_of(tensor):  # a quantised tensor may be made of several
@@ -121,12 +138,37 @@ def _check_target_once(target: Any, probed: Any, max_model_len: int, report: Any
     return _right_targets[key]
 
 
+def _self_test_head_once(head: Any, model: Any, tokenizer: Any, num_drafts: int) -> None:
+    """`self_test_head`, run once for the same modules, read in the same way, of the same target and tokenizer.
+
+    A wrong head is never remembered.
+    """
+    from drafters.base import HasInputConvention
+    from specdec.requests.prompts import encode_prompts
+    from specdec.selftest.selftest import SELF_TEST_TEXT, self_test_head
+
+    if not isinstance(head, HasInputConvention) or not num_drafts or model.device.type != "cpu":
+        return self_test_head(head, model, tokenizer, num_drafts)
+    weights = tuple(_weights(part) for part in (head, model))
+    specs = repr([part.spec for part in head.modules() if hasattr(part, "spec")])
+    texts = repr(encode_prompts(SELF_TEST_TEXT, tokenizer))
+    key = type(head), specs, weights, model.config.to_json_string(use_diff=False), texts, num_drafts
+    if key not in _right_heads:
+        self_test_head(head, model, tokenizer, num_drafts)
+        _right_heads.add(key)
+    return None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def right_targets_once() -> Iterator[None]:
-    """Hundreds of tests load the same few tiny models: see `_twin_test_once` and `_check_target_once`."""
+    """Hundreds of tests load the same few tiny models: see `_twin_test_once` and the like."""
     import specdec.loading.assembly
+    import specdec.loading.parts
 
-    with patch.multiple(specdec.loading.assembly, twin_test=_twin_test_once, check_target=_check_target_once):
+    with (
+        patch.multiple(specdec.loading.assembly, twin_test=_twin_test_once, check_target=_check_target_once),
+        patch.object(specdec.loading.parts, "self_test_head", _self_test_head_once),
+    ):
         yield
 
 
@@ -134,10 +176,14 @@ def right_targets_once() -> Iterator[None]:
 def every_self_test(right_targets_once: None) -> Iterator[None]:
     """For tests of what loading does: every model, and its twin, is built and read, as it is for a user."""
     import specdec.loading.assembly
-    from specdec.selftest.selftest import check_target
+    import specdec.loading.parts
+    from specdec.selftest.selftest import check_target, self_test_head
     from specdec.selftest.twin import twin_test
 
-    with patch.multiple(specdec.loading.assembly, twin_test=twin_test, check_target=check_target):
+    with (
+        patch.multiple(specdec.loading.assembly, twin_test=twin_test, check_target=check_target),
+        patch.object(specdec.loading.parts, "self_test_head", self_test_head),
+    ):
         yield
 
 
@@ -172,7 +218,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped without one."""
+    """Tests marked `gpu` are skipped without one.
+
+    Tests of several ranks come first: of xdist's workers, which begin at different places, one runs them all. As the
+    last ones they would be shared, and four processes that wait for each other share two processors badly.
+    """
+    items.sort(key=lambda item: item.path.parent.name != "parallel")
     if torch.cuda.is_available():
         return
     for item in items:

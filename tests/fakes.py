@@ -79,6 +79,22 @@ class LetterTokenizer:
         return "".join(special if t == EOS else LETTERS[t % VOCAB] for t in token_ids)
 
 
+def copied(module: Any, memo: dict[int, Any] | None = None) -> Any:
+    """As `copy.deepcopy` of a module, in a third of the time: most of what a module holds is an empty dictionary."""
+    memo = {} if memo is None else memo
+    if id(module) in memo:
+        return memo[id(module)]
+    memo[id(module)] = new = object.__new__(type(module))
+    for name, value in vars(module).items():
+        if name == "_modules":
+            vars(new)[name] = {k: None if v is None else copied(v, memo) for k, v in value.items()}
+        elif isinstance(value, dict) and not value:
+            vars(new)[name] = type(value)()
+        else:
+            vars(new)[name] = copy.deepcopy(value, memo)
+    return new
+
+
 @functools.cache
 def _llama(vocab_size: int, seed: int, context: float) -> LlamaForCausalLM:
     model = LlamaForCausalLM(LlamaConfig(**{**TINY, "vocab_size": vocab_size})).eval()
@@ -92,7 +108,7 @@ def _llama(vocab_size: int, seed: int, context: float) -> LlamaForCausalLM:
 
 def tiny_llama(vocab_size: int = VOCAB, seed: int = 0, context: float = 0.03) -> LlamaForCausalLM:
     """A fresh random Llama: 4 layers, Hq 4, Hkv 2, D 16. `context` weighs attention against the last token."""
-    return copy.deepcopy(_llama(vocab_size, seed, context))
+    return copied(_llama(vocab_size, seed, context))
 
 
 def bigram_logits(model: PreTrainedModel) -> torch.Tensor:

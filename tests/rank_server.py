@@ -2,7 +2,8 @@
 
 `forked_ranks` stands in for `subprocess` in `specdec.parallel.processes`: the same command, environment, socket and
 session, but no new interpreter. Tests of what only a new interpreter shows ask for `real_ranks`; where the `long` tests
-run, too (`make test-all`), every process is a real one. `start_python` does the same for `python -c`.
+run, too (`make test-all`), every process is a real one. `start_python` does the same for `python -c`, and `run_python`
+for one that must import the packages of this repository itself: its server has imported only those of others.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,11 +28,11 @@ from unittest.mock import patch
 
 import pytest
 
-from specdec.parallel import processes
-
 COMMAND = [sys.executable, "-P", "-m", "specdec.parallel.worker"]
-IMPORTED = ("accelerate", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
-"""What every rank imports when it loads a model, besides `specdec.parallel.worker`."""
+OF_OTHERS = ("accelerate", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
+"""What every process imports that loads a model: packages of others."""
+OURS = ("specdec.parallel.worker",)
+"""What every rank imports, too."""
 
 
 SERVER_GONE = 77
@@ -88,7 +90,7 @@ def fork_script(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         message = pickle.dumps(("script", (code, arguments), env))
-        socket.send_fds(server(), [message], [source, sink, stderr, theirs.fileno()])
+        socket.send_fds(server_of_ours(), [message], [source, sink, stderr, theirs.fileno()])
     os.close(source)
     os.close(sink)
     return Script(ours, ours_in, ours_out)
@@ -100,6 +102,29 @@ def real_script(code: str, *arguments: str, **options: Any) -> Any:
     return subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, text=True, **given)
 
 
+def fork_and_wait(code: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """As `run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, ...)`.
+
+    What is imported before the fork read the environment of this process.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, open(os.devnull) as nothing:
+        with theirs:
+            files = [nothing.fileno(), out.fileno(), err.fileno(), theirs.fileno()]
+            socket.send_fds(server(), [pickle.dumps(("script", (code, arguments), env))], files)
+        with ours:
+            returned = Forked(ours).wait()
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess([code, *arguments], returned, out.read(), err.read())
+
+
+def run_and_wait(code: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """The same in a new interpreter."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
 def fork(command: Sequence[str], *, env: dict[str, str], pass_fds: Sequence[int], **options: Any) -> Forked:
     """As `subprocess.Popen` of a rank's command."""
     assert list(command[:4]) == COMMAND, command
@@ -108,7 +133,8 @@ def fork(command: Sequence[str], *, env: dict[str, str], pass_fds: Sequence[int]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     (line,) = pass_fds
     with theirs:
-        socket.send_fds(server(), [pickle.dumps(("rank", (command[6],), env))], [line, theirs.fileno()])
+        message = pickle.dumps(("rank", (command[6],), env))
+        socket.send_fds(server_of_ours(), [message], [line, theirs.fileno()])
     return Forked(ours)
 
 
@@ -129,9 +155,21 @@ def server() -> socket.socket:
     return ours
 
 
-def serve(control: socket.socket) -> None:
+@functools.cache
+def server_of_ours() -> socket.socket:
+    """The line to a server that has imported this repository's packages as well; `server` forks it."""
+    line, its_line = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    status, its_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its_line, its_status, status:
+        message = pickle.dumps(("server", (OURS,), dict(os.environ)))
+        socket.send_fds(server(), [message], [its_line.fileno(), its_status.fileno()])
+        Forked(status)
+    return line
+
+
+def serve(control: socket.socket, names: Sequence[str]) -> None:
     """Fork a process for each message, and say how each ended, until the line is cut."""
-    for name in ("specdec.parallel.worker", *IMPORTED):
+    for name in names:
         importlib.import_module(name)
     assert threading.active_count() == 1
     awake, wake = socket.socketpair()
@@ -181,6 +219,11 @@ def become(fds: list[int], main: str, arguments: Sequence[Any], variables: dict[
     sys.exit(0)
 
 
+def further_server(fds: list[int], names: Sequence[str]) -> None:
+    """A server that has imported `names`, too."""
+    serve(socket.socket(fileno=fds[0]), names)
+
+
 def rank(fds: list[int], folder: str) -> None:
     """`python -m specdec.parallel.worker`."""
     sys.modules["specdec.parallel.worker"].main(fds[0], os.getppid(), folder)
@@ -196,7 +239,7 @@ def script(fds: list[int], code: str, arguments: Sequence[str]) -> None:
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 
 
-MAINS = {"rank": rank, "script": script}
+MAINS: dict[str, Callable[..., None]] = {"rank": rank, "script": script, "server": further_server}
 
 
 @pytest.fixture(scope="session")
@@ -205,6 +248,8 @@ def forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     if not forks(request):
         yield
         return
+    from specdec.parallel import processes
+
     with patch.object(processes, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": fork})):
         yield
 
@@ -220,12 +265,20 @@ def start_python(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return fork_script if forks(request) else real_script
 
 
+@pytest.fixture(scope="session")
+def run_python(request: pytest.FixtureRequest) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """(code, *arguments, env=) -> a process that has ended, with its output as text; it imported `specdec` itself."""
+    return fork_and_wait if forks(request) else run_and_wait
+
+
 @pytest.fixture
 def real_ranks(forked_ranks: None) -> Iterator[None]:
     """New interpreters again."""
+    from specdec.parallel import processes
+
     with patch.object(processes, "subprocess", subprocess):
         yield
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), OF_OTHERS)

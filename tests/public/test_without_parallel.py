@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specdec import SamplingParams, SpeculativeModel
+from tests.rank_server import run_python
 
+__all__ = ["run_python"]
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ["Question: What is 12 + 30?\nAnswer:", "Question: Tom has 3 apples and buys 4. How many has he?\nAnswer:"]
 CODE = """
@@ -36,12 +37,11 @@ except SpecdecError as error:
 
 
 @pytest.mark.slow
-def test_a_process_without_the_parallel_wing_says_the_same() -> None:
+def test_a_process_without_the_parallel_wing_says_the_same(run_python: Any) -> None:
     with SpeculativeModel.from_pretrained("gsm-llama", "auto", device="cpu", num_speculative_tokens=3) as model:
         right = [list(done.token_ids) for done in model.generate(PROMPTS, SamplingParams(max_new_tokens=24))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", CODE, json.dumps(PROMPTS)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_python(CODE, json.dumps(PROMPTS), env=environment)
     assert done.returncode == 0, done.stderr
     found, refused, kind, said = json.loads(done.stdout.splitlines()[-1])
     assert found == right and refused == [None, None]

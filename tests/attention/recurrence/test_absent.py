@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,9 @@ from attention.hf.mixing import MIXING_FUNCTIONS, MIXING_OPERATORS
 from attention.recurrence.hf_calls import STAND_INS
 from attention.recurrence.runner import OUTPUTS
 from specdec import SamplingParams, SpeculativeModel
+from tests.rank_server import run_python
 
+__all__ = ["run_python"]
 ROOT = Path(__file__).resolve().parents[3]
 WINGS = {
     "recurrence": [
@@ -58,12 +59,11 @@ print(json.dumps([found, engine["fold_rule"], engine["long_rope"], said]))
 @pytest.mark.parametrize(
     ("wing", "pair"), [("recurrence", "gsm-llama"), ("recurrence", "gsm-deepseek"), ("long rope", "gsm-llama")]
 )
-def test_a_process_without_a_wing_says_the_same(wing: str, pair: str) -> None:
+def test_a_process_without_a_wing_says_the_same(wing: str, pair: str, run_python: Any) -> None:
     with SpeculativeModel.from_pretrained(pair, "auto", device="cpu", num_speculative_tokens=3) as model:
         right = [list(done.token_ids) for done in model.generate(PROMPTS, SamplingParams(max_new_tokens=24))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    command = [sys.executable, "-c", CODE, json.dumps([WINGS[wing], pair, PROMPTS])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_python(CODE, json.dumps([WINGS[wing], pair, PROMPTS]), env=environment)
     assert done.returncode == 0, done.stderr
     found, fold_rule, long_rope, said = json.loads(done.stdout.splitlines()[-1])
     assert found == right and fold_rule is None and long_rope is None

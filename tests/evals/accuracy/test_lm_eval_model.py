@@ -27,18 +27,21 @@ from evals.runs.conversations import ModelSpec
 from specdec.cli.main import cli
 from specdec.errors import InvalidInputError
 from specdec.loading.builtin import builtin_names
+from tests.rank_server import run_python
+
+__all__ = ["run_python"]
 
 VALUE = "evals.accuracy.lm_eval_model:SpecdecLM"
 built_in = pytest.mark.skipif("gsm-llama" not in builtin_names(), reason="no built-in target")
 
 
 @pytest.mark.slow
-def test_one_import_makes_the_model_and_lm_eval_s_own_known() -> None:
+def test_one_import_makes_the_model_and_lm_eval_s_own_known(run_python: Any) -> None:
     """In a fresh process: lm-eval reads its own list only while nothing is registered."""
     code = "import evals.accuracy.lm_eval_model; from lm_eval.api.registry import get_model, model_registry as m; "
     code += "print(get_model('specdec').__name__, 'hf' in m, 'vllm' in m)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["SpecdecLM", "True", "True"]
+    done = run_python(code, env=dict(os.environ))
+    assert done.stdout.split() == ["SpecdecLM", "True", "True"], done.stderr
 
 
 @pytest.mark.parametrize("known", [EntryPoint("specdec", VALUE, "lm_eval.models"), VALUE, SpecdecLM, None])

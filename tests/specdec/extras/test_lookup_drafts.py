@@ -204,7 +204,9 @@ def test_sampled_tokens_have_the_targets_distribution(
     target = tiny_llama(vocab, context=0.0)
     probs = torch.softmax(bigram_logits(target).double() / 1.0, 1).numpy()
     draft = [table_head(target, disturbance=2.0), "lookup"] if beside else "lookup"
-    model = wrap(target, draft, lookup_min=1, lookup_max=4, num_speculative_tokens=1 if beside else 3, max_num_seqs=6)
+    sizes = {"max_num_seqs": 100, "max_num_batched_tokens": 800, "kv_cache_tokens": 6400}
+    k = 1 if beside else 3
+    model = wrap(target, draft, lookup_min=1, lookup_max=4, num_speculative_tokens=k, **sizes)
     if plant is not None:
         plant(monkeypatch)
     prompts = random_prompts([9] * 200, vocab_size=vocab)

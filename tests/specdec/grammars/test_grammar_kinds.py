@@ -38,7 +38,7 @@ def test_the_built_in_pairs(name: str) -> None:
     """Greedy tokens are those without drafts; a head, and multi-token-prediction modules."""
     asked = [(q, SamplingParams(40, grammar=own)) for q in QUESTIONS for own in OF_QUESTIONS]
     with SpeculativeModel.from_pretrained(
-        name, "auto", device="cpu", num_speculative_tokens=3, max_num_seqs=4
+        name, "auto", device="cpu", num_speculative_tokens=3, max_num_seqs=8
     ) as model:
         found = tokens(model, asked)
         plain = tokens(model, [(q, replace(own, num_speculative_tokens=0)) for q, own in asked])
@@ -99,7 +99,7 @@ def test_sampled_tokens_have_the_distribution_of_the_masked_target(k: int, plant
     """A bigram model, and a grammar that allows some tokens after a letter and others after a digit: 300 answers of 40
     tokens. What it finds: a temperature of 1.12, and masks of the position before."""
     target = tiny_llama(context=0.0)
-    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "tokenizer": tokenizer()}
+    sizes = {"max_num_seqs": 100, "max_num_batched_tokens": 800, "kv_cache_tokens": 6400, "tokenizer": tokenizer()}
     model = wrap(target, table_head(target, disturbance=2.0), num_speculative_tokens=max(k, 1), **sizes)
     grammar = Grammar.regex(f"{PIECE}{{200}}")
     with pytest.MonkeyPatch.context() as patch:

@@ -66,7 +66,7 @@ def target() -> Any:
 
 def made(draft: Any = "head", **options: Any) -> Any:
     head = table_head(tiny_llama()) if draft == "head" else draft
-    sizes = {"num_speculative_tokens": K, "max_num_seqs": 4, "max_num_batched_tokens": 24, "tokenizer": tokenizer()}
+    sizes = {"num_speculative_tokens": K, "max_num_seqs": 8, "max_num_batched_tokens": 44, "tokenizer": tokenizer()}
     return wrap(tiny_llama(), head, **(sizes | options))
 
 
@@ -185,7 +185,7 @@ def begin_of(grammar: Grammar | None) -> str:
 @pytest.mark.parametrize("cases", [GRAMMARS, MARKED])
 def test_rounds_from_graphs(graphs_on_cpu: list[Any], cases: Any) -> None:  # noqa: F811
     options = {"logit_bias": FAVOUR} if cases is MARKED else {}
-    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "tokenizer": tokenizer()}
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 36, "tokenizer": tokenizer()}
     model = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, **sizes)
     asked, expected = mixed(cases, **options)
     assert tokens(model, asked) == expected
@@ -409,7 +409,7 @@ def test_first_drafts_are_the_best_that_may_come(
     monkeypatch.setattr(GrammarColumns, "give_forced", lambda *_: None)
     table, ids = bigram_logits(target()), torch.tensor(list(known))
     head = table_head(tiny_llama(), 0.0, known=known)
-    model = made(head, max_num_seqs=4 if batched else 1)
+    model = made(head, max_num_seqs=8 if batched else 1)
     asked, expected = mixed(GRAMMARS)
     found = model.generate([p for p, _ in asked], [own for _, own in asked])
     assert [c.token_ids for c in found] == expected

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.rank_server import run_python
+
+__all__ = ["run_python"]
 ROOT = Path(__file__).resolve().parents[3]
 CODE = """
 import sys
@@ -29,19 +31,18 @@ with SpeculativeModel.from_pretrained("gsm-llama", "auto", device="cpu", num_spe
 """
 
 
-def run(absent: bool) -> list[str]:
+def run(run_python: Any, absent: bool) -> list[str]:
     """What the code prints in a fresh process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", CODE.format(absent=absent)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_python(CODE.format(absent=absent), env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 @pytest.mark.slow
-def test_a_model_loads_and_generates_without_it() -> None:
+def test_a_model_loads_and_generates_without_it(run_python: Any) -> None:
     """Nor does a model import it that no request moves into or out of."""
-    with_it, without = run(absent=False), run(absent=True)
+    with_it, without = run(run_python, absent=False), run(run_python, absent=True)
     assert with_it[:2] == without[:2] and with_it[1] == "[]"
     assert len(set(without[2:])) == 1 and without[2].startswith(
         "InvalidInputError requests cannot move between models without specdec.handoff: "

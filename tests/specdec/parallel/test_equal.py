@@ -26,8 +26,8 @@ TEXTS = [
 ]
 LETTERS = ["abcd efgh", "Hello 123", "z", "the quick brown fox jumps over it"]
 SHORT_OF_PAGES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 4, "kv_cache_tokens": 96}
-GREEDY = SamplingParams(max_new_tokens=10, ignore_eos=True)
-SAMPLED = SamplingParams(max_new_tokens=10, temperature=0.8, top_p=0.95, seed=11)
+GREEDY = SamplingParams(max_new_tokens=7, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=7, temperature=0.8, top_p=0.95, seed=11)
 
 
 def told(model: Any, prompts: Any, params: SamplingParams) -> list[tuple[list[int], str, Any]]:
@@ -39,7 +39,7 @@ def told(model: Any, prompts: Any, params: SamplingParams) -> list[tuple[list[in
 def session(model: Any, prompts: Any) -> list[Any]:
     """Greedy, sampled, without drafts, more than the rows hold, what `mixed` asks, a stop string; then on."""
     found = [told(model, prompts, GREEDY), told(model, prompts, SAMPLED)]
-    lengths = [3] * (len(prompts) - 1) + [12]  # the last request goes first, on every rank
+    lengths = [3] * (len(prompts) - 1) + [9]  # the last request goes first, on every rank
     uneven = model.generate(prompts, [replace(SAMPLED, seed=None, n=2, max_new_tokens=most) for most in lengths])
     found.append([answer.token_ids for answer in uneven])
     found.append(told(model, prompts, replace(SAMPLED, num_speculative_tokens=0, n=2)))
