@@ -121,18 +121,18 @@ class State:
 
 
 class _Left:
-    """Whether the scores of a verification's positions leave a token to choose. Read where a token was chosen."""
+    """Whether the scores of a verification's positions leave a token to choose."""
 
     def __init__(self, scores: torch.Tensor) -> None:
-        """scores: [n+1, V] on the device, which is not waited for."""
-        self._top, self._known = scores.amax(1), list[float]()
+        """scores: [n+1, V]. The device is not waited for: its result, which follows on the same stream, is."""
+        self._top = scores.amax(1).to("cpu", non_blocking=True)
 
     def error(self, row: int, length: int) -> Exception | None:
-        """For the position `row`, after so many tokens."""
-        self._known = self._known or self._top.tolist()
-        if self._known[row] > float("-inf"):
+        """For the position `row`, after so many tokens; asked once the round's result is read."""
+        top = float(self._top[row])
+        if top > float("-inf"):
             return None
-        found = "every score is -inf" if self._known[row] == float("-inf") else "a score is NaN"
+        found = "every score is -inf" if top == float("-inf") else "a score is NaN"
         return ValueError(f"no token can be chosen after {length} tokens: {found}")
 
 
