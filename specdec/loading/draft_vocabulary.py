@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from drafters.vocab import ids_of, most_frequent
 from specdec.errors import InvalidInputError
 from specdec.requests.generation_config import eos_ids
 from specdec.requests.prompts import encode_prompts
-from specdec.values import short, token_ids
+from specdec.values import short, token_ids, whole
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.probing import TargetProbe
 
@@ -32,13 +32,15 @@ def draft_vocab_of(texts: Iterable[str | Sequence[int]], size: int, tokenizer: A
     Raises:
         InvalidInputError: there is no token, `size` is less than 1, or texts come without a tokenizer.
     """
-    if isinstance(texts, str):
-        raise InvalidInputError(f"texts={short(texts)}: give a list of texts")
+    texts = texts["input_ids"] if isinstance(texts, Mapping) and "input_ids" in texts else texts
+    if isinstance(texts, (str, Mapping)) or not isinstance(texts, Iterable):
+        raise InvalidInputError(f"texts={short(texts)}: give a list of texts, or of token ids")
+    size = whole("size", size, 1, None, "1 or more, a whole number")
     plain = None if tokenizer is None else partial(tokenizer, add_special_tokens=False)
     ids = [torch.tensor(each, dtype=torch.int64) for text in texts for each in encode_prompts(text, plain)]
     counts = torch.bincount(torch.cat(ids)) if ids else torch.zeros(0, dtype=torch.int64)
-    if not counts.any() or size < 1:
-        raise InvalidInputError(f"{int(counts.sum())} tokens in the texts, size={size}: both must be at least 1")
+    if not counts.any():
+        raise InvalidInputError(f"{int(counts.sum())} tokens in the texts: there must be at least 1")
     return ids_of(most_frequent(counts, min(size, int((counts > 0).sum())))).tolist()
 
 

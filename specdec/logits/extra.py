@@ -185,4 +185,5 @@ def subject_of(params: SamplingParams, table: RowTable, row: int) -> Subject | N
     ends = (*(int(i) for i in table.eos[row] if i >= 0), *params.stop_token_ids)
     assert processors is None or isinstance(processors, RequestProcessors), "not copied for its request"
     assert function is None or isinstance(function, RequestProcessors), "not copied for its request"
-    return Subject(settings, int(table.prompt[row]), int(table.limit[row]), ends, filters, processors, function)
+    lengths, heat = (int(table.prompt[row]), int(table.limit[row])), 0.0 if params.greedy else params.temperature
+    return Subject(settings, *lengths, ends, filters, processors, function, heat)

@@ -67,7 +67,7 @@ class Subject:
         settings: its options that do something, by name (see `LogitsOptions`).
         prompt_len: tokens of its prompt. limit: most tokens, of prompt and new ones. ends: token ids that end it.
         filters: of a sampled request whose filters are applied here, all of them; None where the round applies them.
-        processors, prefix_function: the user's own, see `RequestProcessors`.
+        processors, prefix_function: the user's own, see `RequestProcessors`. temperature: 0 of a greedy request.
     """
 
     settings: Mapping[str, Any]
@@ -77,6 +77,7 @@ class Subject:
     filters: Filters | None = None
     processors: RequestProcessors | None = None
     prefix_function: RequestProcessors | None = None
+    temperature: float = 0.0
 
     def get(self, name: str) -> Any:
         """An option; its value for off where it is not set."""
@@ -150,6 +151,16 @@ def process(scores: torch.Tensor, rows: Rows) -> None:
         part = scores[at]
         apply(part, rows.some(index), own)
         scores[at] = part
+    _note_largest(scores, rows)
+
+
+def _note_largest(scores: torch.Tensor, rows: Rows) -> None:
+    """For requests with code of the user's, which may leave no token. The device is not waited for."""
+    told = [(n, own) for n, s in enumerate(rows.subjects) if (own := s.processors or s.prefix_function) is not None]
+    if told:
+        largest = scores[:, :-1].amax(1).to("cpu", non_blocking=True)
+        for n, own in told:
+            own.note_largest(int(rows.lens[n]), largest, n, rows.subjects[n].temperature)
 
 
 def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:

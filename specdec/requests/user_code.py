@@ -120,20 +120,28 @@ class State:
     error: Exception | None = None
 
 
+@dataclass(frozen=True)
 class _Left:
-    """Whether the scores of a verification's positions leave a token to choose."""
+    """The largest score of a position, by which it is known whether a token could be chosen there.
 
-    def __init__(self, scores: torch.Tensor) -> None:
-        """scores: [n+1, V]. The device is not waited for: its result, which follows on the same stream, is."""
-        self._top = scores.amax(1).to("cpu", non_blocking=True)
+    Attributes:
+        largest: [N] float32 on the CPU, of all positions of a round; complete once the round's result is read.
+        row: which is the position's. temperature: of a sampled request; 0 of a greedy one.
+    """
 
-    def error(self, row: int, length: int) -> Exception | None:
-        """For the position `row`, after so many tokens; asked once the round's result is read."""
-        top = float(self._top[row])
-        if top > float("-inf"):
+    largest: torch.Tensor
+    row: int
+    temperature: float
+
+    def error(self, length: int) -> Exception | None:
+        """Why no token could be chosen after so many tokens; None if one could."""
+        top = self.largest[self.row]
+        top = top / self.temperature if self.temperature else top
+        if bool(top.isfinite() if self.temperature else top > float("-inf")):
             return None
-        found = "every score is -inf" if top == float("-inf") else "a score is NaN"
-        return ValueError(f"no token can be chosen after {length} tokens: {found}")
+        found = "a score is NaN" if bool(top.isnan()) else f"the largest score is {float(top)}"
+        divided = " after it was divided by the temperature" if self.temperature else ""
+        return ValueError(f"no token can be chosen after {length} tokens: {found}{divided}")
 
 
 class RequestProcessors:
@@ -155,7 +163,7 @@ class RequestProcessors:
                 self.not_copied = f"a logits processor cannot be copied ({type(error).__name__}: {error})"
         self._first = State(first)
         self._after: dict[int, State] = {}
-        self._left: dict[int, tuple[_Left, int]] = {}
+        self._left: dict[int, _Left] = {}
         self._begins: list[int] = []
 
     def apply(self, ids: torch.Tensor, lens: Sequence[int], scores: torch.Tensor) -> None:
@@ -173,16 +181,17 @@ class RequestProcessors:
             if state.error is None:
                 state = self._next(state, ids[row : row + 1, :length], scores[row : row + 1])
             self._after[length] = state
-        left = _Left(scores)
-        self._left |= {length: (left, row) for row, length in enumerate(lens)}
+
+    def note_largest(self, length: int, largest: torch.Tensor, row: int, temperature: float) -> None:
+        """Keep what all options have left of the scores of a position, see `_Left`: the next `error_at` tells."""
+        self._left[length] = _Left(largest, row, temperature)
 
     def error_at(self, length: int) -> Exception | None:
         """What was raised at, or before, the position after so many tokens; None if nothing was."""
         state = self._after.get(length)
         if state is None or state.error is not None or length not in self._left:
             return None if state is None else state.error
-        left, row = self._left[length]
-        return left.error(row, length)
+        return self._left[length].error(length)
 
     def _begin(self, length: int) -> State:
         """The state after the tokens before the last one; forgets what only rounds before the last few need."""
@@ -207,9 +216,9 @@ class RequestProcessors:
                 ids, changed = ids.clone(), scores.clone()
                 for processor in own:
                     changed = _checked(processor, processor(ids, changed), scores)
+            scores.copy_(changed)
         except BaseException as error:
             return State((), named(error))
-        scores.copy_(changed)
         return State(own)
 
 

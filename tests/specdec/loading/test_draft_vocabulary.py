@@ -46,18 +46,22 @@ def test_the_most_frequent_tokens_come_first_and_the_smaller_of_equals() -> None
     tokenizer = load_tokenizer("gsm-deepseek")
     found = draft_vocab_of(["eggs and eggs", "eggs"], 2000, tokenizer)
     assert set(found) == {*tokenizer.encode("eggs and eggs"), *tokenizer.encode("eggs")}
+    encoded = tokenizer(["eggs and eggs", "eggs"], add_special_tokens=False)
+    assert draft_vocab_of(encoded, 2000) == draft_vocab_of(encoded["input_ids"], 2000)
 
 
 @pytest.mark.parametrize(
     ("texts", "size", "words"),
     [
         ([], 3, "0 tokens in the texts"),
-        ([[1, 2]], 0, "size=0: both must be"),
+        ([[1, 2]], 0, "size=0: allowed is 1 or more"),
+        ([[1, 2]], 2.5, r"size=2.5 \(float\): allowed is 1 or more"),
+        (None, 3, "texts=None: give a list"),
         ("eggs", 3, "give a list of texts"),
         (["eggs"], 3, "tokenizer"),
     ],
 )
-def test_texts_that_name_no_tokens(texts: Any, size: int, words: str) -> None:
+def test_texts_that_name_no_tokens(texts: Any, size: Any, words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         draft_vocab_of(texts, size)
 

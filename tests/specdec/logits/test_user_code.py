@@ -233,7 +233,7 @@ def test_what_a_processor_raises_ends_its_request_alone(drafts: int) -> None:
 
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("kind", "said"), [(Banning, "every score is -inf"), (Unknown, "a score is NaN")])
+@pytest.mark.parametrize(("kind", "said"), [(Banning, "the largest score is -inf"), (Unknown, "a score is NaN")])
 def test_scores_that_leave_no_token_end_their_request_alone(
     drafts: int, sampled: dict[str, Any], kind: type[Banning], said: str
 ) -> None:
@@ -249,6 +249,45 @@ def test_scores_that_leave_no_token_end_their_request_alone(
     assert [e for i, e in enumerate(errors) if i != 1] == [None] * 5
     expected = right([None] * 6)
     assert tokens([c for c in completions if c is not None]) == [*expected[:1], *expected[2:]]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"logits_processor": lambda ids, scores: scores.index_fill(1, torch.tensor([9]), float("inf"))},
+            "is inf after",
+        ),
+        ({"logits_processor": lambda ids, scores: torch.full_like(scores, -3e38)}, "is -inf after"),
+        ({"prefix_allowed_tokens_fn": lambda i, ids: [5], "suppress_tokens": (5,)}, "is -inf after"),
+    ],
+)
+def test_what_all_options_leave_is_divided_by_the_temperature(options: dict[str, Any], said: str) -> None:
+    """transformers raises, too: of sampled requests alone are the first two errors."""
+    params = [SamplingParams(NEW, temperature=0.7, seed=1, **options), *[SamplingParams(NEW)] * 5]
+    _, errors = failing(engine_with(3, False, RoundExtra()), params)
+    assert f"the largest score {said} it was divided by the temperature" in str(errors[0]) and errors[1:] == [None] * 5
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_what_later_options_repair_is_no_error(drafts: int) -> None:
+    """The only token that the function allows may not end the request yet, and is then forced to end it."""
+    length = len(PROMPTS[0]) + 3
+    options: dict[str, Any] = {
+        "stop_token_ids": (7,), "min_new_tokens": NEW, "forced_eos_token_id": 7, "max_new_tokens": 4,
+        "prefix_allowed_tokens_fn": lambda i, ids: [7] if len(ids) == length else list(range(VOCAB)),
+    }  # fmt: skip
+    completions, errors = failing(
+        engine_with(drafts, False, RoundExtra()), [SamplingParams(**options), *[SamplingParams(NEW)] * 5]
+    )
+    assert errors == [None] * 6 and completions[0].token_ids[3:] == [7]
+
+
+@pytest.mark.parametrize("wrong", [torch.Tensor.to_sparse, lambda scores: scores.to("meta")])
+def test_a_tensor_that_cannot_be_copied_ends_its_request_alone(wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    params = [SamplingParams(NEW, logits_processor=lambda ids, scores: wrong(scores)), *[SamplingParams(NEW)] * 5]
+    _, errors = failing(engine_with(3, False, RoundExtra()), params)
+    assert "its logits processor raised" in str(errors[0]) and errors[1:] == [None] * 5
 
 
 @pytest.mark.parametrize("kind", [Raising, Banning])
