@@ -6,7 +6,9 @@ defined: `attention` and `drafters` raise errors of the same tree without import
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 from attention.errors import (
     HandoffMismatchError,
@@ -72,11 +74,30 @@ def refuse_copy(model: object, protocol: object) -> NoReturn:
 
 
 class RequestFailedError(SpecdecError):
-    """One request failed and was ended: its tokenizer, its stop strings or its parameters raised (`__cause__`)."""
+    """One request failed and was ended: its tokenizer, its stop strings or its parameters raised (`__cause__`).
+
+    Attributes:
+        index: its completion's place in the call; None where no call was read. completions: of `generate` and
+            `Stream.completions`, by place: those that did finish.
+    """
+
+    index: int | None = None
+    completions: Mapping[int, Any] = MappingProxyType({})
 
 
 class RoundFailedError(SpecdecError):
-    """A round failed (`__cause__`, for example an error of the device); the requests that ran in it were ended."""
+    """A round failed (`__cause__`, for example an error of the device); the requests that ran in it were ended.
+
+    Attributes:
+        index, completions: see `RequestFailedError`.
+    """
+
+    index: int | None = None
+    completions: Mapping[int, Any] = MappingProxyType({})
+
+
+ENDED = RequestFailedError, RoundFailedError
+"""What a request that failed is reported with."""
 
 
 class RanksLostError(SpecdecError):

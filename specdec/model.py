@@ -17,7 +17,7 @@ from specdec.engine.feeding import generated
 from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine
 from specdec.engine.stats import EngineStats
-from specdec.engine.streams import Stream, StreamUpdate, completed
+from specdec.engine.streams import Stream, StreamUpdate, collected, completed
 from specdec.errors import ClosedModelError, InvalidInputError, ModelLoadError, refuse_copy
 from specdec.interrupts import interrupts_as_they_are
 from specdec.loading.assembly import FREED, Parts, assemble, dismantle
@@ -243,8 +243,7 @@ class SpeculativeModel:
                 thread meanwhile. ModelChangedError: `hf_model` was moved, recast, resized or rebuilt. RoundFailedError:
                 a round failed twice. RequestFailedError, at the end: a tokenizer or code of the user's raised.
         """
-        done = dict((with_bar if progress else completed)(self.stream(prompts, params, **options)))
-        return [done[i] for i in sorted(done)]
+        return collected((with_bar if progress else completed)(self.stream(prompts, params, **options)))
 
     def generate_iter(
         self, prompts: Prompts = None, params: Params = None, **options: Any

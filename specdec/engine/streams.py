@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
 from specdec.engine.calls import Call
 from specdec.engine.sharing import SharedEngine
-from specdec.errors import SpecdecError
+from specdec.errors import ENDED, SpecdecError
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion, Update
 from specdec.requests.submission import Submission
@@ -80,7 +80,7 @@ class Stream(Iterator[StreamUpdate]):
                 place, update = found
                 if update.error is None:
                     return StreamUpdate(place, update.token_ids, update.text, update.completion, update.logprobs)
-                self._errors.append(update.error)
+                self._errors.append(placed(update.error, place))
             if self._errors:
                 errors, self._errors = self._errors, []
                 raise_first(errors)
@@ -109,8 +109,7 @@ class Stream(Iterator[StreamUpdate]):
 
     def completions(self) -> list[Completion]:
         """Read to the end: the completions in order. `cancel`, on another thread, ends them early. Raises as `next`."""
-        done = dict(completed(self))
-        return [done[i] for i in sorted(done)]
+        return collected(completed(self))
 
     def hand_over(self) -> tuple[Sequence[Submission], Callable[[], None] | None]:
         """Give away the requests of a stream that nobody has read, and their check; it is closed then."""
@@ -158,6 +157,25 @@ class Stream(Iterator[StreamUpdate]):
                 self.close()
         except AttributeError:  # __init__ did not come to its end, or `sys` is None itself
             return
+
+
+def placed(error: SpecdecError, place: int) -> SpecdecError:
+    """A failed request's error, which says which completion of its call it was."""
+    if isinstance(error, ENDED):
+        error.index = place
+    return error
+
+
+def collected(ended: Iterable[tuple[int, Completion]]) -> list[Completion]:
+    """(index, Completion) of each: the completions in order. An error of some has the others."""
+    done: dict[int, Completion] = {}
+    try:
+        for index, completion in ended:
+            done[index] = completion
+    except ENDED as error:
+        error.completions = done
+        raise
+    return [done[i] for i in sorted(done)]
 
 
 def raise_first(errors: Sequence[SpecdecError]) -> NoReturn:

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from specdec.engine.calls import Call
-from specdec.engine.streams import Stream, StreamUpdate, raise_first
-from specdec.errors import SpecdecError
+from specdec.engine.streams import Stream, StreamUpdate, placed, raise_first
+from specdec.errors import ENDED, SpecdecError
 from specdec.requests.request import Completion, Update
 
 MOST_UNREAD = 16
@@ -98,7 +98,14 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
     async def completions(self) -> list[Completion]:
         """Read to the end: the completions in order. `cancel` ends them early. Raises as reading does."""
         self._whole = True
-        done = {update.index: update.completion async for update in self if update.completion is not None}
+        done: dict[int, Completion] = {}
+        try:
+            async for update in self:
+                if update.completion is not None:
+                    done[update.index] = update.completion
+        except ENDED as error:
+            error.completions = done
+            raise
         return [done[i] for i in sorted(done)]
 
     def cancel(self, *indices: int) -> None:
@@ -196,7 +203,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
             if update.last and self._places is not None:
                 self._places.pop(index, None)
             if update.error is not None:
-                self._errors.append(update.error)
+                self._errors.append(placed(update.error, index))
             elif not self.closed and (update.last or not self._whole):
                 self._keep(new)
         return bool(self._unread) or not self._places

@@ -3,6 +3,7 @@ same objects, drafted or not, in every pipeline, with preemptions and interrupts
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import VOCAB, tiny_llama
+from fakes import VOCAB, tiny_llama, wrap
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process as hf
 
@@ -288,6 +289,25 @@ def test_a_tensor_that_cannot_be_copied_ends_its_request_alone(wrong: Callable[[
     params = [SamplingParams(NEW, logits_processor=lambda ids, scores: wrong(scores)), *[SamplingParams(NEW)] * 5]
     _, errors = failing(engine_with(3, False, RoundExtra()), params)
     assert "its logits processor raised" in str(errors[0]) and errors[1:] == [None] * 5
+
+
+def test_the_error_says_which_it_was_and_has_the_others() -> None:
+    """Of generate, in a list and on an event loop, and of a stream."""
+    target = tiny_llama()
+    own = Raising(lambda ids: len(ids) == len(PROMPTS[1]) + 2)
+    params = [SamplingParams(4), SamplingParams(4, logits_processor=own), SamplingParams(4)]
+    with wrap(target, None) as model:
+        right = [one.token_ids for one in model.generate(PROMPTS[:3], SamplingParams(4))]
+        for call in (
+            lambda: model.generate(PROMPTS[:3], params),
+            lambda: model.stream(PROMPTS[:3], params).completions(),
+            lambda: asyncio.run(model.generate_async(PROMPTS[:3], params)),
+        ):
+            with pytest.raises(RequestFailedError, match="planted") as caught:
+                call()
+            assert caught.value.index == 1
+            found = {place: one.token_ids for place, one in caught.value.completions.items()}
+            assert found == {0: right[0], 2: right[2]}
 
 
 @pytest.mark.parametrize("kind", [Raising, Banning])
