@@ -266,7 +266,7 @@ _OTHER_NAMES = {
     "block_size": "page_size",
     "mem_fraction_static": "gpu_memory_utilization",
     "lora_path": "adapter",
-    "enforce_eager": "cuda_graphs",
+    "enforce_eager": "cuda_graphs=False",
 }
 """Load options that other projects have under another name."""
 
@@ -279,7 +279,7 @@ def only_known_names(load: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **options: P.kwargs) -> R:
         for name in options:
             if name not in names:
-                close = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else get_close_matches(name, names, 1, 0.7)
+                close = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else get_close_matches(name, names, 1, 0.8)
                 meant = f"did you mean {close[0]}? " if close else ""
                 raise InvalidInputError(f"unexpected keyword argument {name!r}: {meant}known are {', '.join(names)}")
         return load(*args, **options)

@@ -199,7 +199,13 @@ def test_a_name_that_there_is_not_is_answered_with_the_right_one(given: dict[str
         SpeculativeModel.from_pretrained("gsm-llama", **given)
 
 
+@pytest.mark.parametrize("name", ["quantization_config", "speculative_config", "token", "max_new_tokens"])
+def test_names_of_something_else_have_no_hint(name: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"unexpected keyword argument '{name}': known are target"):
+        SpeculativeModel.from_pretrained("gsm-llama", **{name: 1})
+
+
 def test_other_projects_names_lead_to_names_that_exist() -> None:
     known = inspect.signature(SpeculativeModel.from_pretrained).parameters
-    assert not set(_OTHER_NAMES.values()) - set(known)
+    assert not {name.partition("=")[0] for name in _OTHER_NAMES.values()} - set(known)
     assert not set(_OTHER_NAMES) & set(known)
