@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
@@ -121,6 +122,10 @@ def test_no_ngram_of_the_prompt_is_repeated(case: tuple, size: int) -> None:
     assert torch.equal(scores[:, :-1], expected)
 
 
+LEFT_OUT = "sequence is longer than the context" in inspect.getsource(SequenceBiasLogitsProcessor.__call__)
+"""transformers 5.17 leaves out a sequence that is one token longer than what there is; later ones and ours add it."""
+
+
 @given(
     cases(),
     st.dictionaries(
@@ -133,8 +138,9 @@ def test_no_ngram_of_the_prompt_is_repeated(case: tuple, size: int) -> None:
 @settings(max_examples=60)
 def test_sequence_bias(case: tuple, biases: dict[tuple[int, ...], float]) -> None:
     prefixes, lists, _, scores = case
-    expected = by_row(lists, scores, lambda n: SequenceBiasLogitsProcessor(dict(biases)))
     most = max(map(len, biases))
+    assume(not LEFT_OUT or all(len(tokens) >= most for tokens in lists))
+    expected = by_row(lists, scores, lambda n: SequenceBiasLogitsProcessor(dict(biases)))
     sequences = torch.tensor([[0] * (most - len(ids)) + list(ids) for ids in biases])
     lens = torch.tensor([len(ids) for ids in biases])
     add_sequence_bias(scores, prefixes, sequences, lens, torch.tensor(list(biases.values())))
