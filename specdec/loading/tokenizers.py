@@ -60,15 +60,12 @@ def load_tokenizer(name: str | Path | Checkpoint) -> Any:
     """Load a tokenizer by its model's name. Raises ModelLoadError: it cannot be loaded."""
     checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name, what="the tokenizer of")
     with loading_named(checkpoint, "the tokenizer of"):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.options)
-        except (OSError, ValueError) as error:  # "you need to have sentencepiece or tiktoken installed"
-            if not checkpoint.is_folder or any(_FILE.search(name) for name in os.listdir(checkpoint.path)):
-                raise
-            raise ModelLoadError(
+        if checkpoint.is_folder and not any(_FILE.search(name) for name in os.listdir(checkpoint.path)):
+            raise ModelLoadError(  # transformers makes an empty one, or asks for sentencepiece
                 f"cannot load the tokenizer of {checkpoint.name!r}: the folder has none (tokenizer.json, "
                 "tokenizer.model, …); give tokenizer=…, the folder or hub name of one, or a tokenizer"
-            ) from error
+            )
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.options)
         if getattr(tokenizer, "chat_template", None) is None:
             tokenizer.chat_template = _processor_template(checkpoint)
     return tokenizer

@@ -243,6 +243,18 @@ def test_a_folder_without_a_tokenizer(saved: Path) -> None:
         SpeculativeModel.from_pretrained(str(saved), device="cpu")
 
 
+def test_a_folder_without_a_tokenizer_gets_no_empty_one(tmp_path: Path) -> None:
+    """transformers makes one of no tokens for some kinds of models."""
+    from transformers import AutoTokenizer
+
+    from specdec.loading.tokenizers import load_tokenizer
+
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) <= 1
+    with pytest.raises(ModelLoadError, match="the folder has none"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_file_is_no_folder(saved: Path, tmp_path: Path) -> None:
     refused(ModelLoadError, "it is a file", saved / "config.json")
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
