@@ -294,8 +294,8 @@ class SpeculativeModel:
         """Log-probabilities of given completions, in one batch; prompts' common beginnings are read once. prompts: as
         for `generate`, one for each completion, or one. completions: texts (tokenised without special tokens) or ids.
         logprobs: alternatives of each token. Raises as `generate`."""
-        asked = to_be_scored, prompts, completions, logprobs, self.tokenizer, self.device
-        return scores(completed(self._stream(*asked)))
+        asked = self._stream(to_be_scored, prompts, completions, logprobs, self.tokenizer, self.device)
+        return scores(completed(asked))
 
     def _stream(self, make: Callable[..., list[Submission]], *given: Any) -> Stream:
         self._shared.check_open()

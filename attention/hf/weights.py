@@ -91,8 +91,11 @@ def stored_bytes(tensor: torch.Tensor) -> int:
     return inner + sum(part.nbytes for part in _bitsandbytes_scales(tensor))
 
 
-def num_elements(tensor: torch.Tensor) -> int:
-    """Numbers that a parameter stands for: two a byte where bitsandbytes packs 4-bit ones."""
+def num_elements(name: str, tensor: torch.Tensor) -> int:
+    """Numbers that a parameter of this name stands for: two a byte where bitsandbytes packs 4-bit ones, and in MXFP4,
+    whose exponents are none."""
+    if tensor.dtype == torch.uint8 and name.endswith(("_blocks", "_scales")):
+        return 2 * tensor.numel() if name.endswith("_blocks") else 0
     state = getattr(tensor, "quant_state", None)
     return tensor.numel() if state is None else int(state.shape.numel())
 

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specdec.engine.streams import Stream, completed
+from specdec.engine.streams import Stream, collected, completed
 from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
 from specdec.requests.generation_config import sampling_fields
@@ -129,8 +129,8 @@ class Asked:
         rows = [[token for token, on in zip(*pair, strict=True) if on] for pair in pairs]
         prompts = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
         stream, samples = model.stream(prompts, list(params)), params[0].n
-        done = dict(completed(stream) if self.streamer is None else self._streamed(stream))
-        return self._result([done[i] for i in sorted(done)], samples)
+        done = collected(completed(stream) if self.streamer is None else self._streamed(stream))
+        return self._result(done, samples)
 
     def _streamed(self, stream: Stream) -> Iterator[tuple[int, Completion]]:
         """The one completion; the streamer gets the prompt, then every token."""

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from attention.cache.kv_cache import bytes_per_token
 from attention.groups import GroupedRunner
 from attention.hf.model_specific import dense_up_to
@@ -30,13 +28,6 @@ if TYPE_CHECKING:
 _SPARSE = "dense up to index_topk={:,} tokens, where its indexer would choose all keys"
 
 
-def _numbers(name: str, parameter: torch.Tensor) -> int:
-    """Weights of a parameter: two a byte in MXFP4, whose exponents are none."""
-    if parameter.dtype != torch.uint8 or not name.endswith(("_blocks", "_scales")):
-        return num_elements(parameter)
-    return 2 * parameter.numel() if name.endswith("_blocks") else 0
-
-
 def facts_of(model: Any) -> dict[str, Any]:
     """Resolved facts of a SpeculativeModel: model, head, attention, caches, graphs and engine."""
     head, runners, checkpoint, attends = model.head, model.runners, model.checkpoint, model.target.runner
@@ -49,7 +40,7 @@ def facts_of(model: Any) -> dict[str, Any]:
         "trust_remote_code": checkpoint is not None and checkpoint.trust_remote_code,
         "adapter": _adapter(model),
         "architecture": type(model.hf_model).__name__,
-        "parameters": sum(_numbers(name, p) for name, p in model.hf_model.named_parameters()),
+        "parameters": sum(num_elements(name, p) for name, p in model.hf_model.named_parameters()),
         "weights_bytes": model_bytes(model.hf_model),
         "quantisation": _quantisation(model),
         "experts": _experts(model),

@@ -185,5 +185,6 @@ def subject_of(params: SamplingParams, table: RowTable, row: int) -> Subject | N
     ends = (*(int(i) for i in table.eos[row] if i >= 0), *params.stop_token_ids)
     assert processors is None or isinstance(processors, RequestProcessors), "not copied for its request"
     assert function is None or isinstance(function, RequestProcessors), "not copied for its request"
-    lengths, heat = (int(table.prompt[row]), int(table.limit[row])), 0.0 if params.greedy else params.temperature
-    return Subject(settings, *lengths, ends, filters, processors, function, heat)
+    prompt, limit = int(table.prompt[row]), int(table.limit[row])
+    temperature = 0.0 if params.greedy else params.temperature
+    return Subject(settings, prompt, limit, ends, filters, processors, function, temperature)

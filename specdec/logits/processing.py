@@ -151,16 +151,16 @@ def process(scores: torch.Tensor, rows: Rows) -> None:
         part = scores[at]
         apply(part, rows.some(index), own)
         scores[at] = part
-    _note_largest(scores, rows)
+    if any(isinstance(own, RequestProcessors) for _, own in groups):
+        _note_largest(scores, rows)
 
 
 def _note_largest(scores: torch.Tensor, rows: Rows) -> None:
     """For requests with code of the user's, which may leave no token. The device is not waited for."""
-    told = [(n, own) for n, s in enumerate(rows.subjects) if (own := s.processors or s.prefix_function) is not None]
-    if told:
-        largest = scores[:, :-1].amax(1).to("cpu", non_blocking=True)
-        for n, own in told:
-            own.note_largest(int(rows.lens[n]), largest, n, rows.subjects[n].temperature)
+    largest = scores[:, :-1].amax(1).to("cpu", non_blocking=True)
+    for n, subject in enumerate(rows.subjects):
+        if (own := subject.processors or subject.prefix_function) is not None:
+            own.note_largest(int(rows.lens[n]), largest, n, subject.temperature)
 
 
 def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -21,7 +21,8 @@ from specdec.ops.mxfp4_kernel import few_products, mxfp4_tile
 @dataclass(frozen=True)
 class Tiling:
     """Sizes of a program's tiles: pairs, rows of a result (of gate and of up so many each), columns; warps, and stages
-    of its pipeline. A tile of weights is the left factor of the product, and pairs are its columns."""
+    of its pipeline. A tile of weights is the left factor of the product, and pairs are its columns; two pairs (MXFP4
+    alone) are multiplied without tensor cores."""
 
     pairs: int
     rows: int

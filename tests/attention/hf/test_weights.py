@@ -90,7 +90,7 @@ def test_bytes_and_addresses_are_those_of_what_a_tensor_is_made_of() -> None:
     assert address_of(pair) == pair.numbers.data_ptr()
     assert stored_bytes(pair) == 4 * 8 + 4 * 4 and pair.numel() * pair.element_size() == 4 * 8 * 4
     assert model_bytes(nn.Sequential(layer, nn.Linear(4, 2), Packed())) == 48 + (4 * 2 + 2) * 4 + 16
-    assert num_elements(pair) == 32
+    assert num_elements("weight", pair) == 32
 
 
 def test_a_dense_copy_of_a_weight() -> None:
