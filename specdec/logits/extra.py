@@ -186,5 +186,4 @@ def subject_of(params: SamplingParams, table: RowTable, row: int) -> Subject | N
     assert processors is None or isinstance(processors, RequestProcessors), "not copied for its request"
     assert function is None or isinstance(function, RequestProcessors), "not copied for its request"
     prompt, limit = int(table.prompt[row]), int(table.limit[row])
-    temperature = 0.0 if params.greedy else params.temperature
-    return Subject(settings, prompt, limit, ends, filters, processors, function, temperature)
+    return Subject(settings, prompt, limit, ends, filters, processors, function, params.temperature)
