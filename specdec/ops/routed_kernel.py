@@ -15,14 +15,13 @@ import triton.language as tl
 
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
 from specdec.ops.fp8_kernel import launch_quantise
-from specdec.ops.mxfp4_kernel import few_products, mxfp4_tile
+from specdec.ops.mxfp4_kernel import few_mxfp4, launch_few
 
 
 @dataclass(frozen=True)
 class Tiling:
     """Sizes of a program's tiles: pairs, rows of a result (of gate and of up so many each), columns; warps, and stages
-    of its pipeline. A tile of weights is the left factor of the product, and pairs are its columns; two pairs (MXFP4
-    alone) are multiplied without tensor cores."""
+    of its pipeline. A tile of weights is the left factor of the product, and pairs are its columns."""
 
     pairs: int
     rows: int
@@ -136,10 +135,38 @@ def _activated(gate, up, alpha, limit, CLAMPED: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit
+def _unpacked(packed):  # type: ignore[no-untyped-def]
+    """Numbers of four bits, low bits of int32, in float32: exponent and mantissa where float32 has them, then 2^126."""
+    bits = ((packed & 7) << 22) | ((packed & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0
+
+
+@triton.jit
+def _mxfp4_tile(  # type: ignore[no-untyped-def]
+    packed_ptr, exponent_ptr, k, there, width, EVEN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Columns k to k + WIDTH of a tile of rows [N, WIDTH] in float32; the pointers [N, 1] are those of the rows."""
+    byte, block = tl.arange(0, WIDTH // 2), tl.arange(0, WIDTH // 32)
+    if EVEN:
+        packed = tl.load(packed_ptr + k // 2 + byte[None, :]).to(tl.int32)
+        exponent = tl.load(exponent_ptr + k // 32 + block[None, :]).to(tl.int32)
+    else:
+        packed = tl.load(
+            packed_ptr + k // 2 + byte[None, :], mask=there & (k + 2 * byte < width)[None, :], other=0
+        ).to(tl.int32)  # fmt: skip
+        exponent = tl.load(
+            exponent_ptr + k // 32 + block[None, :], mask=there & (k + 32 * block < width)[None, :], other=0
+        ).to(tl.int32)  # fmt: skip
+    values = tl.interleave(_unpacked(packed), _unpacked(packed >> 4))
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.reshape(values, (ROWS, WIDTH // 32, 32)) * scale[:, :, None], (ROWS, WIDTH))
+
+
+@triton.jit
 def _routed_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, I], or [P, I] in the order of the groups; contiguous
     x_scale_ptr,  # FP8: [T or P, ⌈I/128⌉] float32
-    stack_ptr,  # [E, O, I]: see the strides; MXFP4: [E, O, I/2], or [E, O, I/8] int32 where a tile has two pairs
+    stack_ptr,  # [E, O, I]: see the strides; MXFP4: [E, O, I/2]
     scale_ptr,  # FP8: [E, ⌈O/128⌉, ⌈I/128⌉] float32; MXFP4: [E, O, I/32]; contiguous
     bias_ptr,  # [E, O] contiguous
     index_ptr, order_ptr, offset_ptr, active_ptr,
@@ -163,8 +190,6 @@ def _routed_kernel(  # type: ignore[no-untyped-def]
         inside_rows = read < 2 * rows
         if not INTERLEAVED:
             read = read // 2 + (read % 2) * rows
-    if TILE_PAIRS == 2:
-        read = tl.minimum(read, (2 * rows if GATED else rows) - 1)
     column = tl.arange(0, TILE_WIDTH)  # [K]
     matrix = stack_ptr + expert.to(tl.int64) * expert_stride
     weights = matrix + read.to(tl.int64)[:, None] * row_stride  # [N, 1]
@@ -175,40 +200,30 @@ def _routed_kernel(  # type: ignore[no-untyped-def]
         pair = tl.load(order_ptr + place, mask=real, other=0) if GROUPED else place
         source = (pair // top_k if GATED else place).to(tl.int64)
         x_row = x_ptr + source[:, None] * width + column[None, :]
-        if TILE_PAIRS == 2:
-            exponents = scale_ptr + expert.to(tl.int64) * scale_expert + read.to(tl.int64)[:, None] * scale_row
-            one = x_ptr + tl.sum(tl.where(place == first, source, 0), 0) * width
-            two = x_ptr + tl.sum(tl.where(place == first, 0, source), 0) * width
-            COUNT: tl.constexpr = TILE_WIDTH // 8
-            if first + 1 < end:
-                acc = few_products(weights, exponents, one, two, width, READ, COUNT, EVEN, True)
+        acc = tl.zeros((READ, TILE_PAIRS), tl.float32)
+        for k in range(0, width, TILE_WIDTH):
+            inside = column + k < width
+            if EVEN:
+                x = tl.load(x_row + k, mask=real[:, None], other=0.0)
             else:
-                acc = few_products(weights, exponents, one, one, width, READ, COUNT, EVEN, False)
-        else:
-            acc = tl.zeros((READ, TILE_PAIRS), tl.float32)
-            for k in range(0, width, TILE_WIDTH):
-                inside = column + k < width
-                if EVEN:
-                    x = tl.load(x_row + k, mask=real[:, None], other=0.0)
-                else:
-                    x = tl.load(x_row + k, mask=real[:, None] & inside[None, :], other=0.0)
-                if FORM == "mxfp4":
-                    scales = scale_ptr + expert.to(tl.int64) * scale_expert + read.to(tl.int64)[:, None] * scale_row
-                    w = mxfp4_tile(weights, scales, k, there, width, EVEN, READ, TILE_WIDTH).to(x.dtype)
-                elif EVEN:
-                    w = tl.load(weights + (k + column)[None, :] * column_stride)
-                else:
-                    w = tl.load(
-                        weights + (k + column)[None, :] * column_stride, mask=there & inside[None, :], other=0.0
-                    )
-                if FORM == "fp8":
-                    group = k // 128
-                    of_x = tl.load(x_scale_ptr + source * tl.cdiv(width, 128) + group, mask=real, other=0.0)
-                    blocks = scale_ptr + expert.to(tl.int64) * scale_expert + (read // 128) * scale_row + group
-                    of_w = tl.load(blocks, mask=inside_rows, other=0.0)
-                    acc += tl.dot(w, tl.trans(x)) * (of_w[:, None] * of_x[None, :])
-                else:
-                    acc = tl.dot(w, tl.trans(x), acc)
+                x = tl.load(x_row + k, mask=real[:, None] & inside[None, :], other=0.0)
+            if FORM == "mxfp4":
+                scales = scale_ptr + expert.to(tl.int64) * scale_expert + read.to(tl.int64)[:, None] * scale_row
+                w = _mxfp4_tile(weights, scales, k, there, width, EVEN, READ, TILE_WIDTH).to(x.dtype)
+            elif EVEN:
+                w = tl.load(weights + (k + column)[None, :] * column_stride)
+            else:
+                w = tl.load(
+                    weights + (k + column)[None, :] * column_stride, mask=there & inside[None, :], other=0.0
+                )
+            if FORM == "fp8":
+                group = k // 128
+                of_x = tl.load(x_scale_ptr + source * tl.cdiv(width, 128) + group, mask=real, other=0.0)
+                blocks = scale_ptr + expert.to(tl.int64) * scale_expert + (read // 128) * scale_row + group
+                of_w = tl.load(blocks, mask=inside_rows, other=0.0)
+                acc += tl.dot(w, tl.trans(x)) * (of_w[:, None] * of_x[None, :])
+            else:
+                acc = tl.dot(w, tl.trans(x), acc)
         if BIASED:
             own_bias = bias_ptr + expert.to(tl.int64) * (2 * rows if GATED else rows)
             acc += tl.load(own_bias + read, mask=inside_rows, other=0.0).to(tl.float32)[:, None]
@@ -229,9 +244,6 @@ _FP8 = (
     (Tiling(32, 64, 128, 4, 4), Tiling(32, 64, 128, 4, 4)),
     (Tiling(64, 64, 128, 4, 4), Tiling(64, 128, 128, 4, 4)),
 )
-_FEW, _MOST_FEW = (Tiling(2, 8, 256, 2, 1), Tiling(2, 16, 256, 2, 1)), 16
-"""MXFP4 without tensor cores, for a launch of so many pairs: a weight is multiplied where it was unpacked. For
-gpt-oss-20b on an H200, µs at 1, 2, 4, 8 tokens: 42, 84, 142, 241; by tiles 85, 126, 175, 245; read once 12 … 65."""
 _MXFP4 = (
     (Tiling(16, 32, 64, 4, 4), Tiling(16, 64, 64, 4, 4)),
     (Tiling(32, 64, 64, 4, 3), Tiling(32, 64, 64, 4, 3)),
@@ -248,8 +260,6 @@ def tilings_of(pairs: int, experts: int, form: str = "half") -> tuple[Tiling, Ti
     mean = pairs / experts
     if form == "fp8":
         return _FP8[0] if mean <= 8 else _FP8[1] if mean <= 24 else _FP8[2]
-    if form == "mxfp4" and pairs <= _MOST_FEW:
-        return _FEW
     if form == "mxfp4":
         return _MXFP4[0] if mean <= 8 else _MXFP4[1] if mean <= 24 else _MXFP4[2]
     if mean <= 8:
@@ -285,14 +295,17 @@ def launch_routed(
     form = {torch.uint8: "mxfp4", torch.float8_e4m3fn: "fp8"}.get(down.dtype, "half")
     sent = index, groups.order, groups.offsets, groups.active
     inner, out = x.new_empty(tokens * top_k, rows), x.new_empty(tokens, top_k, width)
+    few = form == "mxfp4" and tilings is None and few_mxfp4(tokens * top_k, experts, x)
     tilings = tilings or tilings_of(tokens * top_k, experts, form)
     for gated, tiling, given, stack, scale, bias, result in zip(
         (True, False), tilings, (x, inner), (gate_up, down), scales, biases, (inner, out), strict=True
     ):
         n, k = result.shape[-1], given.shape[-1]
+        if few and scale is not None:
+            launch_few(given, stack, scale, bias, sent, result, gating, gated, grouped)
+            continue
         values, x_scale = launch_quantise(given) if form == "fp8" else (given, given)
         strides = (0, 0) if scale is None else scale.stride()[:2]
-        stack = stack.view(torch.int32) if tiling.pairs == 2 else stack
         grid = (triton.cdiv(n, tiling.rows), len(groups.active) if grouped else top_k)
         _routed_kernel[grid](
             values, x_scale, stack, given if scale is None else scale, given if bias is None else bias, *sent, result,

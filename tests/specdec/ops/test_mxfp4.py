@@ -1,11 +1,20 @@
-"""MXFP4 multiplied out, against transformers' conversion of a checkpoint."""
+"""MXFP4 multiplied out, against transformers' conversion of a checkpoint; Triton compiles the kernel for few tokens,
+which its interpreter cannot run (tests/gpu/test_experts.py does), for sm_90 without a GPU."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specdec.ops.routed import dequantised_mxfp4
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_every_byte_and_many_exponents() -> None:
@@ -19,3 +28,47 @@ def test_every_byte_and_many_exponents() -> None:
 def test_a_byte_read_the_other_way_round_is_seen() -> None:
     blocks, exponents = torch.full((1, 1, 16), 0x21).byte(), torch.full((1, 1, 1), 127).byte()
     assert dequantised_mxfp4(blocks, exponents)[0, 0, :2].tolist() == [0.5, 1.0]
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from specdec.ops.mxfp4_kernel import _few_kernel
+
+KINDS = {"x_ptr": "*i32", "stack_ptr": "*i32", "scale_ptr": "*u8", "index_ptr": "*i64", "bias_ptr": "*bf16",
+         "out_ptr": "*bf16", "alpha": "fp32", "limit": "fp32"}
+for gated, pairs, rows in ((True, 8, 64), (False, 16, 64), (True, 16, 128)):
+    constants = dict(GATED=gated, INTERLEAVED=True, CLAMPED=True, BIASED=True, GROUPED=True, PAIRS=pairs, ROWS=rows,
+                     DEPENDENT=True)
+    signature, places, attributes = {}, {}, {}
+    for i, name in enumerate(_few_kernel.arg_names):
+        other = "*i32" if name.endswith("_ptr") else "i32"
+        signature[name] = "constexpr" if name in constants else KINDS.get(name, other)
+        if name in constants:
+            places[(i,)] = constants[name]
+        elif name not in ("top_k", "scale_expert", "scale_row", "alpha", "limit"):
+            attributes[(i,)] = [["tt.divisibility", 8 if name == "row_stride" else 16]]
+    source = GluonASTSource(fn=_few_kernel, signature=signature, constexprs=places, attrs=attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    ptx, layouts = made.asm["ptx"], made.asm["ttgir"]
+    print("griddepcontrol.wait" in ptx, "mma.sync.aligned.m16n8k16" in ptx, ptx.count("bar.sync") <= 4,
+          "local_alloc" in layouts)
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_for_few_tokens_compiles_for_hopper() -> None:
+    """Nothing goes through shared memory, and no warp waits for another, but where results are put in order."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        cwd=ROOT,
+        env=around | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["True True True False"] * 3
