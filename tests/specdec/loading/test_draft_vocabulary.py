@@ -59,6 +59,9 @@ def test_the_most_frequent_tokens_come_first_and_the_smaller_of_equals() -> None
         (None, 3, "texts=None: give a list"),
         ("eggs", 3, "give a list of texts"),
         (["eggs"], 3, "tokenizer"),
+        ([[1, 2], [3, 10**9]], 3, "a token id of texts=1000000000: allowed is 0 … 16777215"),
+        ([[1, 10**30]], 3, "a token id of texts=1000000000000000000000000000000: allowed is 0 … 16777215"),
+        ([[1, -2]], 3, "a token id of texts=-2: allowed is 0 … 16777215"),
     ],
 )
 def test_texts_that_name_no_tokens(texts: Any, size: Any, words: str) -> None:
