@@ -65,7 +65,7 @@ def read_draft_vocab(given: str | Sequence[int] | None) -> tuple[int, ...] | Non
         return None if given is None else tuple(given)
     try:
         found = json.loads(Path(given).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(
             f"draft_vocab={given!r}: give a JSON file with a list of token ids, as json.dump(specdec.draft_vocab_of("
             f"texts, size, tokenizer), file) makes one: {error}"

@@ -101,6 +101,7 @@ def test_any_sequence_is_taken_and_a_file(tmp_path: Path) -> None:
         ("4", "the file holds 4, not a list"),
         ("[4, -2]", "ids.json'=-2: allowed is 0 or more"),
         ("[]", "ids.json'=.*one at least"),
+        ("[" * 100_000, "give a JSON file with a list of token ids.*recursion"),
     ],
 )
 def test_files_that_hold_no_tokens_are_named_before_a_model_is_read(
