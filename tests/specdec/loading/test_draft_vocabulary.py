@@ -182,16 +182,19 @@ def test_drafts_by_lookup_and_grammars_go_with_it(draft: Any) -> None:
 
 
 @pytest.mark.parametrize("renewed", [True, False])
-@pytest.mark.parametrize("how", ["refresh", "update_weights"])
+@pytest.mark.parametrize("how", ["refresh", "assigned", "update_weights"])
 def test_new_values_of_lm_head_are_copied(how: str, renewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: they are not."""
     with opened(draft_vocab=range(300, 900)) as own:
         head: Any = own.head
         if not renewed:
-            monkeypatch.setattr(MtpHead, "renew_draft_rows", lambda self: None)
+            monkeypatch.setattr(MtpHead, "renew_draft_rows", lambda self, *lm_head: None)
         weight, place = own.hf_model.lm_head.weight, head.draft_rows.data_ptr()
         if how == "refresh":
             weight.data.mul_(2)
+            own.refresh()
+        elif how == "assigned":
+            own.hf_model.lm_head.weight = weight = torch.nn.Parameter(weight.detach() * 2)
             own.refresh()
         else:
             own.update_weights({"lm_head.weight": weight * 2})
