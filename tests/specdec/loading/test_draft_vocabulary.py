@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from attention.transport.region_tables import check_fingerprints
 from drafters.mtp.head import MtpHead
 from specdec import SpeculativeModel, draft_vocab_of
 from specdec.cli.tables import fit_lines
-from specdec.errors import HeadLoadError, InvalidInputError
+from specdec.errors import HandoffMismatchError, HeadLoadError, InvalidInputError
 from specdec.handoff.link import fingerprint
 from specdec.loading import parts
 from specdec.loading.draft_vocabulary import draft_on, read_draft_vocab
@@ -207,5 +208,8 @@ def test_engines_of_other_draft_vocabularies_hand_no_request_over(model: Specula
     head: Any = model.head
     ids = head.target_ids
     head.draft_on(torch.where(ids == ids[-1], ids[-1] + 1, ids))  # as many
-    assert fingerprint(model, "", []) != first and model.describe()["draft_tokens"] != tokens
+    other = fingerprint(model, "", [])
+    assert other != first and model.describe()["draft_tokens"] != tokens
+    with pytest.raises(HandoffMismatchError, match=r"draft_vocab: \d+ tokens, .* in the engine that read"):
+        check_fingerprints(other, first)
     head.draft_on(ids)
