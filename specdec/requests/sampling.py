@@ -13,7 +13,7 @@ from attention.staging import A, array
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
 from specdec.logits.options import OFF, LogitsOptions
-from specdec.requests.arguments import only_known, right_call
+from specdec.requests.arguments import only_known_fields, right_call
 from specdec.requests.grammar import DecidedElsewhere, grammar
 from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode, PromptLogprobs, TokenRows
 from specdec.requests.shown import changed_fields
@@ -39,7 +39,7 @@ TEMPERATURES = (1e-6, 1e6)
 """Smallest and largest temperature: beyond them logits divided by it are infinite or all equal in float32."""
 
 
-@only_known
+@only_known_fields
 @dataclass(frozen=True)
 class SamplingParams(LogitsOptions):
     """How one request is sampled and when it ends; options that change its logits are those of `LogitsOptions`.
