@@ -210,12 +210,8 @@ def _counts(scores: torch.Tensor, rows: Rows, _: bool) -> None:
     subtract_counts(scores, rows.prefixes, rows.floats("frequency_penalty"), rows.floats("presence_penalty"))
 
 
-def _ngrams(scores: torch.Tensor, rows: Rows, size: int) -> None:
-    ban_repeated_ngrams(scores, rows.prefixes, size)
-
-
-def _prompt_ngrams(scores: torch.Tensor, rows: Rows, size: int) -> None:
-    ban_repeated_ngrams(scores, rows.prefixes, size, in_prompt=True)
+def _ngrams(scores: torch.Tensor, rows: Rows, size: int, in_prompt: bool = False) -> None:
+    ban_repeated_ngrams(scores, rows.prefixes, size, in_prompt=in_prompt)
 
 
 def _bad_words(subject: Subject) -> tuple[tuple[tuple[int, ...], float], ...]:
@@ -250,10 +246,12 @@ def _finite(scores: torch.Tensor, rows: Rows, _: bool) -> None:
 def _decay(scores: torch.Tensor, rows: Rows, decay: tuple[int, float]) -> None:
     start, factor = decay
     over = [int(length) - s.prompt_len - start for s, length in zip(rows.subjects, rows.lens, strict=True)]
-    found = [(n, end, factor**more - 1) for n, more in enumerate(over) if more > 0 for end in rows.subjects[n].ends]
-    if found:
-        at = on_device(np.array([(n, end) for n, end, _ in found], np.int64), scores.device)
-        grown = on_device(np.array([growth for *_, growth in found], np.float64).astype(np.float32), scores.device)
+    late = [(n, end, more) for n, more in enumerate(over) if more > 0 for end in rows.subjects[n].ends]
+    with np.errstate(over="ignore"):  # infinite, where Python's own ** raises
+        growth = np.array([np.float64(factor) ** more - 1 for *_, more in late], np.float64).astype(np.float32)
+    if late:
+        at = on_device(np.array([(n, end) for n, end, _ in late], np.int64), scores.device)
+        grown = on_device(growth, scores.device)
         own = scores[at[:, 0], at[:, 1]]
         added = (own.abs() * grown).masked_fill(~own.isfinite(), 0.0)
         scores.index_put_((at[:, 0], at[:, 1]), own + added)
@@ -316,7 +314,7 @@ RULES: tuple[Rule, ...] = (
     (_set("repetition_penalty"), _repetition),
     (_set("frequency_penalty", "presence_penalty"), _counts),
     (_value("no_repeat_ngram_size"), _ngrams),
-    (_value("encoder_no_repeat_ngram_size"), _prompt_ngrams),
+    (_value("encoder_no_repeat_ngram_size"), partial(_ngrams, in_prompt=True)),
     (_bad_words, _sequence_bias),
     (_set("min_length", "min_new_tokens"), _no_end_yet),
     (lambda subject: subject.prefix_function, _by_the_user),
