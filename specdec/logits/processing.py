@@ -67,7 +67,8 @@ class Subject:
         settings: its options that do something, by name (see `LogitsOptions`).
         prompt_len: tokens of its prompt. limit: most tokens, of prompt and new ones. ends: token ids that end it.
         filters: of a sampled request whose filters are applied here, all of them; None where the round applies them.
-        processors, prefix_function: the user's own, see `RequestProcessors`. temperature: 0 of a greedy request.
+        processors, prefix_function: the user's own, see `RequestProcessors`. watch: is told what all options leave.
+        temperature: 0 of a greedy request.
     """
 
     settings: Mapping[str, Any]
@@ -77,6 +78,7 @@ class Subject:
     filters: Filters | None = None
     processors: RequestProcessors | None = None
     prefix_function: RequestProcessors | None = None
+    watch: RequestProcessors | None = None
     temperature: float = 0.0
 
     def get(self, name: str) -> Any:
@@ -151,16 +153,10 @@ def process(scores: torch.Tensor, rows: Rows) -> None:
         part = scores[at]
         apply(part, rows.some(index), own)
         scores[at] = part
-    if any(isinstance(own, RequestProcessors) for _, own in groups):
-        _note_largest(scores, rows)
-
-
-def _note_largest(scores: torch.Tensor, rows: Rows) -> None:
-    """For requests with code of the user's, which may leave no token. The device is not waited for."""
-    largest = scores[:, :-1].amax(1).to("cpu", non_blocking=True)
-    for n, subject in enumerate(rows.subjects):
-        if (own := subject.processors or subject.prefix_function) is not None:
-            own.note_largest(int(rows.lens[n]), largest, n, subject.temperature)
+    if watched := [(n, s.watch, s.temperature) for n, s in enumerate(rows.subjects) if s.watch is not None]:
+        largest = scores[:, :-1].amax(1).to("cpu", non_blocking=True)  # the device is not waited for
+        for n, watch, temperature in watched:
+            watch.note_largest(int(rows.lens[n]), largest, n, temperature)
 
 
 def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
