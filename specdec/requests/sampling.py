@@ -35,6 +35,7 @@ from specdec.values import choice, flag, real, refuse, short, whole
 
 MAX_TOP_K = 2**31 - 1
 MAX_N = 2**16
+_MOST = float(np.finfo(np.float32).max)
 _FEW = {"grammar", "allowed_token_ids", "forced_bos_token_id", "forced_eos_token_id"}
 """Options that leave few tokens, of which others may leave none."""
 _USER_CODE = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
@@ -166,6 +167,12 @@ class SamplingParams(LogitsOptions):
         kept |= self._checked_code() | self._checked_telling()
         for name, value in kept.items():
             object.__setattr__(self, name, value)  # frozen, but the checked values replace the given ones
+        biases = (*(self.sequence_bias or ()), *(self.logit_bias or ()))
+        if (top := sum(max(bias, 0.0) for _, bias in biases)) > _MOST * (min(self.temperature, 1) or 1):
+            raise InvalidInputError(
+                f"biases that add up to {top:g}, at temperature={self.temperature:g}: a logit with them would be "
+                "infinite in float32; give smaller ones, or allowed_token_ids"
+            )
         if self.n > 1 and self.greedy:
             raise InvalidInputError(
                 f"n={self.n} with temperature=0: greedy decoding has one completion; give a temperature, or n=1"
