@@ -78,10 +78,11 @@ class SamplingParams(LogitsOptions):
             False: neither. Without effect where the model was loaded with enable_prefix_caching=False.
         logits_processor: a transformers LogitsProcessor, any function of its kind, or a list of them. Each is called
             for every position of a verification, drafts included, with the tokens before it [1, L] and its scores
-            [1, V] on the model's device, after the options and before temperature. It runs on the thread that leads the
-            round; if it waits for the device, all requests wait. One with a state is copied (deepcopy) for each request
-            and before each position; if that fails, it is called as it is and the request has no drafts
-            (`RequestStats.not_drafted`). Functions are taken to have no state. What one raises ends its request alone.
+            [1, V] on the model's device, after the options and before temperature. What the last one returns is rounded
+            to float32. It runs on the thread that leads the round; if it waits for the device, all requests wait. One
+            with a state is copied (deepcopy) for each request and before each position; if that fails, it is called as
+            it is and the request has no drafts (`RequestStats.not_drafted`). Functions are taken to have no state. What
+            one raises ends its request alone.
         prefix_allowed_tokens_fn: (batch_id, tokens [L]) -> the ids that may follow, as in transformers; batch_id is
             the completion's place in its call.
         grammar: what the new tokens must spell: a `Grammar`, OpenAI's `response_format` as a dict, or an object with

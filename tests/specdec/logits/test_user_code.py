@@ -304,6 +304,14 @@ def test_each_request_has_a_watch_of_its_own_where_options_leave_few_tokens() ->
     assert all(len(one.token_ids) == 5 and set(one.token_ids) <= {5, 6, 7} for one in ended)
 
 
+def test_what_the_last_processor_returns_is_rounded_to_float32() -> None:
+    seen, tiny = list[torch.dtype](), 2.0**-40
+    wide = [lambda ids, scores: scores.double() + 1 + tiny, lambda ids, scores: seen.append(scores.dtype) or scores]
+    scores = torch.zeros(1, VOCAB)
+    RequestProcessors(wide).apply(torch.zeros(1, 3, dtype=torch.int64), [3], scores)  # type: ignore[arg-type]
+    assert seen == [torch.float64] and torch.equal(scores, torch.ones(1, VOCAB))
+
+
 def test_empty_lists_are_none() -> None:
     assert SamplingParams(logits_processor=[], stopping_criteria=[]) == SamplingParams()
 
