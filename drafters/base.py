@@ -73,8 +73,8 @@ class DraftsOnSome(Protocol):
             InvalidInputError: they are not strictly ascending, none, or outside the target's vocabulary.
         """
 
-    def renew_draft_rows(self) -> None:
-        """Copy these rows again, into the same memory: the target's lm_head has other values."""
+    def renew_draft_rows(self, lm_head: torch.Tensor) -> None:
+        """Copy these rows again, into the same memory: the target's lm_head has other values, or is another tensor."""
 
 
 @runtime_checkable

@@ -7,18 +7,17 @@ commands, the evaluation workers' ModelSpec, and lm-eval's model arguments. It i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
-from functools import wraps
-from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from attention.backends.kinds import KINDS
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
 from specdec.errors import InvalidInputError
 from specdec.option_kinds import Choice, Flag, Kind, Name, Overrides, Scales, Share, Switch, Tokens, Whole
+from specdec.values import P, R, only_known
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 Use = Literal["model", "ignore"]
 """What of the model's own generation_config applies."""
 _Options = TypeVar("_Options", bound="LoadOptions")
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 _EVERYWHERE = frozenset({"run", "eval", "train"})
@@ -240,9 +237,8 @@ class LoadOptions:
             InvalidInputError: a name that is no option, or a value that is not allowed.
         """
         known = {each.name: option_of(each).kind for each in fields(cls)}
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise InvalidInputError(f"unknown load options: {', '.join(unknown)}; known are {', '.join(known)}")
+        if unknown := sorted(set(given) - set(known)):
+            raise unknown_options("unknown load options", unknown, known)
         return cls(**{name: known[name].from_word(name, word) for name, word in given.items()})
 
     def as_arguments(self) -> dict[str, Any]:
@@ -273,15 +269,13 @@ _OTHER_NAMES = {
 
 def only_known_names(load: Callable[P, R]) -> Callable[P, R]:
     """A decorator of a classmethod's function: an unknown keyword raises an InvalidInputError with the right name."""
-    names = tuple(signature(load).parameters)[1:]
+    return only_known(load, lambda given, known: unknown_options("unexpected keyword argument", given, known))
 
-    @wraps(load)
-    def checked(*args: P.args, **options: P.kwargs) -> R:
-        for name in options:
-            if name not in names:
-                close = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else get_close_matches(name, names, 1, 0.8)
-                meant = f"did you mean {close[0]}? " if close else ""
-                raise InvalidInputError(f"unexpected keyword argument {name!r}: {meant}known are {', '.join(names)}")
-        return load(*args, **options)
 
-    return checked
+def unknown_options(what: str, given: Iterable[str], known: Collection[str]) -> InvalidInputError:
+    """The error for names that are no options, with the right one for the first of these."""
+    first, *more = given
+    other = _OTHER_NAMES.get(first, "")
+    close = [other] if other.partition("=")[0] in known else get_close_matches(first, known, 1, 0.8)
+    meant = f"did you mean {close[0]}? " if close else ""
+    return InvalidInputError(f"{what} {', '.join(map(repr, [first, *more]))}: {meant}known are {', '.join(known)}")

@@ -8,11 +8,15 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
 
 from specdec.errors import InvalidInputError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _MOST_DIGITS = 10**40
 MOST_COUNT = 2**63 - 1
 """What torch and numpy can count to; Python's own integers have no end."""
@@ -44,6 +48,25 @@ def refuse(name: str, value: object, allowed: str) -> InvalidInputError:
 def refuse_type(name: str, value: object, allowed: str) -> InvalidInputError:
     """The error for a value whose type is not allowed."""
     return InvalidInputError(f"{name}={short(value)} ({type(value).__name__}): allowed is {allowed}")
+
+
+def only_known(
+    call: Callable[P, R], refused: Callable[[Mapping[str, Any], Collection[str]], InvalidInputError]
+) -> Callable[P, R]:
+    """A method that raises InvalidInputError for a keyword given by its place, too, and `refused(unknown, known)`."""
+    names = tuple(signature(call).parameters)[1:]
+    known = frozenset(names)
+
+    @wraps(call)
+    def checked(*args: P.args, **options: P.kwargs) -> R:
+        for name in names[: len(args) - 1]:
+            if name in options:
+                raise InvalidInputError(f"{name}={short(options[name])} is given by its place, too: give it once")
+        if not known.issuperset(options):
+            raise refused({name: value for name, value in options.items() if name not in known}, names)
+        return call(*args, **options)
+
+    return checked
 
 
 def whole(name: str, value: Any, least: int, most: int | None = MOST_COUNT, allowed: str = "") -> int:

@@ -200,11 +200,11 @@ class MtpHead(nn.Module):
         """See `drafters.base.DraftsOnSome`."""
         _draft_on((self,), target_ids)
 
-    def renew_draft_rows(self) -> None:
+    def renew_draft_rows(self, lm_head: torch.Tensor) -> None:
         """See `drafters.base.DraftsOnSome`."""
         if self.target_ids is not None and self.draft_rows is not None:
             with torch.no_grad():
-                self.draft_rows.copy_(self.target_lm_head.index_select(0, self.target_ids))
+                self.draft_rows.copy_(lm_head.index_select(0, self.target_ids))
 
     @property
     def mtp_modules(self) -> tuple[MtpHead, ...]:
@@ -309,9 +309,9 @@ class MtpStack(nn.Module):
         """Of all modules."""
         return self.module(0).draft_rows
 
-    def renew_draft_rows(self) -> None:
+    def renew_draft_rows(self, lm_head: torch.Tensor) -> None:
         """See `drafters.base.DraftsOnSome`."""
-        self.module(0).renew_draft_rows()
+        self.module(0).renew_draft_rows(lm_head)
 
     @property
     def mtp_modules(self) -> tuple[MtpHead, ...]:

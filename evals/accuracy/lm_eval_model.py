@@ -22,7 +22,7 @@ from evals.accuracy.generation import Thinking
 from evals.runs.conversations import Configuration, ModelSpec
 from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
-from specdec.options import LoadOptions
+from specdec.options import LoadOptions, unknown_options
 
 NAME = "specdec"
 _LOG = logging.getLogger(__name__)
@@ -161,13 +161,10 @@ def _load_options(
         InvalidInputError: an unknown one, a value that is not allowed, or max_length beside max_model_len.
     """
     known = [each.name for each in fields(LoadOptions)]
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise InvalidInputError(
-            f"unknown model_args: {', '.join(unknown)}; known are pretrained, draft, max_length, max_gen_toks, "
-            f"add_bos_token, prefix_token_id, think_end_token, enable_thinking, chat_template_args, schema_field, "
-            f"{', '.join(known)}"
-        )
+    if unknown := sorted(set(given) - set(known)):
+        ours = ("pretrained", "draft", "max_length", "max_gen_toks", "add_bos_token", "prefix_token_id")
+        more = ("think_end_token", "enable_thinking", "chat_template_args", "schema_field")
+        raise unknown_options("unknown model_args", unknown, (*ours, *more, *known))
     if max_length is not None and given.get("max_model_len") is not None:
         raise InvalidInputError("max_length and max_model_len are the same model argument; give one of them")
     options = dict(given)

@@ -308,12 +308,9 @@ def fingerprint(model: Any, weights: str, shares: list[str]) -> dict[str, Any]:
         "drafts without a head": [str(extra) for extra in model.config.extras if extra.drafts] or None,
     }
     if head is not None:
-        form = (
-            repr(getattr(head, "spec", "")),
-            head.attention_specs,
-            head.aux_layers,
-            tokens_fingerprint(head, model.device),
-        )
+        form = (repr(getattr(head, "spec", "")), head.attention_specs, head.aux_layers)
         own = weights_fingerprint(head) if isinstance(head, torch.nn.Module) else ""
         found["head weights"] = f"{own} {form}"
+        tokens = tokens_fingerprint(head, model.device)
+        found["draft_vocab"] = f"{head.draft_vocab_size} tokens, fingerprint {tokens}"
     return found

@@ -19,6 +19,9 @@ from specdec.values import short, token_ids, whole
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.probing import TargetProbe
 
+_LARGEST_ID = 2**24 - 1
+"""Far more than any vocabulary has: counts are kept for each id up to the largest in the texts."""
+
 
 def draft_vocab_of(texts: Iterable[str | Sequence[int]], size: int, tokenizer: Any = None) -> list[int]:
     """The most frequent tokens of some texts: what `draft_vocab` of `SpeculativeModel.from_pretrained` takes.
@@ -30,18 +33,26 @@ def draft_vocab_of(texts: Iterable[str | Sequence[int]], size: int, tokenizer: A
         At most `size` token ids, ascending (fewer where the texts have no more); of equally frequent ones the smaller.
 
     Raises:
-        InvalidInputError: there is no token, `size` is less than 1, or texts come without a tokenizer.
+        InvalidInputError: there is no token, or an id that no vocabulary has, `size` is less than 1, or texts come
+            without a tokenizer.
     """
     texts = texts["input_ids"] if isinstance(texts, Mapping) and "input_ids" in texts else texts
     if isinstance(texts, (str, Mapping)) or not isinstance(texts, Iterable):
         raise InvalidInputError(f"texts={short(texts)}: give a list of texts, or of token ids")
     size = whole("size", size, 1, None, "1 or more, a whole number")
     plain = None if tokenizer is None else partial(tokenizer, add_special_tokens=False)
-    ids = [torch.tensor(each, dtype=torch.int64) for text in texts for each in encode_prompts(text, plain)]
+    ids = [_counted(each) for text in texts for each in encode_prompts(text, plain)]
     counts = torch.bincount(torch.cat(ids)) if ids else torch.zeros(0, dtype=torch.int64)
     if not counts.any():
         raise InvalidInputError(f"{int(counts.sum())} tokens in the texts: there must be at least 1")
     return ids_of(most_frequent(counts, min(size, int((counts > 0).sum())))).tolist()
+
+
+def _counted(ids: Sequence[int]) -> torch.Tensor:
+    """A text's token ids, to be counted. Raises InvalidInputError: one that no vocabulary has."""
+    for each in (min(ids, default=0), max(ids, default=0)):
+        whole("a token id of texts", each, 0, _LARGEST_ID)
+    return torch.tensor(ids, dtype=torch.int64)
 
 
 def read_draft_vocab(given: str | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -54,7 +65,7 @@ def read_draft_vocab(given: str | Sequence[int] | None) -> tuple[int, ...] | Non
         return None if given is None else tuple(given)
     try:
         found = json.loads(Path(given).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(
             f"draft_vocab={given!r}: give a JSON file with a list of token ids, as json.dump(specdec.draft_vocab_of("
             f"texts, size, tokenizer), file) makes one: {error}"

@@ -186,4 +186,5 @@ def subject_of(params: SamplingParams, table: RowTable, row: int) -> Subject | N
     assert processors is None or isinstance(processors, RequestProcessors), "not copied for its request"
     assert function is None or isinstance(function, RequestProcessors), "not copied for its request"
     prompt, limit = int(table.prompt[row]), int(table.limit[row])
-    return Subject(settings, prompt, limit, ends, filters, processors, function, params.temperature)
+    watch = processors or function or params.watch
+    return Subject(settings, prompt, limit, ends, filters, processors, function, watch, params.temperature)

@@ -67,7 +67,8 @@ class Subject:
         settings: its options that do something, by name (see `LogitsOptions`).
         prompt_len: tokens of its prompt. limit: most tokens, of prompt and new ones. ends: token ids that end it.
         filters: of a sampled request whose filters are applied here, all of them; None where the round applies them.
-        processors, prefix_function: the user's own, see `RequestProcessors`. temperature: 0 of a greedy request.
+        processors, prefix_function: the user's own, see `RequestProcessors`. watch: is told what all options leave.
+        temperature: 0 of a greedy request.
     """
 
     settings: Mapping[str, Any]
@@ -77,6 +78,7 @@ class Subject:
     filters: Filters | None = None
     processors: RequestProcessors | None = None
     prefix_function: RequestProcessors | None = None
+    watch: RequestProcessors | None = None
     temperature: float = 0.0
 
     def get(self, name: str) -> Any:
@@ -151,16 +153,10 @@ def process(scores: torch.Tensor, rows: Rows) -> None:
         part = scores[at]
         apply(part, rows.some(index), own)
         scores[at] = part
-    if any(isinstance(own, RequestProcessors) for _, own in groups):
-        _note_largest(scores, rows)
-
-
-def _note_largest(scores: torch.Tensor, rows: Rows) -> None:
-    """For requests with code of the user's, which may leave no token. The device is not waited for."""
-    largest = scores[:, :-1].amax(1).to("cpu", non_blocking=True)
-    for n, subject in enumerate(rows.subjects):
-        if (own := subject.processors or subject.prefix_function) is not None:
-            own.note_largest(int(rows.lens[n]), largest, n, subject.temperature)
+    if watched := [(n, s.watch, s.temperature) for n, s in enumerate(rows.subjects) if s.watch is not None]:
+        largest = scores[:, :-1].amax(1).to("cpu", non_blocking=True)  # the device is not waited for
+        for n, watch, temperature in watched:
+            watch.note_largest(int(rows.lens[n]), largest, n, temperature)
 
 
 def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -210,12 +206,8 @@ def _counts(scores: torch.Tensor, rows: Rows, _: bool) -> None:
     subtract_counts(scores, rows.prefixes, rows.floats("frequency_penalty"), rows.floats("presence_penalty"))
 
 
-def _ngrams(scores: torch.Tensor, rows: Rows, size: int) -> None:
-    ban_repeated_ngrams(scores, rows.prefixes, size)
-
-
-def _prompt_ngrams(scores: torch.Tensor, rows: Rows, size: int) -> None:
-    ban_repeated_ngrams(scores, rows.prefixes, size, in_prompt=True)
+def _ngrams(scores: torch.Tensor, rows: Rows, size: int, in_prompt: bool = False) -> None:
+    ban_repeated_ngrams(scores, rows.prefixes, size, in_prompt=in_prompt)
 
 
 def _bad_words(subject: Subject) -> tuple[tuple[tuple[int, ...], float], ...]:
@@ -250,10 +242,12 @@ def _finite(scores: torch.Tensor, rows: Rows, _: bool) -> None:
 def _decay(scores: torch.Tensor, rows: Rows, decay: tuple[int, float]) -> None:
     start, factor = decay
     over = [int(length) - s.prompt_len - start for s, length in zip(rows.subjects, rows.lens, strict=True)]
-    found = [(n, end, factor**more - 1) for n, more in enumerate(over) if more > 0 for end in rows.subjects[n].ends]
-    if found:
-        at = on_device(np.array([(n, end) for n, end, _ in found], np.int64), scores.device)
-        grown = on_device(np.array([growth for *_, growth in found], np.float64).astype(np.float32), scores.device)
+    late = [(n, end, more) for n, more in enumerate(over) if more > 0 for end in rows.subjects[n].ends]
+    with np.errstate(over="ignore"):  # infinite, where Python's own ** raises
+        growth = np.array([np.float64(factor) ** more - 1 for *_, more in late], np.float64).astype(np.float32)
+    if late:
+        at = on_device(np.array([(n, end) for n, end, _ in late], np.int64), scores.device)
+        grown = on_device(growth, scores.device)
         own = scores[at[:, 0], at[:, 1]]
         added = (own.abs() * grown).masked_fill(~own.isfinite(), 0.0)
         scores.index_put_((at[:, 0], at[:, 1]), own + added)
@@ -316,7 +310,7 @@ RULES: tuple[Rule, ...] = (
     (_set("repetition_penalty"), _repetition),
     (_set("frequency_penalty", "presence_penalty"), _counts),
     (_value("no_repeat_ngram_size"), _ngrams),
-    (_value("encoder_no_repeat_ngram_size"), _prompt_ngrams),
+    (_value("encoder_no_repeat_ngram_size"), partial(_ngrams, in_prompt=True)),
     (_bad_words, _sequence_bias),
     (_set("min_length", "min_new_tokens"), _no_end_yet),
     (lambda subject: subject.prefix_function, _by_the_user),

@@ -3,7 +3,7 @@ MXFP4 with 16-bit activations.
 
 Each chosen expert's weights are read once and where they lie. torch's own top-k of some hundred scores is a kernel and
 a sort, and softmax and normalising two kernels more: 13 µs a layer at one token on an H200. MXFP4: numbers of 4 bits
-(sign, two bits of exponent, one of mantissa), 32 of a row with one power of two.
+(sign, two bits of exponent, one of mantissa), 32 of a row with one power of two: byte 0, 2^-127, is 0 to the kernels.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 and 5.4.1; the order of a byte's two numbers is
 that of openai/gpt-oss, gpt_oss/torch/weights.py.

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import wraps
+from functools import partial
 from typing import Any, TypeVar
 
 from transformers import GenerationConfig
@@ -22,7 +22,7 @@ from specdec.errors import InvalidInputError
 from specdec.logits.options import OFF
 from specdec.requests.generation_config import is_off
 from specdec.requests.prompts import Prompts, user_chats
-from specdec.values import flag, short
+from specdec.values import flag, only_known, short
 
 _FIRST = "give the prompts as the first argument: generate(prompts, …)"
 _STREAM = 'read a stream: for update in model.stream(prompts, …): print(update.text, end="", flush=True)'
@@ -95,20 +95,10 @@ def right_call(call: str, name: str, value: Any, known: Collection[str]) -> str:
     return (f"did you mean {close[0]}? " if close else "") + f"known are {listed}"
 
 
-def only_known(kind: K) -> K:
+def only_known_fields(kind: K) -> K:
     """A decorator of a dataclass: unknown keyword arguments raise the InvalidInputError of `unexpected`."""
     made: Any = kind
-    own, known = made.__init__, tuple(f.name for f in fields(made))
-    names = frozenset(known)
-
-    @wraps(own)
-    def checked(self: Any, *args: Any, **options: Any) -> None:
-        if not names.issuperset(options):
-            unknown = {name: value for name, value in options.items() if name not in names}
-            raise unexpected(f"{kind.__name__}({{}})", unknown, known)
-        own(self, *args, **options)
-
-    made.__init__ = checked
+    made.__init__ = only_known(made.__init__, partial(unexpected, f"{kind.__name__}({{}})"))
     return kind
 
 

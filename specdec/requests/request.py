@@ -193,7 +193,7 @@ class Request:
     def take(self, round_: RowRound, now: float) -> Update:
         """Append a round's tokens; find stop ids and stop strings; finish when the row has ended.
 
-        Tokens after a stop are dropped.
+        Tokens after a stop are dropped. Raises UserCodeError: see `SamplingParams.error_at`, for one of the tokens.
         """
         before = len(self.new_tokens)
         self.new_tokens += round_.token_ids
@@ -207,8 +207,10 @@ class Request:
             del self.new_tokens[end:]
             self.finish_reason = "stop"
         own = self.params
-        if not own.logits_processor is own.prefix_allowed_tokens_fn is own.grammar is None:
-            self._check_user_code(before)
+        if not own.logits_processor is own.prefix_allowed_tokens_fn is own.grammar is own.watch is None:
+            errors = (own.error_at(self.prompt_len + place) for place in range(before, len(self.new_tokens)))
+            if (error := next(filter(None, errors), None)) is not None:
+                raise error
         emitted = len(self.new_tokens) - before
         if self.params.logprobs is not None and round_.notes is not None:
             each = zip(self.new_tokens[before:], round_.notes, strict=False)
@@ -234,13 +236,6 @@ class Request:
         if not self.new_tokens:
             self.times.first_token = now
         return self._last_update()
-
-    def _check_user_code(self, before: int) -> None:
-        """Raises UserCodeError: code of the user's raised for one of the tokens after the first `before` new ones."""
-        for place in range(before, len(self.new_tokens)):
-            error = self.params.error_at(self.prompt_len + place)
-            if error is not None:
-                raise error
 
     def _at_criterion(self, before: int, end: int) -> int | None:
         """New tokens up to the first with which a stopping criterion is met, of those after `before` up to `end`."""

@@ -9,11 +9,12 @@ from typing import Any, Generic
 import numpy as np
 import torch
 
+from attention.cached import cached_property
 from attention.staging import A, array
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
 from specdec.logits.options import OFF, LogitsOptions
-from specdec.requests.arguments import only_known, right_call
+from specdec.requests.arguments import only_known_fields, right_call
 from specdec.requests.grammar import DecidedElsewhere, grammar
 from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode, PromptLogprobs, TokenRows
 from specdec.requests.shown import changed_fields
@@ -34,12 +35,15 @@ from specdec.values import choice, flag, real, refuse, short, whole
 
 MAX_TOP_K = 2**31 - 1
 MAX_N = 2**16
+_MOST = float(np.finfo(np.float32).max)
+_FEW = {"grammar", "allowed_token_ids", "forced_bos_token_id", "forced_eos_token_id"}
+"""Options that leave few tokens, of which others may leave none."""
 _USER_CODE = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
 TEMPERATURES = (1e-6, 1e6)
 """Smallest and largest temperature: beyond them logits divided by it are infinite or all equal in float32."""
 
 
-@only_known
+@only_known_fields
 @dataclass(frozen=True)
 class SamplingParams(LogitsOptions):
     """How one request is sampled and when it ends; options that change its logits are those of `LogitsOptions`.
@@ -74,10 +78,11 @@ class SamplingParams(LogitsOptions):
             False: neither. Without effect where the model was loaded with enable_prefix_caching=False.
         logits_processor: a transformers LogitsProcessor, any function of its kind, or a list of them. Each is called
             for every position of a verification, drafts included, with the tokens before it [1, L] and its scores
-            [1, V] on the model's device, after the options and before temperature. It runs on the thread that leads the
-            round; if it waits for the device, all requests wait. One with a state is copied (deepcopy) for each request
-            and before each position; if that fails, it is called as it is and the request has no drafts
-            (`RequestStats.not_drafted`). Functions are taken to have no state. What one raises ends its request alone.
+            [1, V] on the model's device, after the options and before temperature. What the last one returns is rounded
+            to float32. It runs on the thread that leads the round; if it waits for the device, all requests wait. One
+            with a state is copied (deepcopy) for each request and before each position; if that fails, it is called as
+            it is and the request has no drafts (`RequestStats.not_drafted`). Functions are taken to have no state. What
+            one raises ends its request alone.
         prefix_allowed_tokens_fn: (batch_id, tokens [L]) -> the ids that may follow, as in transformers; batch_id is
             the completion's place in its call.
         grammar: what the new tokens must spell: a `Grammar`, OpenAI's `response_format` as a dict, or an object with
@@ -163,6 +168,12 @@ class SamplingParams(LogitsOptions):
         kept |= self._checked_code() | self._checked_telling()
         for name, value in kept.items():
             object.__setattr__(self, name, value)  # frozen, but the checked values replace the given ones
+        biases = (*(self.sequence_bias or ()), *(self.logit_bias or ()))
+        if (top := sum(max(bias, 0.0) for _, bias in biases)) > _MOST * (min(self.temperature, 1) or 1):
+            raise InvalidInputError(
+                f"biases that add up to {top:g}, at temperature={self.temperature:g}: a logit with them would be "
+                "infinite in float32; give smaller ones, or allowed_token_ids"
+            )
         if self.n > 1 and self.greedy:
             raise InvalidInputError(
                 f"n={self.n} with temperature=0: greedy decoding has one completion; give a temperature, or n=1"
@@ -181,7 +192,7 @@ class SamplingParams(LogitsOptions):
                 found[name] = read(name, given)
         if self.grammar is not None and not hasattr(self.grammar, "error_at"):
             found["grammar"] = grammar("grammar", self.grammar)
-        for kind, option in overlapping(found.get("logits_processor", ()), self.settings):
+        for kind, option in overlapping(found.get("logits_processor") or (), self.settings):
             raise InvalidInputError(
                 f"logits_processor has a {kind.__name__} and {option}={short(getattr(self, option))} is set: give "
                 "one of the two (an option of the model's own generation_config is switched off by its neutral value)"
@@ -238,16 +249,19 @@ class SamplingParams(LogitsOptions):
         return next((own.not_copied for own in each if isinstance(own, RequestProcessors) and own.not_copied), "")
 
     def error_at(self, length: int) -> UserCodeError | None:
-        """What code of the user's raised for the position after so many tokens; None if nothing was."""
-        own, function = self.logits_processor, self.prefix_allowed_tokens_fn
-        if isinstance(function, RequestProcessors) and (error := function.error_at(length)) is not None:
-            return UserCodeError(error, "its prefix_allowed_tokens_fn")
-        if isinstance(own, RequestProcessors) and (error := own.error_at(length)) is not None:
-            return UserCodeError(error, "its logits processor")
-        follows = getattr(self.grammar, "error_at", None)
-        if follows is not None and (error := follows(length)) is not None:
-            return UserCodeError(error, "its grammar")
+        """What code of the user's raised for the position after so many tokens, or why options leave none; or None."""
+        own = {"prefix_allowed_tokens_fn": self.prefix_allowed_tokens_fn, "logits processor": self.logits_processor}
+        for name, code in {**own, "grammar": self.grammar, "options": self.watch}.items():
+            told = getattr(code, "error_at", None)
+            if told is not None and (error := told(length)) is not None:
+                return UserCodeError(error, f"its {name}")
         return None
+
+    @cached_property
+    def watch(self) -> RequestProcessors | None:
+        """Is told what options leave, where they may leave no token together; see `of_request`."""
+        own = set(self.settings) | ({"grammar"} if self.grammar is not None else set())
+        return RequestProcessors(()) if len(own) > 1 and own & _FEW else None
 
     def of_request(self, batch_id: int, device: torch.device) -> SamplingParams:
         """The same for one request, at this place of its call: the user's code copied, places for what is told to it.
@@ -265,7 +279,7 @@ class SamplingParams(LogitsOptions):
         if isinstance(self.prompt_logprobs, int):
             found["prompt_logprobs"] = PromptLogprobs(self.prompt_logprobs, self.prompt_logprobs_start)
         found |= {name: TokenRows() for name in ("return_logits", "return_scores") if getattr(self, name) is True}
-        return replace(self, **found) if found else self
+        return replace(self, **found) if found or self.watch is not None else self
 
     @property
     def greedy(self) -> bool:

@@ -34,6 +34,8 @@ PrefixFunction = Callable[[int, torch.Tensor], Sequence[int]]
 _KEPT_ROUNDS = 4
 """Rounds whose states are kept: after an interrupt a request goes on from its last reported token, at most two rounds
 of it having been launched since."""
+_KEPT_LEFT = 1024
+"""Positions of which is kept what options leave: more than rounds have drafts."""
 
 OPTIONS_OF: dict[type, str] = {
     hf.EncoderNoRepeatNGramLogitsProcessor: "encoder_no_repeat_ngram_size",
@@ -68,10 +70,8 @@ def processors(name: str, given: Any) -> tuple[Processor, ...] | None:
     Raises:
         InvalidInputError: something that cannot be called, or a processor that runs a model itself.
     """
-    if isinstance(given, (list, tuple)) and not given:
-        return None
     found = _callables(name, given, "a callable (input_ids, scores) -> scores, or a list of them")
-    for one in found:
+    for one in found or ():
         if isinstance(one, _RUN_A_MODEL):
             raise InvalidInputError(f"{name} has a {type(one).__name__}, which runs a model: not served")
     return found
@@ -79,8 +79,6 @@ def processors(name: str, given: Any) -> tuple[Processor, ...] | None:
 
 def criteria(name: str, given: Any) -> tuple[Criterion, ...] | None:
     """Stopping criteria from one, a list of them or a StoppingCriteriaList. Raises as `processors`."""
-    if isinstance(given, (list, tuple)) and not given:
-        return None
     return _callables(name, given, "a callable (input_ids, scores) -> bool, or a list of them")
 
 
@@ -97,11 +95,11 @@ def overlapping(given: Iterable[Processor], settings: Mapping[str, Any]) -> list
     return [(type(one), OPTIONS_OF[type(one)]) for one in given if OPTIONS_OF.get(type(one)) in settings]
 
 
-def _callables(name: str, given: Any, allowed: str) -> tuple[Any, ...]:
+def _callables(name: str, given: Any, allowed: str) -> tuple[Any, ...] | None:
     several = given if isinstance(given, (list, tuple)) else (given,)
     if not all(callable(one) and not isinstance(one, type) for one in several):
         raise InvalidInputError(f"{name}={short(given)}: allowed is {allowed}")
-    return tuple(several)
+    return tuple(several) or None
 
 
 class UserCodeError(Exception):
@@ -185,13 +183,14 @@ class RequestProcessors:
     def note_largest(self, length: int, largest: torch.Tensor, row: int, temperature: float) -> None:
         """Keep what all options have left of the scores of a position, see `_Left`: the next `error_at` tells."""
         self._left[length] = _Left(largest, row, temperature)
+        self._left.pop(length - _KEPT_LEFT, None)
 
     def error_at(self, length: int) -> Exception | None:
         """What was raised at, or before, the position after so many tokens; None if nothing was."""
-        state = self._after.get(length)
-        if state is None or state.error is not None or length not in self._left:
-            return None if state is None else state.error
-        return self._left[length].error(length)
+        state, left = self._after.get(length), self._left.get(length)
+        if state is not None and state.error is not None:
+            return state.error
+        return None if left is None else left.error(length)
 
     def _begin(self, length: int) -> State:
         """The state after the tokens before the last one; forgets what only rounds before the last few need."""

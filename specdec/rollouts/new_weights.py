@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from attention.hf.gate import gate_of
+from attention.hf.weights import dense_weight
 from drafters.base import DraftsOnSome
 from specdec.errors import InvalidInputError
 from specdec.interrupts import interrupts_as_they_are
@@ -43,8 +44,9 @@ def renew(model: Any, what: str, change: Callable[[], None]) -> float:
         model._live.check()
         model.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
         change()
-        if isinstance(model.head, DraftsOnSome):
-            model.head.renew_draft_rows()
+        head, output = model.head, model.hf_model.get_output_embeddings()
+        if isinstance(head, DraftsOnSome) and head.draft_rows is not None and (now := dense_weight(output)) is not None:
+            head.renew_draft_rows(now)
         model.self_test_error = self_test(model.target)
     return float(model.self_test_error)
 

@@ -145,7 +145,7 @@ def test_lm_eval(loaded: Callable[..., dict[str, Any]]) -> None:
     assert loaded(lambda: SpecdecLM("m", max_length=9, batch_size="4"))["max_num_seqs"] == 4
     with pytest.raises(InvalidInputError, match="max_length and max_model_len are the same model argument"):
         SpecdecLM("m", max_length=9, max_model_len=9)
-    with pytest.raises(InvalidInputError, match=r"unknown model_args: no_such; known are pretrained, .*page_size"):
+    with pytest.raises(InvalidInputError, match=r"unknown model_args 'no_such': known are pretrained, .*page_size"):
         SpecdecLM("m", no_such=1)
 
 

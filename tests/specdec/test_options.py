@@ -12,9 +12,10 @@ import click
 import numpy as np
 import pytest
 import torch
+from fakes import tiny_llama
 
 from attention.backends.reference import TorchBackend
-from specdec import SpeculativeModel
+from specdec import SamplingParams, SpeculativeModel, attach
 from specdec.cli.generate import generate
 from specdec.cli.inspect import inspect as inspect_command
 from specdec.cli.options import load_options, offered
@@ -154,8 +155,10 @@ def test_words_of_a_command_line() -> None:
     assert options.kv_cache_scales == ((0.5, 0.25), (1.0, 2.0)) and options.revision == "123"
     with pytest.raises(InvalidInputError, match=r"kv_cache_scales='0.5': give a pair for each layer"):
         LoadOptions.from_words({"kv_cache_scales": "0.5"})
-    with pytest.raises(InvalidInputError, match=r"unknown load options: drfat; known are num_speculative_tokens, "):
+    with pytest.raises(InvalidInputError, match=r"unknown load options 'drfat': known are num_speculative_tokens, "):
         LoadOptions.from_words({"drfat": 1})
+    with pytest.raises(InvalidInputError, match=r"'torch_dtype', 'unknown': did you mean dtype\? known are"):
+        LoadOptions.from_words({"unknown": 2, "torch_dtype": 1})
 
 
 @pytest.mark.parametrize(("word", "value"), [("auto", "auto"), ("yes", True), ("no", False), (True, True)])
@@ -197,6 +200,14 @@ def test_a_name_that_there_is_not_is_answered_with_the_right_one(given: dict[str
     words = f"unexpected keyword argument.*did you mean {meant}\\?.*known are target"
     with pytest.raises(InvalidInputError, match=words):
         SpeculativeModel.from_pretrained("gsm-llama", **given)
+
+
+def test_what_is_given_by_its_place_is_not_given_again() -> None:
+    for call in (SpeculativeModel.from_pretrained, attach):
+        with pytest.raises(InvalidInputError, match="target='a' is given by its place, too: give it once"):
+            call(tiny_llama(), target="a")
+    with pytest.raises(InvalidInputError, match="max_new_tokens=4 is given by its place, too"):
+        SamplingParams(3, max_new_tokens=4)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", ["quantization_config", "speculative_config", "token", "max_new_tokens"])

@@ -44,7 +44,7 @@ def test_copies_are_renewed_in_their_place(make: Make) -> None:  # noqa: F811
     place, x = head.draft_rows.data_ptr(), torch.randn(5, 32)
     head.target_lm_head.mul_(2)
     assert not torch.equal(head.logits(x), head.whole_logits(x)[:, SOME])
-    head.renew_draft_rows()
+    head.renew_draft_rows(head.target_lm_head)
     assert torch.equal(head.logits(x), head.whole_logits(x)[:, SOME]) and head.draft_rows.data_ptr() == place
 
 

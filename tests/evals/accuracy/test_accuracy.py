@@ -165,7 +165,7 @@ def test_unknown_arguments_are_refused(model: Any) -> None:
     lm = EngineLM(model, Configuration("x", K))
     with pytest.raises(InvalidInputError, match=r"not supported: \['repetition_penalti'\]"):
         lm.generate_until([request("a", repetition_penalti=1.2)])
-    with pytest.raises(InvalidInputError, match="unknown model_args: drfat"):
+    with pytest.raises(InvalidInputError, match=r"unknown model_args 'drfat': did you mean draft\?"):
         SpecdecLM("gsm-llama", drfat="auto")
 
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from attention.transport.region_tables import check_fingerprints
 from drafters.mtp.head import MtpHead
 from specdec import SpeculativeModel, draft_vocab_of
 from specdec.cli.tables import fit_lines
-from specdec.errors import HeadLoadError, InvalidInputError
+from specdec.errors import HandoffMismatchError, HeadLoadError, InvalidInputError
 from specdec.handoff.link import fingerprint
 from specdec.loading import parts
 from specdec.loading.draft_vocabulary import draft_on, read_draft_vocab
@@ -59,6 +60,9 @@ def test_the_most_frequent_tokens_come_first_and_the_smaller_of_equals() -> None
         (None, 3, "texts=None: give a list"),
         ("eggs", 3, "give a list of texts"),
         (["eggs"], 3, "tokenizer"),
+        ([[1, 2], [3, 10**9]], 3, "a token id of texts=1000000000: allowed is 0 … 16777215"),
+        ([[1, 10**30]], 3, "a token id of texts=1000000000000000000000000000000: allowed is 0 … 16777215"),
+        ([[1, -2]], 3, "a token id of texts=-2: allowed is 0 … 16777215"),
     ],
 )
 def test_texts_that_name_no_tokens(texts: Any, size: Any, words: str) -> None:
@@ -98,6 +102,7 @@ def test_any_sequence_is_taken_and_a_file(tmp_path: Path) -> None:
         ("4", "the file holds 4, not a list"),
         ("[4, -2]", "ids.json'=-2: allowed is 0 or more"),
         ("[]", "ids.json'=.*one at least"),
+        ("[" * 100_000, "give a JSON file with a list of token ids.*recursion"),
     ],
 )
 def test_files_that_hold_no_tokens_are_named_before_a_model_is_read(
@@ -178,16 +183,19 @@ def test_drafts_by_lookup_and_grammars_go_with_it(draft: Any) -> None:
 
 
 @pytest.mark.parametrize("renewed", [True, False])
-@pytest.mark.parametrize("how", ["refresh", "update_weights"])
+@pytest.mark.parametrize("how", ["refresh", "assigned", "update_weights"])
 def test_new_values_of_lm_head_are_copied(how: str, renewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: they are not."""
     with opened(draft_vocab=range(300, 900)) as own:
         head: Any = own.head
         if not renewed:
-            monkeypatch.setattr(MtpHead, "renew_draft_rows", lambda self: None)
+            monkeypatch.setattr(MtpHead, "renew_draft_rows", lambda self, *lm_head: None)
         weight, place = own.hf_model.lm_head.weight, head.draft_rows.data_ptr()
         if how == "refresh":
             weight.data.mul_(2)
+            own.refresh()
+        elif how == "assigned":
+            own.hf_model.lm_head.weight = weight = torch.nn.Parameter(weight.detach() * 2)
             own.refresh()
         else:
             own.update_weights({"lm_head.weight": weight * 2})
@@ -200,5 +208,8 @@ def test_engines_of_other_draft_vocabularies_hand_no_request_over(model: Specula
     head: Any = model.head
     ids = head.target_ids
     head.draft_on(torch.where(ids == ids[-1], ids[-1] + 1, ids))  # as many
-    assert fingerprint(model, "", []) != first and model.describe()["draft_tokens"] != tokens
+    other = fingerprint(model, "", [])
+    assert other != first and model.describe()["draft_tokens"] != tokens
+    with pytest.raises(HandoffMismatchError, match=r"draft_vocab: \d+ tokens, .* in the engine that read"):
+        check_fingerprints(other, first)
     head.draft_on(ids)

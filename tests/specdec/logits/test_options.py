@@ -74,6 +74,23 @@ def test_off_does_nothing_and_none_is_unset() -> None:
 
 
 def test_ids_that_cannot_be_generated_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="no token could be generated"):
-        SamplingParams(allowed_token_ids=[3, 4], suppress_tokens=[3, 4, 5])
+    for banned in ({"suppress_tokens": [3, 4, 5]}, {"suppress_tokens": [3], "bad_words_ids": [[4], [9, 9]]}):
+        with pytest.raises(InvalidInputError, match="no token could be generated"):
+            SamplingParams(allowed_token_ids=[3, 4], **banned)  # type: ignore[arg-type]
+    SamplingParams(allowed_token_ids=[3, 4], suppress_tokens=[3], bad_words_ids=[[4, 4]])
     assert SamplingParams(allowed_token_ids=[3, 4], suppress_tokens=[3]).token_ids == {3, 4}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"logit_bias": {5: 3e38}, "temperature": 0.5},
+        {"logit_bias": {5: 1e39}},
+        {"sequence_bias": {(5,): 2e38}, "logit_bias": {5: 2e38, 6: -3e38}, "temperature": 2.0},
+    ],
+)
+def test_biases_that_are_infinite_in_float32_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=r"biases that add up to \de\+3\d, at .*infinite in float32"):
+        SamplingParams(**given)
+    SamplingParams(logit_bias={5: 3e38, 6: -3e38, 7: float("-inf")}, temperature=1.0)
+    SamplingParams(logit_bias={5: 3e38})

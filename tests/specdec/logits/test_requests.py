@@ -304,3 +304,11 @@ def test_sampled_tokens_are_decided_by_transformers_distribution(drafts: int, gr
     assert said == [sampled_oracle(prompt, own, options, i) for i, (prompt, own, options) in enumerate(every)]
     if drafts:
         assert np.mean([r.accepted / r.drafted for c in completions for r in c.stats.rounds if r.drafted]) > 0.02
+
+
+def test_a_decay_beyond_float64_ends_no_round() -> None:
+    """Of an end that may not come: where it may, it came long before."""
+    own = SamplingParams(40, exponential_decay_length_penalty=(0, 1e10), stop_token_ids=(EOS,), suppress_tokens=(EOS,))
+    plain = SamplingParams(40, suppress_tokens=(EOS,), stop_token_ids=(EOS,))
+    found = [c.token_ids for c in answers(engine_with(3, False, RoundExtra()), [own, plain] * 3)]
+    assert found == [c.token_ids for c in answers(engine_with(3, False, RoundExtra()), [plain] * 6)]

@@ -271,6 +271,52 @@ def test_what_all_options_leave_is_divided_by_the_temperature(options: dict[str,
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allowed_token_ids": [5, 6], "no_repeat_ngram_size": 2},
+        {"allowed_token_ids": [5, 6], "stop_token_ids": (5, 6), "min_new_tokens": 9},
+        {"forced_eos_token_id": 7, "suppress_tokens": [7], "max_new_tokens": 4},
+    ],
+)
+def test_options_that_leave_no_token_end_their_request_alone(
+    options: dict[str, Any], sampled: dict[str, Any], drafts: int
+) -> None:
+    """Greedy requests went on with token 0, sampled ones with any."""
+    plain = SamplingParams(NEW)
+    completions, errors = failing(
+        engine_with(drafts, False, RoundExtra()), [plain, SamplingParams(**options, **sampled), *[plain] * 4]
+    )
+    assert "because its options raised ValueError: no token can be chosen after " in str(errors[1])
+    assert errors[:1] + errors[2:] == [None] * 5
+    expected = right([None] * 6)
+    assert tokens([c for c in completions if c is not None]) == [*expected[:1], *expected[2:]]
+
+
+def test_each_request_has_a_watch_of_its_own_where_options_leave_few_tokens() -> None:
+    some = SamplingParams(allowed_token_ids=[5, 6, 7], no_repeat_ngram_size=9, max_new_tokens=5)
+    first, second = (some.of_request(i, torch.device("cpu")) for i in range(2))
+    assert first.watch is not None and first.watch is not second.watch
+    for plain in (SamplingParams(allowed_token_ids=[5]), SamplingParams(repetition_penalty=1.2, min_new_tokens=3)):
+        assert plain.watch is None and plain.of_request(0, torch.device("cpu")) is plain
+    ended: list[Any] = answers(engine_with(3, False, RoundExtra()), [some] * 6)
+    assert all(len(one.token_ids) == 5 and set(one.token_ids) <= {5, 6, 7} for one in ended)
+
+
+def test_what_the_last_processor_returns_is_rounded_to_float32() -> None:
+    seen, tiny = list[torch.dtype](), 2.0**-40
+    wide = [lambda ids, scores: scores.double() + 1 + tiny, lambda ids, scores: seen.append(scores.dtype) or scores]
+    scores = torch.zeros(1, VOCAB)
+    RequestProcessors(wide).apply(torch.zeros(1, 3, dtype=torch.int64), [3], scores)  # type: ignore[arg-type]
+    assert seen == [torch.float64] and torch.equal(scores, torch.ones(1, VOCAB))
+
+
+def test_empty_lists_are_none() -> None:
+    assert SamplingParams(logits_processor=[], stopping_criteria=[]) == SamplingParams()
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
 def test_what_later_options_repair_is_no_error(drafts: int) -> None:
     """The only token that the function allows may not end the request yet, and is then forced to end it."""
     length = len(PROMPTS[0]) + 3
