@@ -24,6 +24,7 @@ from attention.kernels.launch import dependent_launch
 if TYPE_CHECKING:
     from specdec.ops.routed_kernel import Gating
 
+
 @gluon.jit
 def _placed(words, PLACE: gl.constexpr):  # type: ignore[no-untyped-def]
     """Numbers PLACE and PLACE + 4 of every word where bfloat16 has its sign, exponent and mantissa: 2^-126 times them,
@@ -97,7 +98,8 @@ def _row_of(m, rows, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ROWS: gl.co
 
 @gluon.jit
 def _gated(acc, alpha, limit, CLAMPED: gl.constexpr, kind: gl.constexpr):  # type: ignore[no-untyped-def]
-    """See `specdec.ops.routed.activated`. acc: [N, M]; returns [N / 2, M], numbers p and p + 4 of eight side by side."""
+    """See `specdec.ops.routed.activated`. acc: [N, M]. Returns [N / 2, M], numbers p and p + 4 of eight side by
+    side."""
     ROWS: gl.constexpr = acc.shape[0]
     PAIRS: gl.constexpr = acc.shape[1]
     both = gl.permute(gl.reshape(acc.to(kind).to(gl.float32), (ROWS // 16, 2, 8, PAIRS)), (0, 2, 3, 1))
@@ -131,15 +133,15 @@ def _few_kernel(  # type: ignore[no-untyped-def]
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
-    own_rows: gl.constexpr = [[8, 0, 0]] if ROWS == 64 else [[8, 0, 0], [64, 0, 0]]
+    own_w: gl.constexpr = [[0, 0, 1], [0, 0, 2], [8, 0, 0]]
     of_words: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2]] + own_rows,
+        own_w if ROWS == 64 else [[0, 0, 1], [0, 0, 2], [8, 0, 0], [64, 0, 0]],
         [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [ROWS, 4, 4],
     )  # fmt: skip
     of_scales: gl.constexpr = gl.SliceLayout(2, of_words)
-    own_pairs: gl.constexpr = [] if PAIRS == 8 else [[8, 0, 0, 0]]
+    own_x: gl.constexpr = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0]]
     of_x: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0]] + own_pairs,
+        own_x if PAIRS == 8 else [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], [8, 0, 0, 0]],
         [[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
         [[0, 0, 0, 0], [0, 0, 0, 0]], [], [PAIRS, 4, 4, 4],
     )  # fmt: skip

@@ -213,9 +213,7 @@ def _routed_kernel(  # type: ignore[no-untyped-def]
             elif EVEN:
                 w = tl.load(weights + (k + column)[None, :] * column_stride)
             else:
-                w = tl.load(
-                    weights + (k + column)[None, :] * column_stride, mask=there & inside[None, :], other=0.0
-                )
+                w = tl.load(weights + (k + column)[None, :] * column_stride, mask=there & inside[None, :], other=0.0)
             if FORM == "fp8":
                 group = k // 128
                 of_x = tl.load(x_scale_ptr + source * tl.cdiv(width, 128) + group, mask=real, other=0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import DeepseekV2Config
@@ -175,6 +177,30 @@ def test_gpt_oss_and_packed_experts(
         inner_found = activated(gate, up, *form[1:])
         right[token, place] = inner_found @ dense[1][expert].T + (0 if plain else biases[1][expert].float())
     assert relative_error(found, right) <= (0.06 if plain else 1e-2)  # both inputs in 8 bits: 0.026 each
+
+
+@pytest.mark.parametrize("form", [(False, 1.0, None), (True, 1.702, 1.0)])
+@pytest.mark.parametrize(("tokens", "chosen", "experts"), [(1, 4, 8), (7, 2, 32), (40, 4, 24), (64, 2, 16)])
+def test_few_tokens_in_four_bits_equal_tiles(tokens: int, chosen: int, experts: int, form: tuple[Any, ...]) -> None:
+    """Without biases, all exponents that bfloat16 has, NaN in an unused expert, all pairs of one expert; a byte of a
+    chosen expert changes the result."""
+    from specdec.ops.mxfp4_kernel import few_mxfp4
+    from specdec.ops.routed_kernel import Gating, launch_routed, tilings_of
+
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, 352, device=CUDA).bfloat16()
+    stacks = [torch.randint(256, (experts, *s), device=CUDA).byte() for s in ((2 * 96, 176), (352, 48))]
+    scales = [torch.randint(100, 136, (experts, *s), device=CUDA).byte() for s in ((2 * 96, 11), (352, 3))]
+    scales[0][-1] = scales[1][-1] = 255
+    tiles = tilings_of(4096, 8, "mxfp4")
+    for index in (routes(tokens, experts - 1, chosen), torch.full((tokens, 1), 2, device=CUDA)):
+        given = x, *stacks, index, tuple(scales), (None, None), Gating(*form)
+        assert few_mxfp4(index.numel(), experts, x)
+        found = launch_routed(*given)
+        assert torch.equal(found, launch_routed(*given))
+        assert relative_error(found, launch_routed(*given, tilings=tiles)) <= 1e-2
+        stacks[0][index[0, 0], 3] ^= 0x11
+        assert not torch.equal(found, launch_routed(*given))
 
 
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 128, 8), (40, 512, 10), (3000, 32, 4), (2, 1000, 32)])
