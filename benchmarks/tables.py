@@ -10,6 +10,7 @@ import json
 import string
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -202,14 +203,28 @@ COLUMNS: dict[str, dict[str, str]] = {
     "mixtures": {
         "target": "{shape}",
         "layers": "{layers}",
+        "weights": "{weights}",
         "K": "{drafts}",
         "rows": "{rows}",
+        "start s": "{grouped_start_s:.0f}",
+        "tokens/s": "{tokens_per_s:,.0f}",
         "step ms": "{grouped_ms:.2f}",
         "floor": "{floor_ms:.2f}",
         "over floor": "{over_floor:.2f}",
         "paired": "{paired_ms:.2f}",
-        "× paired": "{over_paired:.3f}",
+        "× paired": "{over:.3f}",
         "experts a layer": "{experts_a_layer:.0f}",
+    },
+    "turns": {
+        "target": "{shape}",
+        "K": "{drafts}",
+        "rows": "{rows}",
+        "before": "{before}",
+        "ms before": "{before_ms}",
+        "ms now": "{now_ms}",
+        "ratio": "{ratio:.3f}",
+        "from": "{interval[0]:.3f}",
+        "to": "{interval[1]:.3f}",
     },
     "lookup": {
         "task": "{task}",
@@ -295,6 +310,15 @@ def _half(line: Line) -> Iterable[Line]:
     yield line | {"with_graphs": short(line["cuda_graphs"]), "near_ties": ties}
 
 
+def _mixtures(line: Line) -> Iterable[Line]:
+    served, over = line.get("grouped_tokens_per_s"), line.get("over_paired", line.get("times_paired"))
+    yield line | {"tokens_per_s": served and median(served), "over": over}
+
+
+def _turns(line: Line) -> Iterable[Line]:
+    yield line | {key: f"{median(line[key]):.2f}" for key in ("before_ms", "now_ms")}
+
+
 def _start(line: Line) -> Iterable[Line]:
     """Step by step, then the longest round that came after the start."""
     both = line["cold"], line["warm"]
@@ -321,6 +345,8 @@ _CELLS: dict[str, Callable[[Line], Iterable[Line]]] = {
     "draft_sampling": lambda line: [line | each for each in line["lines"]],
     "draft_vocab": lambda line: [line | each for each in line["lines"]],
     "start": _start,
+    "mixtures": _mixtures,
+    "turns": _turns,
     "host_queue": lambda line: line["results"],
     "lookup": lambda line: line["results"],
     "grammar_drafts": lambda line: line["results"],

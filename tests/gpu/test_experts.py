@@ -182,8 +182,8 @@ def test_gpt_oss_and_packed_experts(
 @pytest.mark.parametrize("form", [(False, 1.0, None), (True, 1.702, 1.0)])
 @pytest.mark.parametrize(("tokens", "chosen", "experts"), [(1, 4, 8), (7, 2, 32), (40, 4, 24), (64, 2, 16)])
 def test_few_tokens_in_four_bits_equal_tiles(tokens: int, chosen: int, experts: int, form: tuple[Any, ...]) -> None:
-    """Without biases, all exponents that bfloat16 has, NaN in an unused expert, all pairs of one expert; a byte of a
-    chosen expert changes the result."""
+    """Without biases, all exponents that bfloat16 has, NaN in an unused expert, all pairs of one expert; another sign
+    of a chosen expert's weights changes the result."""
     from specdec.ops.mxfp4_kernel import few_mxfp4
     from specdec.ops.routed_kernel import Gating, launch_routed, tilings_of
 
@@ -199,7 +199,7 @@ def test_few_tokens_in_four_bits_equal_tiles(tokens: int, chosen: int, experts: 
         found = launch_routed(*given)
         assert torch.equal(found, launch_routed(*given))
         assert relative_error(found, launch_routed(*given, tilings=tiles)) <= 1e-2
-        stacks[0][index[0, 0], 3] ^= 0x11
+        stacks[1][index[0, 0]] ^= 0x88  # its signs
         assert not torch.equal(found, launch_routed(*given))
 
 

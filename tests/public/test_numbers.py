@@ -150,6 +150,7 @@ def mixtures() -> Iterator[str]:
         yield name.format(listed([f"{row['over_floor']:.2f}" for row in each]))
         yield listed([f"{row['over_paired']:.2f}" for row in each])
     yield from _mixtures_c()
+    yield from _mixtures_d()
     (row,) = lines("draft-round-h200-2026-11-28.jsonl")
     yield f"{row['draft_vocab']:,} of {row['vocab']:,} tokens"
     yield f"{row['ratio']:.3f} of the time"
@@ -173,13 +174,26 @@ def _mixtures_c() -> Iterator[str]:
         bf16, fp8 = (each("grouped_ms", 9, layers=8, drafts=k, weights=kind) for kind in ("model", "fp8"))
         ratios = [f"{float(a) / float(b):.2f}" for a, b in zip(fp8, bf16, strict=True)]
         yield f"K = {k} {listed(ratios)}"
-        yield f"K = {k} {listed(each('grouped_ms', drafts=k, weights='mxfp4'))} ms"
-        yield listed(each("over_floor", drafts=k, weights="mxfp4"))
-    packed = next(row for row in rows if row["weights"] == "mxfp4")
-    yield f"{packed['weights_gib']:.1f} GiB of weights, {packed['allocated_gib']:.1f} GiB allocated"
-    served = next(row for row in rows if "requests" in row)
-    yield f"{statistics.median(served['grouped_tokens_per_s']):,.0f} tokens/s"
-    yield f"{served['times_paired']:.2f} of the form before"
+        yield f"K = {k} took {listed(each('grouped_ms', drafts=k, weights='mxfp4'))} ms"
+    first = next(row for row in rows if "requests" in row)
+    yield f"greedy {statistics.median(first['grouped_tokens_per_s']):,.0f} tokens/s, {first['times_paired']:.2f} of"
+
+
+def _mixtures_d() -> Iterator[str]:
+    rows = lines("mixtures-h200-2026-11-28-d.jsonl")
+    for shape in ("qwen3-30b-a3b", "gpt-oss-20b"):
+        own = [row for row in rows if row["shape"] == shape and "requests" not in row]
+        yield f"{own[0]['weights_gib']:.1f} GiB of weights, {own[0]['allocated_gib']:.1f} GiB allocated"
+        for k in (3, 0):
+            each = [row for row in own if row["drafts"] == k]
+            times = listed([f"{row['grouped_ms']:.2f}" for row in each])
+            yield f"K = {k} {times} ms"
+            yield listed([f"{row['over_floor']:.2f}" for row in each])
+    yield from (f"in {rows[place]['grouped_start_s']:.0f} s" for place in (0, 3))
+    (served,) = (row for row in rows if "requests" in row)
+    yield f"{statistics.median(served['grouped_tokens_per_s']):,.0f} tokens/s, {served['times_paired']:.2f} of it"
+    for row in lines("turns-h200-2026-11-28.jsonl"):
+        yield "{:.3f} ({:.3f} to {:.3f})".format(row["ratio"], *row["interval"])
 
 
 def serving() -> Iterator[str]:

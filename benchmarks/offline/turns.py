@@ -1,0 +1,86 @@
+"""Rounds of two checkouts on one GPU, in turn: turns.sh starts a process of each, and this is that process.
+
+    python -m benchmarks.offline.turns NAME SHAPE      # measures at each file HELD/NAME.1, NAME.2, …, until NAME.end
+    python -m benchmarks.offline.turns --compare OLD.log NEW.log COMMIT_OF_OLD OUT.jsonl
+
+Only what both checkouts have is called. A line of the result has the ratio of both at a turn, as a geometric mean with
+its 95 % interval (Student's t over turns).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROWS, DRAFTS, PROMPT, NEW_TOKENS = (1, 8, 32), 3, 512, 160
+HELD = Path("/tmp/held")
+
+
+def measured(name: str, shape: str) -> None:
+    """One line at each turn: median milliseconds of a step by rows."""
+    import torch
+
+    from benchmarks.bench_round import Moments, measure, prompts
+    from benchmarks.shapes import random_pair
+    from benchmarks.synthetic import Tokenizer
+    from specdec.model import SpeculativeModel
+    from specdec.requests.sampling import SamplingParams
+
+    pair, length = random_pair(shape, torch.bfloat16, torch.device("cuda")), PROMPT + NEW_TOKENS + 32
+    limits = {"max_model_len": length, "max_num_seqs": max(ROWS), "kv_cache_tokens": max(ROWS) * length}
+    tokens = {"max_num_batched_tokens": 8192, "max_num_prefill_tokens": 8192, "page_size": 16, "cuda_graphs": True}
+    made: Any = SpeculativeModel.from_pretrained
+    model = made(
+        pair.target, pair.head, num_speculative_tokens=DRAFTS, tokenizer=Tokenizer(), enable_prefix_caching=False,
+        **limits, **tokens,
+    )  # fmt: skip
+    read, vocab = Moments(), pair.target.config.get_text_config().vocab_size
+    model.engine.executor.reads.after_read = read.note
+
+    def once(rows: int) -> float:
+        params = [SamplingParams(NEW_TOKENS, ignore_eos=True, cache_prefix=False)] * rows
+        found = measure(model, read, prompts(rows, (PROMPT, PROMPT), vocab), params, 1)
+        return float(found[0]["step_ms_median"])
+
+    for rows in ROWS:
+        once(rows)
+    (HELD / f"{name}.ready").touch()
+    turn = 1
+    while not (HELD / f"{name}.end").exists():
+        if not (HELD / f"{name}.{turn}").exists():
+            time.sleep(0.02)
+            continue
+        print(json.dumps({"shape": shape, "turn": turn} | {str(rows): once(rows) for rows in ROWS}), flush=True)
+        (HELD / f"{name}.{turn}.done").touch()
+        turn += 1
+
+
+def compared(old: str, new: str, commit: str, out: str) -> None:
+    """Append the lines of the result, by rows."""
+    from scipy.stats import t
+
+    from benchmarks.document import publish
+
+    before, now = (
+        [json.loads(line) for line in Path(log).read_text().splitlines() if line.startswith('{"shape"')]
+        for log in (old, new)
+    )
+    for rows in map(str, ROWS):
+        ratio = np.log([b[rows] / a[rows] for a, b in zip(before, now, strict=True)])
+        half = t.ppf(0.975, len(ratio) - 1) * ratio.std(ddof=1) / len(ratio) ** 0.5
+        line = {"benchmark": "turns", "shape": now[0]["shape"], "drafts": DRAFTS, "rows": int(rows), "before": commit}
+        line |= {"before_ms": [each[rows] for each in before], "now_ms": [each[rows] for each in now]}
+        ends = [float(np.exp(ratio.mean() + sign * half)) for sign in (-1, 1)]
+        publish(line | {"ratio": float(np.exp(ratio.mean())), "interval": ends}, Path(out), append=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--compare":
+        compared(*sys.argv[2:])
+    else:
+        measured(*sys.argv[1:])
