@@ -68,6 +68,7 @@ class HeldRoutes:
                 for i in range(0, tokens, 4096)
             ]
             tables.append(torch.cat(parts))
+            torch._dynamo.mark_static(tables[-1])  # else each layer has a size of its own, and is compiled by itself
             mixture.held_routes = tables[-1]
             if isinstance(mixture, Mxfp4Experts):
                 mixture.__class__ = _HeldMxfp4

@@ -87,9 +87,18 @@ def own_forms() -> Iterator[None]:
     fp8.fp8_experts = before
 
 
+def _keeping(graphs: list[torch.fx.GraphModule]) -> Any:
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    return backend
+
+
 @pytest.mark.usefixtures("own_forms")
 def test_held_routes_of_packed_experts() -> None:
-    """Compiled; eager forwards, which self-tests compare, keep the router's choice."""
+    """Compiled, with tables of constant size: equal layers stay equal, and are compiled once. Eager forwards, which
+    self-tests compare, keep the router's choice."""
     config = GptOssConfig(hidden_size=32, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)
     mixture, holder = Mxfp4Experts(config).requires_grad_(False), torch.nn.Module()
     for name, parameter in mixture.named_parameters():
@@ -99,7 +108,11 @@ def test_held_routes_of_packed_experts() -> None:
     holder.mlp.experts = mixture
     table = HeldRoutes.of(holder, torch.nn.Module(), 8).tables[0]
     hidden, weights, zeros = torch.randn(5, 32), torch.rand(5, 2), torch.zeros(5, 2, dtype=torch.long)
-    compiled = torch.compile(mixture, fullgraph=True, backend="eager")(hidden, zeros, weights)
+    graphs: list[torch.fx.GraphModule] = []
+    backend = _keeping(graphs)
+    compiled = torch.compile(mixture, fullgraph=True, dynamic=True, backend=backend)(hidden, zeros, weights)
+    (held,) = (n for n in graphs[0].graph.nodes if n.name == "l_self_held_routes")
+    assert all(isinstance(size, int) for size in held.meta["example_value"].shape)
     assert torch.equal(compiled, mixture(hidden, table[:5], weights))
     assert not torch.equal(compiled, mixture(hidden, zeros, weights))
 
