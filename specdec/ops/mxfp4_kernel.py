@@ -11,7 +11,7 @@ floating point type", for which numbers a thread holds.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,8 +21,17 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from attention.kernels.launch import dependent_launch
 
-if TYPE_CHECKING:
-    from specdec.ops.routed_kernel import Gating
+
+@dataclass(frozen=True)
+class Gating:
+    """Where gate and up lie in a stack, and what is made of them: see `specdec.ops.routed.routed_experts`."""
+
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float | None = None
+
+
+PLAIN = Gating()
 
 
 @gluon.jit

@@ -56,7 +56,8 @@ def routed_experts(
     """
     scales, biases = (gate_up_scale, down_scale), (gate_up_bias, down_bias)
     if x.is_cuda:
-        from specdec.ops.routed_kernel import Gating, launch_routed
+        from specdec.ops.mxfp4_kernel import Gating
+        from specdec.ops.routed_kernel import launch_routed
 
         most, gating = MOST_GROUPED // index.shape[1], Gating(interleaved, alpha, limit)
         if len(x) <= most:

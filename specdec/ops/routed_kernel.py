@@ -15,7 +15,7 @@ import triton.language as tl
 
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
 from specdec.ops.fp8_kernel import launch_quantise
-from specdec.ops.mxfp4_kernel import few_mxfp4, launch_few
+from specdec.ops.mxfp4_kernel import PLAIN, Gating, few_mxfp4, launch_few
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,6 @@ class Tiling:
     columns: int
     warps: int
     stages: int
-
-
-@dataclass(frozen=True)
-class Gating:
-    """Where gate and up lie in a stack, and what is made of them: see `specdec.ops.routed.routed_experts`."""
-
-    interleaved: bool = False
-    alpha: float = 1.0
-    limit: float | None = None
-
-
-PLAIN = Gating()
 
 
 @dataclass(frozen=True)

@@ -184,8 +184,8 @@ def test_gpt_oss_and_packed_experts(
 def test_few_tokens_in_four_bits_equal_tiles(tokens: int, chosen: int, experts: int, form: tuple[Any, ...]) -> None:
     """Without biases, all exponents that bfloat16 has, NaN in an unused expert, all pairs of one expert; another sign
     of a chosen expert's weights changes the result."""
-    from specdec.ops.mxfp4_kernel import few_mxfp4
-    from specdec.ops.routed_kernel import Gating, launch_routed, tilings_of
+    from specdec.ops.mxfp4_kernel import Gating, few_mxfp4
+    from specdec.ops.routed_kernel import launch_routed, tilings_of
 
     torch.manual_seed(tokens)
     x = torch.randn(tokens, 352, device=CUDA).bfloat16()

@@ -18,8 +18,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from specdec.ops import routed_kernel
 from specdec.ops.fp8 import FP8, fp8_quantise
+from specdec.ops.mxfp4_kernel import Gating
 from specdec.ops.routed import routed_experts
-from specdec.ops.routed_kernel import Gating, Tiling, group_pairs, launch_routed, tilings_of
+from specdec.ops.routed_kernel import Tiling, group_pairs, launch_routed, tilings_of
 
 ROOT = Path(__file__).parents[3]
 
