@@ -58,9 +58,7 @@ def test_what_a_matcher_raises_ends_its_request_alone(method: str) -> None:
 @pytest.mark.parametrize("options", [{"min_new_tokens": 8}, {"suppress_tokens": [END]}])
 def test_options_that_leave_nothing_end_the_request_by_name(k: int, options: Any) -> None:
     own = params(Grammar.choice(["ab", "12"]), num_speculative_tokens=k, **options)
-    with pytest.raises(
-        RequestFailedError, match=r"its (grammar|options) raised (Specdec|Value)Error"
-    ):
+    with pytest.raises(RequestFailedError, match=r"its (grammar|options) raised (Specdec|Value)Error"):
         made().generate(PROMPTS[0], replace(own, ignore_eos=False))
 
 
