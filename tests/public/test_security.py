@@ -38,6 +38,7 @@ def test_every_claim_has_a_test() -> None:
         assert f"def {test}(" in (ROOT / file).read_text("utf-8") if test else (ROOT / file).is_file(), place
 
 
+@pytest.mark.slow
 def test_no_kernel_is_fetched_and_no_pickle_read() -> None:
     """Every `torch.load` takes tensors alone, nothing is unpickled otherwise, and the package `kernels` is not used."""
     loads = 0

@@ -70,6 +70,7 @@ def test_classes_of_others_count() -> None:
     assert model[1].training and model[2].training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt2, opt, tiny_llama])
 def test_answers_are_those_of_evaluation_mode(make: Any) -> None:
     """Also with gradient checkpointing; the model is in training mode afterwards, and its dropout works."""
@@ -104,6 +105,7 @@ def test_steps_of_an_optimizer_between_generations() -> None:
     assert found.token_ids != hf_greedy(PROMPT, 8)
 
 
+@pytest.mark.slow
 def test_a_training_forward_on_another_thread_keeps_its_dropout() -> None:
     """And rounds between its forwards have none."""
     model = gpt2()

@@ -185,6 +185,7 @@ def test_what_is_not_served_is_refused_by_name_or_runs_as_before(attached: Any, 
     assert found.tolist() == right.tolist()
 
 
+@pytest.mark.slow
 def test_sampled_calls_repeat_by_torchs_seed_and_follow_the_distribution(attached: Any, target: Any) -> None:
     options = {"inputs": IDS, "do_sample": True, "top_k": 6, "temperature": 1.2, "max_new_tokens": 3}
     assert call(attached, options).tolist() == call(attached, options).tolist()
@@ -232,6 +233,7 @@ def test_a_call_may_go_on_past_the_models_own_end(attached: Any, target: Any, mo
         same(call(attached, case), call(target.plain, case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [(9, 10), (12, 14), (8, 10), (0, 4)], ids=["first", "two", "over the end", "prompt"])
 def test_stop_strings_end_where_transformers_ends(attached: Any, target: Any, places: tuple[int, int]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(builtin_path("gsm-llama"))
@@ -294,6 +296,7 @@ def test_streamers_get_every_token(attached: Any, target: Any, capsys: pytest.Ca
         attached(inputs=PADDED, attention_mask=MASK, max_new_tokens=2, streamer=TextStreamer(Letters()))
 
 
+@pytest.mark.slow
 def test_copies_are_plain_models(tmp_path: Path) -> None:
     target = copy.deepcopy(tiny_llama())
     right = call(target.generate, CASES["plain"]).tolist()

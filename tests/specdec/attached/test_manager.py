@@ -65,6 +65,7 @@ def test_samples_are_children(attached: Any) -> None:
     assert all(len(tokens) == 4 for tokens in found.values()) and len({*map(tuple, found.values())}) > 1
 
 
+@pytest.mark.slow
 def test_requests_join_while_others_run(manager: Manager) -> None:
     first = manager.add_requests(PROMPTS[:2], max_new_tokens=40, streaming=True)
     told = next(manager.request_id_iter(first[0]))
@@ -93,6 +94,7 @@ def test_a_cancelled_request_ends_with_its_tokens(manager: Manager) -> None:
     assert result is not None and result.generated_tokens == hf_greedy(PROMPTS[1], NEW)
 
 
+@pytest.mark.slow
 def test_requests_are_cancelled_before_they_run_and_ids_may_come_again(attached: Any) -> None:
     manager = attached.init_continuous_batching(CONFIG)
     manager.add_request(PROMPTS[0], request_id="mine")
@@ -135,6 +137,7 @@ def test_what_was_told_stays_as_it_was(manager: Manager) -> None:
     assert [len(output.timestamps or ()) for output in told] == lengths
 
 
+@pytest.mark.slow
 def test_no_round_runs_in_a_pause(attached: Any, manager: Manager) -> None:
     manager.add_request(PROMPTS[0], request_id="mine", max_new_tokens=110, streaming=True, eos_token_id=-1)
     assert manager.get_result("mine", timeout=60) is not None
@@ -179,6 +182,7 @@ def test_stop_lets_requests_finish_and_a_hard_stop_fails_them(attached: Any) -> 
     assert attached.handle.model.usage().requests == 0
 
 
+@pytest.mark.slow
 def test_one_that_fails_is_told_at_once_and_no_other_ends(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInputError, match="outside the vocabulary"):
         manager.add_request([3, 999])

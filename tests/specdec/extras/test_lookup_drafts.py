@@ -87,6 +87,7 @@ def acceptance(completions: list[Any]) -> tuple[int, int]:
     return sum(r.accepted for r in rounds), sum(r.drafted for r in rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("k", "least"), [(1, 1), (4, 2), (7, 3)])
 def test_greedy_tokens_and_drafts_are_exact(k: int, least: int, ahead: bool) -> None:
@@ -103,6 +104,7 @@ def test_greedy_tokens_and_drafts_are_exact(k: int, least: int, ahead: bool) -> 
     assert any(r.drafted == 0 for c in found for r in c.stats.rounds), "rows without a match have no drafts"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [84, 400])
 def test_preempted_requests_draft_as_they_would_have(pages: int) -> None:
     """Their index is made anew, and sampled tokens depend on each round's drafts."""
@@ -115,6 +117,7 @@ def test_preempted_requests_draft_as_they_would_have(pages: int) -> None:
     assert (model.engine_stats.preemptions > 0) == (pages == 84)
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_round_changes_nothing() -> None:
     model = looking_up()
     right = [(c.token_ids, c.drafts) for c in model.generate(QUOTES[:3], GREEDY)]
@@ -125,6 +128,7 @@ def test_an_interrupt_at_any_round_changes_nothing() -> None:
         assert [(ends[n].token_ids, ends[n].drafts) for n in numbers] == right
 
 
+@pytest.mark.slow
 def test_rounds_from_graphs(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
     """Rounds without drafts are launched before the last is read; one round after a match, none is."""
     options = {**LOOKUP, "num_speculative_tokens": 4}
@@ -215,6 +219,7 @@ def test_sampled_tokens_have_the_targets_distribution(
     assert (p_value(counts, probs) > 1e-3) == (plant is None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [3, 6])
 def test_a_long_match_replaces_the_drafts_of_a_head(k: int) -> None:
     """Where there are as many as the row may have; other rows keep the head's."""
@@ -264,6 +269,7 @@ def one_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenIndex, "propose", lambda self, most: plain(self, most)[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", [advanced_by_rejected_tokens, of_another_request, one_behind])
 def test_planted_defects_change_no_token_and_are_seen_in_the_drafts(
     plant: Any, monkeypatch: pytest.MonkeyPatch
@@ -321,6 +327,7 @@ def test_what_describes_it() -> None:
     assert model.describe()["engine"]["lookup"] == {"min": LEAST, "max": LONGEST, "shared": False}
 
 
+@pytest.mark.slow
 def test_beside_a_head_in_graphs_matches_replace_the_drafts_of_greedy_requests(
     graphs_on_cpu: list[Any],  # noqa: F811
 ) -> None:
@@ -342,6 +349,7 @@ def test_beside_a_head_in_graphs_matches_replace_the_drafts_of_greedy_requests(
 HANDED = [replace(GREEDY, temperature=0.4 * (i % 2), seed=i) for i in range(len(QUOTES))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [False, True])
 def test_requests_that_move_draft_as_they_would_have(beside: bool) -> None:
     def make(**more: Any) -> Any:
@@ -377,6 +385,7 @@ def test_targets_with_recurrent_layers(kind: str) -> None:
     assert 0 < accepted < drafted
 
 
+@pytest.mark.slow
 def test_shared_texts_are_those_of_ended_requests() -> None:
     """Not of private ones, nor of any by default; tokens stay."""
     prompt, right = ASKED[1], hf_greedy(ASKED[1], NEW)

@@ -33,6 +33,7 @@ QUESTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gsm-llama", "gsm-deepseek"])
 def test_the_built_in_pairs(name: str) -> None:
     """Greedy tokens are those without drafts; a head, and multi-token-prediction modules."""
@@ -45,6 +46,7 @@ def test_the_built_in_pairs(name: str) -> None:
     assert found == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
 def test_targets_with_recurrent_layers(kind: str) -> None:
     """Rejected drafts leave the states of layers and of grammars as they were."""
@@ -58,6 +60,7 @@ def test_targets_with_recurrent_layers(kind: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_eight_threads() -> None:
     asked, expected = mixed(GRAMMARS)
     model = made(kv_cache_tokens=120, max_model_len=60)

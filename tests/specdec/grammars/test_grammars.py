@@ -97,6 +97,7 @@ def tokens(model: Any, asked: list[Any]) -> list[list[int]]:
     return [c.token_ids for c in model.generate([p for p, _ in asked], [own for _, own in asked])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("k", [0, 1, K])
 def test_greedy_tokens_are_those_of_generate_with_an_oracle(k: int, ahead: bool) -> None:
@@ -123,6 +124,7 @@ def allows(grammar: Grammar, text: str) -> bool:
     return regex.fullmatch(next(o.pattern for g, o in GRAMMARS if g == grammar), text) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 def test_without_a_head_no_round_is_launched_before_the_last_is_read(ahead: bool) -> None:
     model = made(None, num_speculative_tokens=0)
@@ -131,6 +133,7 @@ def test_without_a_head_no_round_is_launched_before_the_last_is_read(ahead: bool
     assert tokens(model, asked) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, K])
 def test_markers_begin_and_end_a_grammar_anywhere_in_a_round(k: int) -> None:
     """Several times in one answer; tokens that end the marker and go on as the grammar cannot do not come."""
@@ -182,6 +185,7 @@ def begin_of(grammar: Grammar | None) -> str:
     return grammar.begin if isinstance(grammar.begin, str) else text_of(grammar.begin or ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [GRAMMARS, MARKED])
 def test_rounds_from_graphs(graphs_on_cpu: list[Any], cases: Any) -> None:  # noqa: F811
     options = {"logit_bias": FAVOUR} if cases is MARKED else {}
@@ -193,6 +197,7 @@ def test_rounds_from_graphs(graphs_on_cpu: list[Any], cases: Any) -> None:  # no
     assert tokens(plain, asked[:18]) == expected[:18]
 
 
+@pytest.mark.slow
 def test_sampled_rounds_from_graphs(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
     """They are launched before the commit: what was accepted is known from the read alone."""
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "tokenizer": tokenizer()}
@@ -206,6 +211,7 @@ def test_sampled_rounds_from_graphs(graphs_on_cpu: list[Any]) -> None:  # noqa: 
     assert sum(r.accepted < r.drafted for c in found for r in c.stats.rounds) > 50
 
 
+@pytest.mark.slow
 def test_drafts_are_those_of_the_row_when_others_have_left(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
     """Three free requests end one after the other before the one with a grammar, whose drafts stay where they were."""
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "tokenizer": tokenizer()}
@@ -217,12 +223,14 @@ def test_drafts_are_those_of_the_row_when_others_have_left(graphs_on_cpu: list[A
         assert found[3] == right_tokens(i, oracle, False)
 
 
+@pytest.mark.slow
 def test_preempted_requests_go_on_where_their_grammar_stood() -> None:
     model = made(kv_cache_tokens=76, max_model_len=60, enable_prefix_caching=False)
     asked, expected = mixed(GRAMMARS)
     assert tokens(model, asked) == expected and model.engine_stats.preemptions > 3
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_round_changes_nothing() -> None:
     model = made()
     asked, expected = mixed([*GRAMMARS[:2], MARKED[2]])
@@ -233,6 +241,7 @@ def test_an_interrupt_at_any_round_changes_nothing() -> None:
         assert [ends[n].token_ids for n in numbers] == expected[:4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, K])
 def test_a_matcher_of_the_users_own(k: int) -> None:
     model = made(num_speculative_tokens=max(k, 1))
@@ -265,6 +274,7 @@ def test_a_grammar_that_nothing_can_go_on_ends_its_request_alone(temperature: fl
     assert found == right_tokens(1, GRAMMARS[0][1], False) and free_everywhere(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 1, K])
 def test_drafts_that_lead_nowhere_harm_nobody(k: int) -> None:
     """After a draft "l" nothing could come; the target says otherwise, and its request goes on."""
@@ -333,6 +343,7 @@ def test_response_formats() -> None:
     assert SamplingParams(grammar={"type": "regex", "regex": "a+"}).grammar == Grammar.regex("a+")
 
 
+@pytest.mark.slow
 def test_white_space_is_bounded() -> None:
     """A model that wants nothing else gets eight characters of it between two parts."""
     model = made()
@@ -342,6 +353,7 @@ def test_white_space_is_bounded() -> None:
     assert max(map(len, runs)) == 8 and len(runs) > 5 and json.loads(text_of(found.token_ids[:-1]))
 
 
+@pytest.mark.slow
 def test_structural_tags() -> None:
     model = made()
     tag = {"begin": "<ab>", "schema": {"type": "integer", "minimum": 0, "maximum": 9}, "end": "</e>"}
@@ -355,6 +367,7 @@ def test_structural_tags() -> None:
             assert regex.match(r">\s*[0-9]\s*</e>", rest, partial=True), text
 
 
+@pytest.mark.slow
 def test_compiled_grammars_are_kept_by_content() -> None:
     from specdec.grammars.compiled import compiler_of
 
@@ -382,6 +395,7 @@ def test_a_grammar_begins_anew_where_other_tokens_were_taken() -> None:
         assert own.is_over == (len(ids) == 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, K])
 def test_tokens_that_must_come_are_drafts(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are accepted; without a head they are all the drafts that there are."""
@@ -400,6 +414,7 @@ def test_tokens_that_must_come_are_drafts(k: int, monkeypatch: pytest.MonkeyPatc
     assert all(r.accepted == r.drafted for r in rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [range(64), [END, *range(5, 64, 2)]])
 @pytest.mark.parametrize("batched", [False, True])
 def test_first_drafts_are_the_best_that_may_come(

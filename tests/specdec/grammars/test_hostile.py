@@ -82,6 +82,7 @@ def test_requests_with_other_ends_beside_each_other(order: int) -> None:
     assert all(c.finish_reason == "stop" and c.token_ids[-1] in ends for c in found)
 
 
+@pytest.mark.slow
 def test_an_end_that_the_body_can_match_is_the_first_one() -> None:
     """Also one that llguidance's greedy terms would never come to the end of."""
     model = made()

@@ -140,6 +140,7 @@ def test_end_and_special_tokens_are_added(model: SpeculativeModel) -> None:
     assert found == [[1, 3, 7, 20, 30]]
 
 
+@pytest.mark.slow
 def test_the_copy_is_there_before_the_cache_is_sized(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the cache gets what is free then."""
     order: list[str] = []
@@ -157,12 +158,14 @@ def test_what_is_refused_of_a_head_that_is_read(model: SpeculativeModel) -> None
         SpeculativeModel.from_pretrained(model.hf_model, model.head, draft_vocab=[5])
 
 
+@pytest.mark.slow
 def test_a_wrong_convention_is_found_all_the_same() -> None:
     """Of a vocabulary that has almost none of the text's tokens."""
     with pytest.raises(HeadLoadError, match="read the wrong way"):
         opened(draft_vocab=[5, 6, 7], mtp_concat="hidden_first")
 
 
+@pytest.mark.slow
 def test_answers_are_the_targets_and_inspect_says_what_is_drafted_on(model: SpeculativeModel) -> None:
     (alone,) = model.generate(CHAT, PARAMS, num_speculative_tokens=0)
     (drafted,) = model.generate(CHAT, PARAMS)
@@ -174,6 +177,7 @@ def test_answers_are_the_targets_and_inspect_says_what_is_drafted_on(model: Spec
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["mtp", ["mtp", "lookup"]])
 def test_drafts_by_lookup_and_grammars_go_with_it(draft: Any) -> None:
     with opened(draft, draft_vocab=range(300, 900)) as own:  # no digit is drafted on: the grammar masks all that are
@@ -182,6 +186,7 @@ def test_drafts_by_lookup_and_grammars_go_with_it(draft: Any) -> None:
             assert own.generate(CHAT, params)[0].token_ids == alone.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("renewed", [True, False])
 @pytest.mark.parametrize("how", ["refresh", "assigned", "update_weights"])
 def test_new_values_of_lm_head_are_copied(how: str, renewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:

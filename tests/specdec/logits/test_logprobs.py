@@ -97,6 +97,7 @@ def test_they_are_those_of_a_plain_forward(
         assert any(r.accepted for c in completions for r in c.stats.rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_rows_that_are_opened_again_tell_theirs(drafts: int, graphs: bool, request: Any) -> None:
@@ -115,6 +116,7 @@ def test_plain_greedy_rounds_keep_the_fixed_shape(graphs_on_cpu: Any, monkeypatc
     assert len(fixed) > 3 * len(ragged)
 
 
+@pytest.mark.slow
 def test_a_filter_of_the_options_that_is_off_leaves_the_rounds_own() -> None:
     options = [{"logprobs": VOCAB, "temperature": 1.1, "top_p": 0.7, "typical_p": 1.0}] * 6
     completions = said(options, "processed", 3, False)
@@ -154,6 +156,7 @@ def _of_changed_logits(own: Logprobs, arrays: Any, decision: Decision) -> torch.
 NOTES = Logprobs.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defect", [_one_later, _of_changed_logits])
 def test_planted_defects_are_seen(defect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Logprobs, "notes", defect)

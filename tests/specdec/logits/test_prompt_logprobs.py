@@ -91,6 +91,7 @@ def test_they_are_those_of_a_plain_forward(drafts: int, graphs: bool, request: A
         assert any(r.accepted for c in completions for r in c.stats.rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rows_that_are_opened_again_tell_theirs(graphs: bool, request: Any) -> None:
     if graphs:
@@ -100,6 +101,7 @@ def test_rows_that_are_opened_again_tell_theirs(graphs: bool, request: Any) -> N
     assert sum(completion.stats.preemptions for completion in completions) > 3
 
 
+@pytest.mark.slow
 def test_a_round_has_no_more_rows_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, notes = [], module.Logprobs.notes
 
@@ -158,6 +160,7 @@ def check_rows(completions: Sequence[Any]) -> None:
             torch.testing.assert_close(torch.from_numpy(completion.scores), torch.cat(each), **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_whole_rows_are_transformers(drafts: int, graphs: bool, request: Any) -> None:

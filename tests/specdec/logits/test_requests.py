@@ -242,6 +242,7 @@ DEFECTS: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_planted_defects_are_seen(defect: str, graphs: bool, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
@@ -289,6 +290,7 @@ def sampled_oracle(prompt: list[int], completion: Any, options: Mapping[str, Any
     return new[: new.index(EOS) + 1] if EOS in new else new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 @torch.no_grad()
@@ -306,6 +308,7 @@ def test_sampled_tokens_are_decided_by_transformers_distribution(drafts: int, gr
         assert np.mean([r.accepted / r.drafted for c in completions for r in c.stats.rounds if r.drafted]) > 0.02
 
 
+@pytest.mark.slow
 def test_a_decay_beyond_float64_ends_no_round() -> None:
     """Of an end that may not come: where it may, it came long before."""
     own = SamplingParams(40, exponential_decay_length_penalty=(0, 1e10), stop_token_ids=(EOS,), suppress_tokens=(EOS,))

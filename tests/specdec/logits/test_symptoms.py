@@ -51,6 +51,7 @@ def period(tokens: list[int]) -> int:
     return next(p for p in range(1, NEW) if tokens[-2 * p : -p] == tokens[-p:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", range(6))
 def test_a_frequency_penalty_is_as_strong_as_without_drafts(drafts: int) -> None:
     """Also where a repetition loop is as long as what a round accepts: penalties would count a whole loop as none."""

@@ -121,6 +121,7 @@ def tokens(completions: Sequence[Any]) -> list[list[int]]:
 MIXED = ["paced", None, "fading", "all", "criterion", "function"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("names", [MIXED, ["several"] * 6], ids=["mixed", "several"])
@@ -136,6 +137,7 @@ def test_tokens_are_transformers(names: list[str | None], drafts: int, graphs: b
         assert any(r.accepted for c, name in zip(completions, names, strict=True) if name for r in c.stats.rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_rows_that_are_opened_again_go_on_with_their_state(drafts: int, graphs: bool, request: Any) -> None:
@@ -177,6 +179,7 @@ def test_options_come_before_a_users_processor_and_temperature_after() -> None:
     torch.testing.assert_close(seen[0][0], expected)
 
 
+@pytest.mark.slow
 def test_a_processor_that_cannot_be_copied_has_no_drafts() -> None:
     own = Locked()
     engine = engine_with(3, False, RoundExtra())
@@ -219,6 +222,7 @@ def failing(engine: Engine, params: Sequence[SamplingParams]) -> tuple[list[Any]
     return [ended[i].completion for i in ids], [ended[i].error for i in ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_what_a_processor_raises_ends_its_request_alone(drafts: int) -> None:
     own = Raising(lambda ids: len(ids) == len(PROMPTS[1]) + 7)
@@ -232,6 +236,7 @@ def test_what_a_processor_raises_ends_its_request_alone(drafts: int) -> None:
     assert tokens([c for c in completions if c is not None]) == [*expected[:1], *expected[2:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("kind", "said"), [(Banning, "the largest score is -inf"), (Unknown, "a score is NaN")])
@@ -252,6 +257,7 @@ def test_scores_that_leave_no_token_end_their_request_alone(
     assert tokens([c for c in completions if c is not None]) == [*expected[:1], *expected[2:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -270,6 +276,7 @@ def test_what_all_options_leave_is_divided_by_the_temperature(options: dict[str,
     assert f"the largest score {said} it was divided by the temperature" in str(errors[0]) and errors[1:] == [None] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
@@ -316,6 +323,7 @@ def test_empty_lists_are_none() -> None:
     assert SamplingParams(logits_processor=[], stopping_criteria=[]) == SamplingParams()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_what_later_options_repair_is_no_error(drafts: int) -> None:
     """The only token that the function allows may not end the request yet, and is then forced to end it."""
@@ -330,6 +338,7 @@ def test_what_later_options_repair_is_no_error(drafts: int) -> None:
     assert errors == [None] * 6 and completions[0].token_ids[3:] == [7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [torch.Tensor.to_sparse, lambda scores: scores.to("meta")])
 def test_a_tensor_that_cannot_be_copied_ends_its_request_alone(wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
     params = [SamplingParams(NEW, logits_processor=lambda ids, scores: wrong(scores)), *[SamplingParams(NEW)] * 5]
@@ -356,6 +365,7 @@ def test_the_error_says_which_it_was_and_has_the_others() -> None:
             assert found == {0: right[0], 2: right[2]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Raising, Banning])
 def test_what_is_raised_after_rejected_drafts_ends_nothing(kind: type[Raising]) -> None:
     """A processor may reject what transformers would never have given it."""
@@ -373,6 +383,7 @@ def test_what_is_raised_after_rejected_drafts_ends_nothing(kind: type[Raising]) 
     assert errors == [None] * 6 and tokens(completions) == expected and any(strange)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",
     [lambda ids, scores: None, lambda ids, scores: scores[:, :-1], lambda ids: ids],
@@ -384,6 +395,7 @@ def test_a_wrong_result_is_named(wrong: Any) -> None:
     assert "its logits processor raised TypeError" in str(errors[0]) and errors[1:] == [None] * 5
 
 
+@pytest.mark.slow
 def test_a_criterion_that_raises_ends_its_request_alone() -> None:
     def bad(ids: torch.Tensor, scores: Any) -> bool:
         raise KeyError("planted")
@@ -393,6 +405,7 @@ def test_a_criterion_that_raises_ends_its_request_alone() -> None:
     assert "a stopping criterion raised KeyError" in str(errors[0]) and errors[1:] == [None] * 5
 
 
+@pytest.mark.slow
 def test_what_a_criterion_raises_once_is_its_requests() -> None:
     """Not that of whoever leads the round; nor is it asked again."""
     calls: list[int] = []
@@ -408,6 +421,7 @@ def test_what_a_criterion_raises_once_is_its_requests() -> None:
     assert "a stopping criterion raised KeyError" in str(errors[0]) and errors[1:] == [None] * 5 and len(calls) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_what_is_raised_behind_an_end_ends_nothing(drafts: int) -> None:
     """A grammar that is over may raise; the token that ended its request came before."""
@@ -422,6 +436,7 @@ def test_what_is_raised_behind_an_end_ends_nothing(drafts: int) -> None:
     assert errors == [None] * 6 and all(c.finish_reason == "stop" for c in completions)
 
 
+@pytest.mark.slow
 def test_a_prefix_function_comes_before_forced_tokens() -> None:
     """As in transformers: what is forced is forced, whatever the function allows."""
     options = {"forced_eos_token_id": (7,), "prefix_allowed_tokens_fn": lambda batch_id, ids: [1, 2, 9, 30]}
@@ -445,6 +460,7 @@ class Counting:
         return [i for i in range(VOCAB) if (i + self.calls) % 3]
 
 
+@pytest.mark.slow
 def test_an_object_as_prefix_function_is_copied() -> None:
     own = Counting()
     drafted, plain = (
@@ -454,6 +470,7 @@ def test_an_object_as_prefix_function_is_copied() -> None:
     assert drafted == plain and own.calls == 0
 
 
+@pytest.mark.slow
 def test_the_text_does_not_depend_on_drafts_where_a_criterion_is_met_inside_a_stop_string() -> None:
     texts = ["".join(c.text) for c in answers(engine_with(0, False, RoundExtra()), [SamplingParams(NEW)] * 6)]
     stops = [(text[3:6],) for text in texts]
@@ -480,6 +497,7 @@ class Eighth(StoppingCriteria):
         return self.calls >= 8
 
 
+@pytest.mark.slow
 def test_criteria_see_every_token_once_after_interrupts() -> None:
     own = [SamplingParams(NEW, stopping_criteria=Eighth())] * 6
     found = answers(engine_with(3, False, RoundExtra(), kv_cache_tokens=88, max_num_seqs=6), own, (2, 3, 4))
@@ -494,6 +512,7 @@ class Late(Paced):
         return super().__call__(input_ids, scores)
 
 
+@pytest.mark.slow
 def test_a_state_that_can_no_longer_be_copied_is_named() -> None:
     params = [SamplingParams(NEW, logits_processor=Late()), *[SamplingParams(NEW)] * 5]
     _, errors = failing(engine_with(3, False, RoundExtra()), params)
@@ -501,6 +520,7 @@ def test_a_state_that_can_no_longer_be_copied_is_named() -> None:
     assert errors[1:] == [None] * 5
 
 
+@pytest.mark.slow
 def test_gradients_may_be_taken_in_a_processor() -> None:
     def guided(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
@@ -515,6 +535,7 @@ def test_gradients_may_be_taken_in_a_processor() -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_copies_are_kept_of_requests_that_are_gone() -> None:
     import gc
     import weakref
@@ -551,6 +572,7 @@ DEFECTS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defect", DEFECTS)
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_planted_defects_are_seen(defect: str, graphs: bool, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
@@ -588,6 +610,7 @@ def test_bad_values_are_refused_by_name(given: dict[str, Any], said: str) -> Non
         SamplingParams(**given)
 
 
+@pytest.mark.slow
 def test_pure_processors_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, engine = list[Any](), engine_with(3, False, RoundExtra())
     monkeypatch.setattr(user_code, "copy", SimpleNamespace(deepcopy=lambda one: copies.append(one) or one))
@@ -603,6 +626,7 @@ def test_code_does_not_move_to_another_engine() -> None:
         moving_requests(engine).check_leaving(request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_request_ends_when_its_time_is_over(drafts: int) -> None:
     """Running or waiting, with what was reported; others go on."""
@@ -626,6 +650,7 @@ def test_a_request_ends_when_its_time_is_over(drafts: int) -> None:
     assert engine.usage().requests == 0
 
 
+@pytest.mark.slow
 def test_time_is_counted_from_the_submission() -> None:
     engine = engine_with(0, False, RoundExtra())
     own = engine.submit(PROMPTS[0], SamplingParams(100, max_time=0.4))

@@ -49,6 +49,7 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
     return float((found.float() - right.float()).norm() / right.float().norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "chosen", "experts", "hidden", "inner"),
     [
@@ -85,6 +86,7 @@ def test_transposed_stacks() -> None:
     assert torch.equal(launch_routed(x, *stored, index), right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["half", "fp8", "mxfp4"])
 @pytest.mark.parametrize(("tokens", "hidden", "inner"), [(1, 128, 128), (6, 160, 96), (40, 128, 256)])
 @pytest.mark.parametrize("clamped", [False, True])

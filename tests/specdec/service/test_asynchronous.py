@@ -65,6 +65,7 @@ def count_rounds(model: Any) -> list[int]:
     return rounds
 
 
+@pytest.mark.slow
 def test_many_calls_share_one_batch_and_one_thread(model: Any) -> None:
     most, own, threads = [0], model.engine.step, set[str]()
 
@@ -84,6 +85,7 @@ def test_many_calls_share_one_batch_and_one_thread(model: Any) -> None:
     assert free_everywhere(model)
 
 
+@pytest.mark.slow
 def test_a_stream_has_every_token_and_one_call_several_prompts(model: Any) -> None:
     async def read() -> Any:
         ids, texts, done = [[], [], []], ["", "", ""], {}  # type: ignore[var-annotated]
@@ -99,6 +101,7 @@ def test_a_stream_has_every_token_and_one_call_several_prompts(model: Any) -> No
     assert texts == [done[i].text for i in range(3)] and ids == [done[i].token_ids for i in range(3)]
 
 
+@pytest.mark.slow
 def test_beside_threads_that_generate(model: Any) -> None:
     found: list[Any] = []
     other = threading.Thread(target=lambda: found.extend(model.generate(PROMPTS[3:], max_new_tokens=NEW)))
@@ -212,6 +215,7 @@ async def read_some(model: Any, prompt: Any) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_handle_ends_completions_with_their_tokens(model: Any) -> None:
     async def ended() -> Any:
         stream = model.stream_async(PROMPTS[:2], ENDLESS)
@@ -267,6 +271,7 @@ def test_a_stream_that_is_dropped_or_left_is_ended(model: Any) -> None:
     assert model.generate(PROMPTS[0], max_new_tokens=2) and not model.engine.deadlines.dropped, "nothing is kept"
 
 
+@pytest.mark.slow
 def test_a_slow_reader_finds_few_updates_with_all_tokens_and_delays_nobody(model: Any) -> None:
     async def slow() -> Any:
         stream = model.stream_async([PROMPTS[0], PROMPTS[1]], max_new_tokens=100, ignore_eos=True, logprobs=0)
@@ -286,6 +291,7 @@ def test_a_slow_reader_finds_few_updates_with_all_tokens_and_delays_nobody(model
         assert tuple(told for update in own for told in update.logprobs or ()) == done.logprobs
 
 
+@pytest.mark.slow
 def test_an_event_loop_is_woken_once_while_it_does_not_look(model: Any) -> None:
     async def blocked() -> int:
         loop, calls = asyncio.get_running_loop(), [0]
@@ -356,6 +362,7 @@ def test_a_failed_request_is_raised_after_the_others_have_ended(model: Any) -> N
     assert free_everywhere(model)
 
 
+@pytest.mark.slow
 def test_a_changed_model_refuses_its_call_alone(model: Any) -> None:
     async def changed() -> Any:
         running = asyncio.create_task(model.generate_async(PROMPTS[0], max_new_tokens=60, ignore_eos=True))
@@ -370,6 +377,7 @@ def test_a_changed_model_refuses_its_call_alone(model: Any) -> None:
     assert len(asyncio.run(changed())[0].token_ids) == 60
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_during_the_first_round_refuses_its_call_alone(model: Any) -> None:
     def changed() -> None:
         raise ModelChangedError("planted")
@@ -409,6 +417,7 @@ def test_close_is_told_to_those_who_wait_and_ends_the_threads(model: Any) -> Non
     assert not [thread for thread in threading.enumerate() if thread.name == "specdec-leader"]
 
 
+@pytest.mark.slow
 def test_two_event_loops_and_one_that_is_gone(model: Any) -> None:
     async def one(prompt: Any) -> Any:
         return (await model.generate_async(prompt, max_new_tokens=NEW))[0].token_ids
@@ -476,6 +485,7 @@ def test_a_long_life_keeps_nothing_of_ended_requests(model: Any) -> None:
     assert all(not value for name, value in vars(call).items() if name == "_last")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_fork_has_asynchronous_calls_of_its_own(model: Any) -> None:
     async def parent() -> Any:

@@ -59,6 +59,7 @@ def test_what_has_not_ended_at_the_limit_is_cancelled_and_reported() -> None:
     assert model.drain(0.0) == 0
 
 
+@pytest.mark.slow
 def test_aclose_lets_tasks_end() -> None:
     model = wrap(tiny_llama())
 
@@ -106,6 +107,7 @@ def test_a_closed_model_ends_a_drain() -> None:
         model.drain()
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_a_call_and_queues_none_of_it() -> None:
     model = wrap(tiny_llama(), max_waiting_requests=2)
     stream = model.stream(PROMPTS[:4], ENDLESS)

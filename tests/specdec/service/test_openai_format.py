@@ -14,6 +14,7 @@ from specdec.requests.sampling import SamplingParams
 from specdec.service.openai_format import body_of, error_of, events, request_of, response_of, streamed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [True, False])
 def test_log_probabilities_of_what_cannot_come_are_json(chat: bool) -> None:
     """A processed one of a token outside of top-k is -inf, which JSON has not."""
