@@ -68,8 +68,11 @@ class HeldRoutes:
                 for i in range(0, tokens, 4096)
             ]
             tables.append(torch.cat(parts))
-            torch._dynamo.mark_static(tables[-1])  # else each layer has a size of its own, and is compiled by itself
-            mixture.held_routes = tables[-1]
+            # A buffer: sizes of other tensors are symbols, of each layer another, and it would be compiled by itself.
+            mixture.held_routes = (
+                torch.nn.Module().eval()
+            )  # of its own: a quantised layer's buffers are counted as weights
+            mixture.held_routes.register_buffer("table", tables[-1], persistent=False)
             if isinstance(mixture, Mxfp4Experts):
                 mixture.__class__ = _HeldMxfp4
         ALL_EXPERTS_FUNCTIONS.register(CAPTURABLE, partial(_held, ALL_EXPERTS_FUNCTIONS[CAPTURABLE]))
@@ -88,9 +91,9 @@ def _held(
     plain: Any, experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *others: Any
 ) -> torch.Tensor:
     """An experts function that takes the held routes of a mixture that has some."""
-    table = getattr(experts, "held_routes", None)
-    if table is not None and torch.compiler.is_compiling():  # self-tests read the same tokens in other places
-        index = table[: hidden.shape[0]]
+    held = getattr(experts, "held_routes", None)
+    if held is not None and torch.compiler.is_compiling():  # self-tests read the same tokens in other places
+        index = held.table[: hidden.shape[0]]
     found: torch.Tensor = plain(experts, hidden, index, weights, *others)
     return found
 

@@ -111,7 +111,7 @@ def test_held_routes_of_packed_experts() -> None:
     graphs: list[torch.fx.GraphModule] = []
     backend = _keeping(graphs)
     compiled = torch.compile(mixture, fullgraph=True, dynamic=True, backend=backend)(hidden, zeros, weights)
-    (held,) = (n for n in graphs[0].graph.nodes if n.name == "l_self_held_routes")
+    (held,) = (n for n in graphs[0].graph.nodes if n.op == "placeholder" and "held_routes" in n.name)
     assert all(isinstance(size, int) for size in held.meta["example_value"].shape)
     assert torch.equal(compiled, mixture(hidden, table[:5], weights))
     assert not torch.equal(compiled, mixture(hidden, zeros, weights))
