@@ -83,10 +83,9 @@ class LogitsOptions:
             given = getattr(self, name)
             if given is not None:
                 object.__setattr__(self, name, read(name, given))  # frozen: checked values replace given ones
-        banned = {*(self.suppress_tokens or ()), *(ids[0] for ids in self.bad_words_ids or () if len(ids) == 1)}
-        if self.allowed_token_ids is not None and banned.issuperset(self.allowed_token_ids):
-            names = "suppress_tokens and bad_words_ids"
-            raise InvalidInputError(f"allowed_token_ids are all among {names}: no token could be generated; allow more")
+        if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= set(self.suppress_tokens or ()):
+            # Of bad words the ends do not count, which the model knows: what these leave is looked at in rounds.
+            raise InvalidInputError("allowed_token_ids are all among suppress_tokens: no token could be generated")
 
     @property
     def settings(self) -> dict[str, Any]:
