@@ -281,11 +281,13 @@ def _by_the_user(scores: torch.Tensor, rows: Rows, own: RequestProcessors) -> No
 
 def _filtered(scores: torch.Tensor, rows: Rows, filters: Filters) -> None:
     """All filters of sampled requests, by transformers' classes. The scores are multiplied by the temperature
-    afterwards, by which the round divides them."""
-    found = scores[:, :-1]
+    afterwards, by which the round divides them. Rows without a token stay as they are: some classes raise for these."""
+    given = scores[:, :-1]
+    lost = ~given.amax(1, keepdim=True).isfinite()
+    found = given.masked_fill(lost, 0.0)
     for warper in filters.warpers(scores.device):
         found = warper(None, found)
-    scores[:, :-1] = found * filters.temperature
+    scores[:, :-1] = torch.where(lost, given, found * filters.temperature)
 
 
 def _set(*names: str) -> Callable[[Subject], Hashable]:

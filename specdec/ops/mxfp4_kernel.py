@@ -3,7 +3,7 @@ language of layouts; imported on CUDA only.
 
 Where each number lies is chosen so that nothing is exchanged between threads, and no program waits for another warp.
 The sum of a product may take its columns in any order, so a thread unpacks what it has read (a block of 32 numbers of
-a row, in 16 bytes) into the places where the tensor core takes its columns from, and reads the same columns of x.
+a row) into the places where the tensor core takes its columns from, and reads the same columns of x.
 
 The numbers are described in `specdec.ops.routed`. Source: NVIDIA's PTX ISA, "Matrix Fragments for mma.m16n8k16 with
 floating point type", for which numbers a thread holds.

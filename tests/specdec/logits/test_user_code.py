@@ -278,7 +278,11 @@ def test_what_all_options_leave_is_divided_by_the_temperature(options: dict[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampled",
+    [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "top_h": 0.5}, {"temperature": 1.0, "eta_cutoff": 0.1}],
+    ids=["greedy", "sampled", "top_h", "eta"],
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -290,7 +294,7 @@ def test_what_all_options_leave_is_divided_by_the_temperature(options: dict[str,
 def test_options_that_leave_no_token_end_their_request_alone(
     options: dict[str, Any], sampled: dict[str, Any], drafts: int
 ) -> None:
-    """Greedy requests went on with token 0, sampled ones with any."""
+    """Greedy requests went on with token 0, sampled ones with any; two filters' classes raised, for the whole round."""
     plain = SamplingParams(NEW)
     completions, errors = failing(
         engine_with(drafts, False, RoundExtra()), [plain, SamplingParams(**options, **sampled), *[plain] * 4]

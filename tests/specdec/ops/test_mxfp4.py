@@ -48,8 +48,8 @@ for gated, pairs, rows in ((True, 8, 64), (False, 16, 64), (True, 16, 128)):
         signature[name] = "constexpr" if name in constants else KINDS.get(name, other)
         if name in constants:
             places[(i,)] = constants[name]
-        elif name not in ("top_k", "scale_expert", "scale_row", "alpha", "limit"):
-            attributes[(i,)] = [["tt.divisibility", 8 if name == "row_stride" else 16]]
+        elif name not in ("top_k", "row_stride", "scale_expert", "scale_row", "alpha", "limit"):  # 360: not by 16
+            attributes[(i,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(fn=_few_kernel, signature=signature, constexprs=places, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     ptx, layouts = made.asm["ptx"], made.asm["ttgir"]
