@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.compiled import printed
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 COMPILE = """
@@ -76,11 +72,7 @@ FURTHER = pytest.param((128, 128, "*bf16"), marks=pytest.mark.long)
 
 def said(*arguments: object) -> list[str]:
     """What compiling prints, word by word."""
-    around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=around | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.split()
+    return printed(COMPILE, *arguments).split()
 
 
 @pytest.mark.slow

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.compiled import printed
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 COMPILE = """
@@ -85,11 +82,7 @@ HOPPER_SHARED = 227 << 10
 
 def compiled_kernels() -> dict[str, dict[str, Any]]:
     """Facts of every kernel by its kind; one process compiles them all."""
-    around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE]
-    done = subprocess.run(command, cwd=ROOT, env=around | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(printed(COMPILE).splitlines()[-1])  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.compiled import printed
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 COMPILE = """
@@ -64,15 +60,5 @@ print(all("griddepcontrol" in ptx for ptx in small + wide), all("e4m3" in ptx fo
 @pytest.mark.slow
 def test_kernels_compile_for_hopper() -> None:
     """Dependent launches all; 8-bit operands in Hopper's own instruction wherever a tile has its 64 rows."""
-    around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        cwd=ROOT,
-        env=around | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    same, eight_bits, wide, tilings = done.stdout.split()
+    same, eight_bits, wide, tilings = printed(COMPILE).split()
     assert (same, eight_bits) == ("True", "True") and wide == tilings

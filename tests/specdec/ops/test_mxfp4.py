@@ -3,18 +3,12 @@ which its interpreter cannot run (tests/gpu/test_experts.py does), for sm_90 wit
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specdec.ops.routed import dequantised_mxfp4
-
-ROOT = Path(__file__).parents[3]
+from tests.compiled import printed
 
 
 def test_every_byte_and_many_exponents() -> None:
@@ -62,14 +56,4 @@ for gated, pairs, rows in ((True, 8, 64), (False, 16, 64), (True, 16, 128)):
 def test_the_kernel_for_few_tokens_compiles_for_hopper() -> None:
     """Nothing goes through shared memory, and no warp waits for another, but where results are put in order."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        cwd=ROOT,
-        env=around | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == ["True True True False"] * 3
+    assert printed(COMPILE).splitlines() == ["True True True False"] * 3
