@@ -131,7 +131,7 @@ def _few_kernel(  # type: ignore[no-untyped-def]
     bias_ptr,  # [E, O] contiguous
     index_ptr, order_ptr, offset_ptr, active_ptr,
     out_ptr,  # GATED: [P, rows] in the order of the groups, numbers p and p + 4 of eight side by side; else by pair
-    top_k, rows, width, expert_stride, row_stride, scale_expert, scale_row, alpha, limit,
+    top_k, rows, width, expert_stride, row_quads, scale_expert, scale_row, alpha, limit,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, CLAMPED: gl.constexpr, BIASED: gl.constexpr,
     GROUPED: gl.constexpr, PAIRS: gl.constexpr, ROWS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
@@ -168,7 +168,7 @@ def _few_kernel(  # type: ignore[no-untyped-def]
     read = _row_of(gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_scales)), rows, GATED, INTERLEAVED, ROWS)
     block = gl.arange(0, 4, layout=gl.SliceLayout(0, of_scales))
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, of_words)))
-    at = gl.expand_dims((read * row_stride)[:, None] + 4 * block[None, :], 2) + gl.expand_dims(word[None, :], 0)
+    at = gl.expand_dims((read * (4 * row_quads))[:, None] + 4 * block[None, :], 2) + gl.expand_dims(word[None, :], 0)
     words_ptr = stack_ptr + expert.to(gl.int64) * expert_stride + at
     scales_ptr = scale_ptr + expert.to(gl.int64) * scale_expert + (read * scale_row)[:, None] + block[None, :]
     own = gl.arange(0, PAIRS, layout=gl.SliceLayout(1, x_2))
@@ -250,7 +250,7 @@ def launch_few(
     grid = (triton.cdiv(rows, tile // 2 if gated else tile), min(tokens * top_k, experts) if grouped else top_k)
     _few_kernel[grid](
         x.view(torch.int32), stack, scale, scale if bias is None else bias, *sent, out, top_k, rows, 8 * stack.shape[2],
-        *stack.stride()[:2], *scale.stride()[:2], gating.alpha, gating.limit or 0.0, GATED=gated,
+        stack.stride(0), stack.stride(1) // 4, *scale.stride()[:2], gating.alpha, gating.limit or 0.0, GATED=gated,
         INTERLEAVED=gating.interleaved, CLAMPED=gating.limit is not None, BIASED=bias is not None, GROUPED=grouped,
         PAIRS=16 if many else 8, ROWS=tile, num_warps=4, **dependent_launch(x.device),
     )  # fmt: skip
