@@ -3,7 +3,7 @@
 transformers' grouped matmul needs bfloat16 under torch.compile: for any other dtype it reads the group sizes back to
 the host, which no graph can hold. Its batched matmul copies the weights of every (token, expert) pair first. Here
 weights are read in place, and nothing is read back. SwiGLU experts are grouped (`specdec.ops.routed`), others
-multiplied pair by pair. In bfloat16 transformers' grouped matmul stays for batches in which experts have many tokens.
+multiplied pair by pair; of these transformers' grouped matmul stays, in bfloat16, where experts have many tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from attention.backends.limits import HALF
 from attention.hf.custom_op import opaque_operator
 from specdec.ops.fp8 import fp8_quantise, reference_matmul, unrounded_linear
-from specdec.ops.routed import MOST_GROUPED, routed_experts
+from specdec.ops.routed import routed_experts
 
 CAPTURABLE = "specdec"
 _SILU = (nn.SiLU, SiLUActivation)
@@ -36,10 +36,10 @@ grouped 87, 187, 270, 432, 445, and batched 88, 317, 609, 2331. Each chosen expe
 def capturable_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The fastest form that needs nothing from the host; see `paired_experts` for the arguments.
 
-    Compiled code is specialised for either side of the limits.
+    Compiled code of mixtures other than SwiGLU is specialised for either side of the limit.
     """
-    few = hidden.dtype == torch.float16 or index.shape[0] * index.shape[1] <= MOST_GROUPED
-    if few and (grouped := grouped_swiglu(experts, hidden, index, weights)) is not None:
+    grouped = grouped_swiglu(experts, hidden, index, weights)
+    if grouped is not None:
         return grouped
     if hidden.dtype == torch.bfloat16 and index.shape[0] * index.shape[1] > MOST_PAIRS:
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden, index, weights)
@@ -126,11 +126,10 @@ def form_in_words(experts: Any) -> str:
         return "grouped, in FP8" if experts.has_gate and _is_plain_fp8(experts) else "pair by pair, in FP8"
     if experts.down_proj.dtype not in HALF:
         return "pair by pair"
-    grouped = _gating(experts) is not None
-    own, most = ("grouped", MOST_GROUPED) if grouped else ("pair by pair", MOST_PAIRS)
-    return (
-        f"{own}; transformers' grouped_mm beyond {most:,} pairs" if experts.down_proj.dtype == torch.bfloat16 else own
-    )
+    if _gating(experts) is not None:
+        return "grouped"
+    half = experts.down_proj.dtype == torch.bfloat16
+    return f"pair by pair; transformers' grouped_mm beyond {MOST_PAIRS:,} pairs" if half else "pair by pair"
 
 
 def mixtures(*roots: nn.Module) -> list[Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -133,7 +134,7 @@ def _few_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # GATED: [P, rows] in the order of the groups, numbers p and p + 4 of eight side by side; else by pair
     top_k, rows, width, expert_stride, row_quads, scale_expert, scale_row, alpha, limit,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, CLAMPED: gl.constexpr, BIASED: gl.constexpr,
-    GROUPED: gl.constexpr, PAIRS: gl.constexpr, ROWS: gl.constexpr, DEPENDENT: gl.constexpr,
+    GROUPED: gl.constexpr, PAIRS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """As `specdec.ops.routed_kernel._routed_kernel`, whose arguments these are."""
     if DEPENDENT:
@@ -141,11 +142,11 @@ def _few_kernel(  # type: ignore[no-untyped-def]
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
+    ROWS: gl.constexpr = 64  # of a tile, in which four warps lie one below the other
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
-    own_w: gl.constexpr = [[0, 0, 1], [0, 0, 2], [8, 0, 0]]
     of_words: gl.constexpr = gl.DistributedLinearLayout(
-        own_w if ROWS == 64 else [[0, 0, 1], [0, 0, 2], [8, 0, 0], [64, 0, 0]],
-        [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [ROWS, 4, 4],
+        [[0, 0, 1], [0, 0, 2], [8, 0, 0]], [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]], [], [ROWS, 4, 4],
     )  # fmt: skip
     of_scales: gl.constexpr = gl.SliceLayout(2, of_words)
     own_x: gl.constexpr = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0]]
@@ -187,17 +188,21 @@ def _few_kernel(  # type: ignore[no-untyped-def]
         x_at = x_ptr + gl.expand_dims(gl.expand_dims((source * (width // 2))[:, None], 2), 3) + in_row
         there = gl.expand_dims(gl.expand_dims(real[:, None], 2), 3)
         acc = gl.zeros([ROWS, PAIRS], gl.float32, layout=mma)
-        next_words, next_scales = _read(words_ptr, scales_ptr, block, blocks, 0)
-        after_words, after_scales = _read(words_ptr, scales_ptr, block, blocks, 1)
+        words_0, scales_0 = _read(words_ptr, scales_ptr, block, blocks, 0)
+        words_1, scales_1 = _read(words_ptr, scales_ptr, block, blocks, 1)
+        words_2, scales_2 = _read(words_ptr, scales_ptr, block, blocks, 2)
+        words_3, scales_3 = _read(words_ptr, scales_ptr, block, blocks, 3)
         next_x = gl.load(x_at, mask=there & (x_inside < blocks), other=0)
-        for base in range(0, steps, 2):
-            for half in gl.static_range(2):  # so that no register is copied to where the next step finds it
-                step = base + half
-                words, x = next_words.to(gl.uint32, bitcast=True), next_x.to(gl.uint32, bitcast=True)
-                scale = (next_scales.to(gl.uint16) << 7).to(gl.bfloat16, bitcast=True)
+        for base in range(0, steps, 4):
+            for part in gl.static_range(4):  # so that no register is copied to where the next step finds it
+                step = base + part
+                words, x = words_0.to(gl.uint32, bitcast=True), next_x.to(gl.uint32, bitcast=True)
+                scale = (scales_0.to(gl.uint16) << 7).to(gl.bfloat16, bitcast=True)
                 scale = gl.expand_dims(scale, 2).broadcast_to(words.shape)
-                next_words, next_scales = after_words, after_scales
-                after_words, after_scales = _read(words_ptr, scales_ptr, block, blocks, step + 2)
+                words_0, scales_0 = words_1, scales_1
+                words_1, scales_1 = words_2, scales_2
+                words_2, scales_2 = words_3, scales_3
+                words_3, scales_3 = _read(words_ptr, scales_ptr, block, blocks, step + 4)
                 inside = there & (x_inside + 4 * (step + 1) < blocks)
                 next_x = gl.load(x_at + 64 * (step + 1), mask=inside, other=0)
                 left = _weights(words, scale, gl.DotOperandLayout(0, mma, 2))
@@ -221,8 +226,8 @@ def _few_kernel(  # type: ignore[no-untyped-def]
 def few_mxfp4(pairs: int, experts: int, x: torch.Tensor) -> bool:
     """Whether `launch_few` is the faster one, and knows such x: for gpt-oss-20b on an H200 up to 64 tokens.
 
-    µs a layer at 1, 4, 8, 32, 64 tokens: 37, 88, 121, 193, 274; by tiles 85, 175, 231, 331, 338; read once 12, 37, 62,
-    98, 100.
+    µs a layer at 1, 4, 8, 32, 64 tokens: 34, 81, 115, 173, 233; by tiles 85, 175, 231, 331, 338; read once 12, 41, 62,
+    97, 100.
     """
     known = x.is_cuda and torch.version.hip is None and x.dtype == torch.bfloat16
     return known and pairs <= 8 * experts
@@ -244,13 +249,56 @@ def launch_few(
     sent: index, order, offsets, active.
     """
     (tokens, top_k), rows, experts = sent[0].shape, out.shape[-1], len(stack)
-    many = tokens * top_k > 4 * experts
-    tile = 128 if many and gated else 64
     stack = stack.view(torch.int32)
-    grid = (triton.cdiv(rows, tile // 2 if gated else tile), min(tokens * top_k, experts) if grouped else top_k)
+    grid = (triton.cdiv(rows, 32 if gated else 64), min(tokens * top_k, experts) if grouped else top_k)
     _few_kernel[grid](
         x.view(torch.int32), stack, scale, scale if bias is None else bias, *sent, out, top_k, rows, 8 * stack.shape[2],
         stack.stride(0), stack.stride(1) // 4, *scale.stride()[:2], gating.alpha, gating.limit or 0.0, GATED=gated,
         INTERLEAVED=gating.interleaved, CLAMPED=gating.limit is not None, BIASED=bias is not None, GROUPED=grouped,
-        PAIRS=16 if many else 8, ROWS=tile, num_warps=4, **dependent_launch(x.device),
+        PAIRS=16 if tokens * top_k > 4 * experts else 8, num_warps=4, **dependent_launch(x.device),
     )  # fmt: skip
+
+
+_BLOCKS = 128
+
+
+@triton.jit
+def unpacked(packed):  # type: ignore[no-untyped-def]
+    """Numbers of four bits, low bits of int32, in float32: exponent and mantissa where float32 has them, then 2^126."""
+    bits = ((packed & 7) << 22) | ((packed & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0
+
+
+@triton.jit
+def _dequantise_kernel(  # type: ignore[no-untyped-def]
+    packed_ptr,  # [E, rows, I/2] uint8
+    exponent_ptr,  # [E, rows, I/32] uint8
+    out_ptr,  # [E, rows, I], written
+    blocks, rows, row_blocks, APART: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    there = block < blocks
+    packed = tl.load(packed_ptr + 16 * block[:, None] + tl.arange(0, 16)[None, :], mask=there[:, None], other=0)
+    scale = (tl.load(exponent_ptr + block, mask=there, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    packed = packed.to(tl.int32)
+    values = tl.interleave(unpacked(packed), unpacked(packed >> 4)) * scale[:, None]
+    to = block
+    if APART:
+        row = block // row_blocks % rows
+        to += (row % 2 * (rows // 2) + row // 2 - row) * row_blocks
+    place = out_ptr + 32 * to[:, None] + tl.arange(0, 32)[None, :]
+    tl.store(place, values.to(out_ptr.dtype.element_ty), mask=there[:, None])
+
+
+def launch_dequantise(
+    stack: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, apart: bool = False
+) -> torch.Tensor:
+    """See `specdec.ops.routed.dequantised_mxfp4`; [E, O, I/2] and [E, O, I/32] contiguous; exponent 0 makes zeros.
+
+    apart: rows 0, 2, 4, … of every expert come first, then the others.
+    """
+    out = torch.empty(*stack.shape[:-1], 2 * stack.shape[-1], dtype=dtype, device=stack.device)
+    _dequantise_kernel[(triton.cdiv(scale.numel(), _BLOCKS),)](
+        stack, scale, out, scale.numel(), *scale.shape[1:], APART=apart, BLOCKS=_BLOCKS
+    )
+    return out

@@ -15,7 +15,9 @@ import triton.language as tl
 
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
 from specdec.ops.fp8_kernel import launch_quantise
-from specdec.ops.mxfp4_kernel import PLAIN, Gating, few_mxfp4, launch_few
+from specdec.ops.grouping_kernel import Groups, group_pairs
+from specdec.ops.many_kernel import activated, better_by_many, launch_many
+from specdec.ops.mxfp4_kernel import PLAIN, Gating, few_mxfp4, launch_few, unpacked
 
 
 @dataclass(frozen=True)
@@ -30,72 +32,6 @@ class Tiling:
     stages: int
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Pairs by expert. order: [P] int32 pairs, those of one expert after one another. offsets: [E+1] int32 where each
-    expert's begin. active: [min(P, E)] int32 experts that have pairs, -1 after them."""
-
-    order: torch.Tensor
-    offsets: torch.Tensor
-    active: torch.Tensor
-
-
-@triton.jit
-def _group_kernel(  # type: ignore[no-untyped-def]
-    index_ptr,  # [P] int64, the expert of every pair
-    slot_ptr,  # [T] int64, or None: pairs of tokens with slots below `page_size` take the experts of the first token
-    count_ptr,  # [E], written
-    order_ptr, offset_ptr, active_ptr,  # see `Groups`; written
-    num_pairs, num_experts, num_active, top_k, page_size,
-    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    wait_for_predecessor(DEPENDENT)
-    expert = tl.arange(0, EXPERTS)
-    there = expert < num_experts
-    pair = tl.arange(0, PAIRS)
-    real = pair < num_pairs
-    tl.store(count_ptr + expert, 0, mask=there)
-    tl.store(active_ptr + expert, -1, mask=expert < num_active)
-    tl.debug_barrier()
-    source = pair
-    if slot_ptr is not None:
-        slot = tl.load(slot_ptr + pair // top_k, mask=real, other=page_size)
-        source = tl.where(slot < page_size, pair % top_k, pair)
-    chosen = tl.load(index_ptr + source, mask=real, other=0).to(tl.int32)
-    real = real & (chosen >= 0) & (chosen < num_experts)  # a rehearsal may have anything there
-    rank = tl.atomic_add(count_ptr + chosen, 1, mask=real, sem="relaxed")
-    tl.debug_barrier()
-    count = tl.load(count_ptr + expert, mask=there, other=0)
-    end = tl.cumsum(count, 0)
-    tl.store(offset_ptr + expert, end - count, mask=expert <= num_experts)
-    place = tl.cumsum((count > 0).to(tl.int32), 0) - 1
-    tl.store(active_ptr + place, expert, mask=there & (count > 0))
-    tl.debug_barrier()
-    start = tl.load(offset_ptr + chosen, mask=real, other=0)
-    tl.store(order_ptr + start + rank, pair, mask=real)
-
-
-def group_pairs(index: torch.Tensor, num_experts: int, padding: tuple[torch.Tensor, int] | None = None) -> Groups:
-    """index: [T, k] int64. One program groups them: at most MOST_GROUPED.
-
-    padding: slots [T] int64, and a page's size: tokens with slots below it are padding, and take the experts of the
-    first token, whose weights are read anyway.
-    """
-    slots, page_size = padding or (None, 0)
-    pairs, most = index.numel(), min(index.numel(), num_experts)
-    sizes = (pairs, num_experts + 1, most, num_experts)
-    *made, counts = (torch.empty(n, dtype=torch.int32, device=index.device) for n in sizes)
-    groups = Groups(*made)
-    size = max(triton.next_power_of_2(pairs), 16)
-    _group_kernel[(1,)](
-        index, slots, counts, groups.order, groups.offsets, groups.active, pairs, num_experts, most, index.shape[1],
-        page_size, PAIRS=size,
-        EXPERTS=triton.next_power_of_2(num_experts + 1), num_warps=min(max(size // 256, 4), 16),
-        **dependent_launch(index.device),
-    )  # fmt: skip
-    return groups
-
-
 @triton.jit
 def _expert_of(index_ptr, offset_ptr, active_ptr, GROUPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """The expert of a program, and its first place and the one after its last in the order; -1 where it has none."""
@@ -108,25 +44,6 @@ def _expert_of(index_ptr, offset_ptr, active_ptr, GROUPED: tl.constexpr):  # typ
         expert = tl.load(index_ptr + place).to(tl.int32)
         start, end = place, place + 1
     return expert, start, end
-
-
-@triton.jit
-def _activated(gate, up, alpha, limit, CLAMPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """See `specdec.ops.routed.activated`."""
-    if CLAMPED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        found = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
-    else:
-        found = gate / (1.0 + tl.exp(-gate)) * up
-    return found
-
-
-@triton.jit
-def _unpacked(packed):  # type: ignore[no-untyped-def]
-    """Numbers of four bits, low bits of int32, in float32: exponent and mantissa where float32 has them, then 2^126."""
-    bits = ((packed & 7) << 22) | ((packed & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0
 
 
 @triton.jit
@@ -145,7 +62,7 @@ def _mxfp4_tile(  # type: ignore[no-untyped-def]
         exponent = tl.load(
             exponent_ptr + k // 32 + block[None, :], mask=there & (k + 32 * block < width)[None, :], other=0
         ).to(tl.int32)  # fmt: skip
-    values = tl.interleave(_unpacked(packed), _unpacked(packed >> 4))
+    values = tl.interleave(unpacked(packed), unpacked(packed >> 4))
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     return tl.reshape(tl.reshape(values, (ROWS, WIDTH // 32, 32)) * scale[:, :, None], (ROWS, WIDTH))
 
@@ -218,7 +135,7 @@ def _routed_kernel(  # type: ignore[no-untyped-def]
         if GATED:
             pairs = tl.trans(tl.reshape(acc.to(kind).to(tl.float32), (TILE_ROWS, 2, TILE_PAIRS)), 0, 2, 1)
             gate, up = tl.split(pairs)  # [N, M]
-            acc = _activated(gate, up, alpha, limit, CLAMPED)
+            acc = activated(gate, up, alpha, limit, CLAMPED)
         else:
             to = pair
         found = out_ptr + to.to(tl.int64)[:, None] * rows + row[None, :]
@@ -234,6 +151,7 @@ _MXFP4 = (
     (Tiling(16, 32, 64, 4, 4), Tiling(16, 64, 64, 4, 4)),
     (Tiling(32, 64, 64, 4, 3), Tiling(32, 64, 64, 4, 3)),
     (Tiling(64, 64, 64, 4, 3), Tiling(64, 64, 64, 4, 3)),
+    (Tiling(128, 64, 64, 4, 3), Tiling(128, 64, 64, 4, 3)),
 )
 
 
@@ -247,7 +165,7 @@ def tilings_of(pairs: int, experts: int, form: str = "half") -> tuple[Tiling, Ti
     if form == "fp8":
         return _FP8[0] if mean <= 8 else _FP8[1] if mean <= 24 else _FP8[2]
     if form == "mxfp4":
-        return _MXFP4[0] if mean <= 8 else _MXFP4[1] if mean <= 24 else _MXFP4[2]
+        return _MXFP4[0 if mean <= 8 else 1 if mean <= 24 else 2 if mean <= 48 else 3]
     if mean <= 8:
         return Tiling(16, 64, 128, 4, 3), Tiling(16, 64 if pairs < 512 else 128, 128, 4, 3)
     if mean <= 24:
@@ -268,16 +186,14 @@ def launch_routed(
     tilings: tuple[Tiling, Tiling] | None = None,
     padding: tuple[torch.Tensor, int] | None = None,
 ) -> torch.Tensor:
-    """See `specdec.ops.routed.routed_experts`; x is contiguous, and at most MOST_GROUPED pairs. tilings: default
-    `tilings_of`. padding: see `group_pairs`."""
+    """See `specdec.ops.routed.routed_experts`; x is contiguous. tilings: default `tilings_of`, or `launch_many` where
+    that is faster. padding: see `group_pairs`."""
     experts, width, rows = len(down), down.shape[1], gate_up.shape[1] // 2
-    tokens, top_k = index.shape
-    index, grouped, dependent = index.contiguous(), tokens > 1, dependent_launch(x.device)
-    if grouped:
-        with CompiledAtOnce():  # places in memory
-            groups = group_pairs(index, experts, padding)
-    else:
-        groups = Groups(index, index, index)
+    (tokens, top_k), index = index.shape, index.contiguous()
+    if tilings is None and better_by_many(x, gate_up, down, index.numel(), gating):
+        return launch_many(x, gate_up, down, index, scales, biases, gating, padding)
+    grouped, dependent = tokens > 1, dependent_launch(x.device)
+    groups = group_pairs(index, experts, padding) if grouped else Groups(index, index, index)
     form = {torch.uint8: "mxfp4", torch.float8_e4m3fn: "fp8"}.get(down.dtype, "half")
     sent = index, groups.order, groups.offsets, groups.active
     inner, out = x.new_empty(tokens * top_k, rows), x.new_empty(tokens, top_k, width)

@@ -33,8 +33,8 @@ from specdec.ops.mxfp4_kernel import _few_kernel
 
 KINDS = {"x_ptr": "*i32", "stack_ptr": "*i32", "scale_ptr": "*u8", "index_ptr": "*i64", "bias_ptr": "*bf16",
          "out_ptr": "*bf16", "alpha": "fp32", "limit": "fp32"}
-for gated, pairs, rows in ((True, 8, 64), (False, 16, 64), (True, 16, 128)):
-    constants = dict(GATED=gated, INTERLEAVED=True, CLAMPED=True, BIASED=True, GROUPED=True, PAIRS=pairs, ROWS=rows,
+for gated, pairs in ((True, 8), (False, 16), (True, 16)):
+    constants = dict(GATED=gated, INTERLEAVED=True, CLAMPED=True, BIASED=True, GROUPED=True, PAIRS=pairs,
                      DEPENDENT=True)
     signature, places, attributes = {}, {}, {}
     for i, name in enumerate(_few_kernel.arg_names):
@@ -42,18 +42,19 @@ for gated, pairs, rows in ((True, 8, 64), (False, 16, 64), (True, 16, 128)):
         signature[name] = "constexpr" if name in constants else KINDS.get(name, other)
         if name in constants:
             places[(i,)] = constants[name]
-        elif name not in ("top_k", "row_stride", "scale_expert", "scale_row", "alpha", "limit"):  # 360: not by 16
+        elif name not in ("top_k", "row_quads", "scale_expert", "scale_row", "alpha", "limit"):  # 90: not by 16
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(fn=_few_kernel, signature=signature, constexprs=places, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     ptx, layouts = made.asm["ptx"], made.asm["ttgir"]
     print("griddepcontrol.wait" in ptx, "mma.sync.aligned.m16n8k16" in ptx, ptx.count("bar.sync") <= 4,
-          "local_alloc" in layouts)
+          "local_alloc" in layouts, ptx.count("ld.global.v4") >= 36)
 """
 
 
 @pytest.mark.slow
 def test_the_kernel_for_few_tokens_compiles_for_hopper() -> None:
-    """Nothing goes through shared memory, and no warp waits for another, but where results are put in order."""
+    """Nothing goes through shared memory, no warp waits for another but where results are put in order, and what the
+    loop reads it reads in 16 bytes, though the stride of a row is no multiple of 16."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    assert printed(COMPILE).splitlines() == ["True True True False"] * 3
+    assert printed(COMPILE).splitlines() == ["True True True False True"] * 3

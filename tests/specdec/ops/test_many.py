@@ -1,0 +1,133 @@
+"""SwiGLU experts of prompts in Triton's interpreter, against one expert after the other; compiled for sm_90."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
+
+from specdec.ops import many_kernel
+from specdec.ops.many_kernel import better_by_many, launch_many
+from specdec.ops.mxfp4_kernel import PLAIN, Gating
+from specdec.ops.routed import routed_experts
+from tests.compiled import printed
+from tests.specdec.ops.test_routed import error, made, swiglu_experts
+
+NONE = (None, None)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which small matrices have several."""
+    from specdec.ops import grouping_kernel
+
+    monkeypatch.setattr(many_kernel, "TILE", 16)
+    monkeypatch.setattr(grouping_kernel, "TILE", 16)
+    for name, size in (("_ROWS", 16), ("_DOWN_ROWS", 32), ("_COLUMNS", 32)):
+        monkeypatch.setattr(many_kernel, name, size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "experts", "hidden", "inner"),
+    [(2, 1, 8, 64, 32), (5, 3, 8, 40, 48), (60, 4, 6, 80, 40), (90, 2, 3, 64, 24), (20, 8, 130, 32, 40)],
+)
+def test_each_pair_is_its_experts(tokens: int, chosen: int, experts: int, hidden: int, inner: int) -> None:
+    """Odd widths, experts without tokens, whole tiles and halves; one program has more than one tile."""
+    x, gate_up, down, index = made(tokens, chosen, experts, hidden, inner)
+    found = launch_many(x, gate_up, down, index, NONE, NONE, PLAIN)
+    assert error(found, swiglu_experts(x, gate_up, down, index)) < 1e-3
+
+
+def test_nan_in_the_other_experts() -> None:
+    x, gate_up, down, _ = made(40, 1, 5, 48, 24)
+    index = torch.full((40, 1), 3)
+    right = swiglu_experts(x, gate_up, down, index)
+    gate_up[[0, 1, 2, 4]] = down[[0, 1, 2, 4]] = float("nan")
+    assert error(launch_many(x, gate_up, down, index, NONE, NONE, PLAIN), right) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stored", "interleaved"), [("half", False), ("mxfp4", False), ("mxfp4", True)])
+def test_biases_clamps_and_four_bits(stored: str, interleaved: bool) -> None:
+    """Rows in turns are taken apart where they are multiplied out."""
+    x, gate_up, down, index = made(60, 2, 4, 96, 64)
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = NONE
+    if stored == "mxfp4":
+        gate_up, down = torch.randint(256, (4, 128, 48)).byte(), torch.randint(256, (4, 96, 32)).byte()
+        scales = torch.randint(118, 122, (4, 128, 3)).byte(), torch.randint(118, 122, (4, 96, 2)).byte()
+    biases = torch.randn(4, 128).half(), torch.randn(4, 96).half()
+    right = routed_experts(x, index, gate_up, down, *scales, *biases, interleaved, 1.7, 0.5)
+    gating = Gating(interleaved, 1.7, 0.5)
+    found = launch_many(x, gate_up, down, index, scales, biases, gating)
+    assert error(found, right) < 2e-3
+    assert error(launch_many(x, gate_up, down, index, scales, NONE, gating), right) > 0.05
+    assert error(launch_many(x, gate_up, down, index, scales, biases, Gating(interleaved, 1.7)), right) > 0.05
+
+
+def test_a_rows_sums_do_not_depend_on_its_place() -> None:
+    x, gate_up, down, index = made(30, 2, 4, 48, 32)
+    whole = launch_many(x, gate_up, down, index, NONE, NONE, PLAIN)
+    assert torch.equal(launch_many(x[9:20], gate_up, down, index[9:20], NONE, NONE, PLAIN), whole[9:20])
+
+
+def test_planted_defects_are_seen() -> None:
+    """An expert that is skipped; a weight of the wrong token."""
+    x, gate_up, down, index = made(24, 2, 4, 48, 32)
+    right = swiglu_experts(x, gate_up, down, index)
+    skipped = gate_up.clone()
+    skipped[int(index[0, 0])] = 0
+    assert error(launch_many(x, skipped, down, index, NONE, NONE, PLAIN), right) > 0.1
+    assert error(launch_many(x.roll(1, 0), gate_up, down, index, NONE, NONE, PLAIN), right) > 0.1
+
+
+def test_padding_and_what_no_expert_has_chosen() -> None:
+    x, gate_up, down, index = made(7, 2, 6, 64, 32)
+    slots = torch.tensor([40, 41, 3, 55, 16, 0, 0])
+    right = swiglu_experts(x, gate_up, down, index)
+    found = launch_many(x, gate_up, down, index, NONE, NONE, PLAIN, (slots, 16))
+    assert error(found[[0, 1, 3, 4]], right[[0, 1, 3, 4]]) < 1e-3
+
+
+def test_a_cpu_has_no_such_form() -> None:
+    x, gate_up, down, _ = made(4, 2, 4, 48, 32)
+    assert not better_by_many(x, gate_up, down, 10_000, PLAIN)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from specdec.ops import many_kernel as many
+
+KINDS = dict.fromkeys(("order_ptr", "offset_ptr", "tile_ptr", "num_tiles_ptr"), "*i32")
+KINDS |= {"alpha": "fp32", "limit": "fp32", "x": "tensordesc<bf16[128, 64]>"}
+for kernel, rows, more in ((many._gate_up_kernel, many._ROWS, {"CLAMPED": True, "EVEN": False}),
+                           (many._down_kernel, many._DOWN_ROWS, {})):
+    constants = {"PAIRS": many.TILE, "ROWS": rows, "COLUMNS": many._COLUMNS, "DEPENDENT": True} | more
+    signature, places, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        own = KINDS | {"stack": f"tensordesc<bf16[{rows}, {many._COLUMNS}]>"}
+        other = own.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        signature[name] = "constexpr" if name in constants else other
+        if name in constants:
+            places[(i,)] = constants[name]
+        elif name not in ("alpha", "limit", "x", "stack", "top_k"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
+    options = {"num_warps": 8, "num_stages": 4}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = made.asm["ptx"]
+    print("wgmma" in ptx, "cp.async.bulk.tensor" in ptx, made.metadata.shared <= 232448)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_hopper() -> None:
+    """With its own matmul instruction and its memory accelerator, within a multiprocessor's shared memory."""
+    assert printed(COMPILE).splitlines() == ["True True True"] * 2
