@@ -206,6 +206,7 @@ COLUMNS: dict[str, dict[str, str]] = {
         "layers": "{layers}",
         "weights": "{weights}",
         "K": "{drafts}",
+        "sampled": "{sampled}",
         "rows": "{rows}",
         "start s": "{grouped_start_s:.0f}",
         "tokens/s": "{tokens_per_s:,.0f}",
@@ -215,6 +216,15 @@ COLUMNS: dict[str, dict[str, str]] = {
         "paired": "{paired_ms:.2f}",
         "× paired": "{over:.3f}",
         "experts a layer": "{experts_a_layer:.0f}",
+    },
+    "experts": {
+        "experts of": "{shape}",
+        "tokens": "{tokens:,}",
+        "distinct": "{experts:.0f}",
+        "µs": "{routed_us:,.0f}",
+        "grouped_mm": "{grouped_mm_us:,.0f}",
+        "least": "{least_us:,.0f}",
+        "× least": "{over_least:.2f}",
     },
     "turns": {
         "target": "{shape}",

@@ -128,18 +128,22 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 
 _ROWS, _DOWN_ROWS, _COLUMNS = 128, 256, 64
 _FROM, _FROM_MXFP4 = 48, 160
+"""Pairs an expert above which this form is the faster one."""
+_MOST_MULTIPLIED_OUT = 5 << 28
+"""Bytes that nobody has counted when the caches were made."""
 
 
 def better_by_many(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, pairs: int, gating: Gating) -> bool:
     """Whether `launch_many` knows such matrices, and is the faster one for so many pairs.
 
     µs of Qwen3-30B-A3B's experts on an H200 at 1,024, 2,048 and 8,192 tokens: 354, 437 and 1,167; by tiles of
-    `specdec.ops.routed_kernel` 488, 614 and 2,450; each read once 284, all multiplied 99, 198 and 793. Above
-    _FROM_MXFP4 pairs an expert, numbers in MXFP4 are multiplied out into memory first, one layer's at a time.
+    `specdec.ops.routed_kernel` 488, 614 and 2,450; each read once 284, all multiplied 99, 198 and 793. Numbers in MXFP4
+    are multiplied out into memory first, one matrix of all experts at a time: gpt-oss-20b's 1.0 GiB. So at 2,048 and
+    8,192 tokens 1,326 and 3,077 µs; by tiles 1,690 and 5,967; gpt-oss-120b's would take 4 GiB, and are not.
     """
     hopper = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] == 9
     if down.dtype == torch.uint8:
-        return hopper and pairs > _FROM_MXFP4 * len(down)
+        return hopper and pairs > _FROM_MXFP4 * len(down) and 4 * gate_up.numel() <= _MOST_MULTIPLIED_OUT
     plain = all(s.is_contiguous() and s.dtype == x.dtype and s.shape[-1] % 8 == 0 for s in (gate_up, down))
     return hopper and plain and not gating.interleaved and pairs > _FROM * len(down)
 

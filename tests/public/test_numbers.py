@@ -151,6 +151,7 @@ def mixtures() -> Iterator[str]:
         yield listed([f"{row['over_paired']:.2f}" for row in each])
     yield from _mixtures_c()
     yield from _mixtures_d()
+    yield from _mixtures_e()
     (row,) = lines("draft-round-h200-2026-11-28.jsonl")
     yield f"{row['draft_vocab']:,} of {row['vocab']:,} tokens"
     yield f"{row['ratio']:.3f} of the time"
@@ -181,19 +182,37 @@ def _mixtures_c() -> Iterator[str]:
 
 def _mixtures_d() -> Iterator[str]:
     rows = lines("mixtures-h200-2026-11-28-d.jsonl")
-    for shape in ("qwen3-30b-a3b", "gpt-oss-20b"):
-        own = [row for row in rows if row["shape"] == shape and "requests" not in row]
-        yield f"{own[0]['weights_gib']:.1f} GiB of weights, {own[0]['allocated_gib']:.1f} GiB allocated"
-        for k in (3, 0):
-            each = [row for row in own if row["drafts"] == k]
-            times = listed([f"{row['grouped_ms']:.2f}" for row in each])
-            yield f"K = {k} {times} ms"
-            yield listed([f"{row['over_floor']:.2f}" for row in each])
-    yield from (f"in {rows[place]['grouped_start_s']:.0f} s" for place in (0, 3))
+    yield from _full_depth([row for row in rows if row["shape"] == "qwen3-30b-a3b" and "requests" not in row])
     (served,) = (row for row in rows if "requests" in row)
     yield f"{statistics.median(served['grouped_tokens_per_s']):,.0f} tokens/s, {served['times_paired']:.2f} of it"
     for row in lines("turns-h200-2026-11-28.jsonl"):
         yield "{:.3f} ({:.3f} to {:.3f})".format(row["ratio"], *row["interval"])
+
+
+def _full_depth(own: list[dict[str, Any]]) -> Iterator[str]:
+    yield f"{own[0]['weights_gib']:.1f} GiB of weights, {own[0]['allocated_gib']:.1f} GiB allocated"
+    for k in (3, 0):
+        each = [row for row in own if row["drafts"] == k]
+        times = listed([f"{row['grouped_ms']:.2f}" for row in each])
+        yield f"K = {k} {times} ms"
+        yield listed([f"{row['over_floor']:.2f}" for row in each])
+
+
+def _mixtures_e() -> Iterator[str]:
+    rows = lines("mixtures-h200-2026-11-28-e.jsonl")
+    yield from _full_depth([row for row in rows if row["shape"] == "gpt-oss-20b"])
+    for k, sampled in ((1, False), (3, True), (0, True)):
+        kind = {"benchmark": "mixtures", "shape": "qwen3-next-80b", "drafts": k, "sampled": sampled}
+        own = [row for row in rows if kind.items() <= row.items()]
+        yield listed([f"{row['over_floor']:.2f}" for row in own])
+        yield listed([f"{row['over_paired']:.2f}" for row in own])
+    starts = [row["grouped_start_s"] for row in rows if row["shape"] == "qwen3-30b-a3b" and "grouped_start_s" in row]
+    yield "in {:.0f} s with empty caches, and in {:.0f} s once".format(*starts)
+    for shape in ("qwen3-30b-a3b", "qwen3-next-80b"):
+        own = [row for row in rows if row["benchmark"] == "experts" and row["shape"] == shape]
+        yield listed([f"{row['over_least']:.2f}" for row in own])
+        for field in ("routed_us", "grouped_mm_us"):
+            yield f"{listed([f'{row[field]:,.0f}' for row in own])} µs"
 
 
 def serving() -> Iterator[str]:

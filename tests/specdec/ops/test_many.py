@@ -94,9 +94,25 @@ def test_padding_and_what_no_expert_has_chosen() -> None:
     assert error(found[[0, 1, 3, 4]], right[[0, 1, 3, 4]]) < 1e-3
 
 
-def test_a_cpu_has_no_such_form() -> None:
+def test_who_takes_this_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contiguous matrices in half precision with many pairs an expert, gate's rows before up's; MXFP4 with more,
+    as long as what is multiplied out stays small. On Hopper alone."""
     x, gate_up, down, _ = made(4, 2, 4, 48, 32)
     assert not better_by_many(x, gate_up, down, 10_000, PLAIN)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert better_by_many(x, gate_up, down, 193, PLAIN)
+    assert not better_by_many(x, gate_up, down, 192, PLAIN)
+    assert not better_by_many(x, gate_up, down, 193, Gating(interleaved=True))
+    assert not better_by_many(x, gate_up.transpose(1, 2), down, 193, PLAIN)
+    assert not better_by_many(x, gate_up[..., :44].contiguous(), down, 193, PLAIN)
+    packed = torch.zeros(4, 64, 24).byte(), torch.zeros(4, 48, 16).byte()
+    assert better_by_many(x, *packed, 641, Gating(interleaved=True)) and not better_by_many(x, *packed, 640, PLAIN)
+    monkeypatch.setattr(many_kernel, "_MOST_MULTIPLIED_OUT", 4 * packed[0].numel() - 1)
+    assert not better_by_many(x, *packed, 641, PLAIN)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert not better_by_many(x, gate_up, down, 193, PLAIN)
 
 
 COMPILE = """
