@@ -10,6 +10,7 @@ Source: huggingface/transformers, generation/utils.py `_get_logits_processor` (o
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,14 @@ class LogitsOptions:
         lists = (self.suppress_tokens, self.begin_suppress_tokens, self.forced_eos_token_id, self.allowed_token_ids)
         found |= {i for ids in lists for i in ids or ()}
         return found if self.forced_bos_token_id is None else found | {self.forced_bos_token_id}
+
+
+def largest_bias(options: LogitsOptions) -> tuple[int, float]:
+    """The token to which biases above 0 may add most, and how much; -1 and 0 where there are none."""
+    sums = defaultdict[int, float](float)
+    for ids, bias in (*(options.sequence_bias or ()), *(((i,), bias) for i, bias in options.logit_bias or ())):
+        sums[ids[-1]] += max(bias, 0.0)
+    return max(sums.items(), key=lambda item: item[1], default=(-1, 0.0))
 
 
 def _count(name: str, given: Any) -> int:

@@ -16,15 +16,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from specdec.ops.grouping_kernel import TILE, group_pairs
-from specdec.ops.mxfp4_kernel import Gating, launch_dequantise
+from specdec.ops.mxfp4_kernel import KEEP_NAN, Gating, launch_dequantise
 
 
 @triton.jit
 def activated(gate, up, alpha, limit, CLAMPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """See `specdec.ops.routed.activated`."""
     if CLAMPED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
+        gate = tl.minimum(gate, limit, KEEP_NAN)
+        up = tl.minimum(tl.maximum(up, -limit, KEEP_NAN), limit, KEEP_NAN)
         found = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
     else:
         found = gate / (1.0 + tl.exp(-gate)) * up

@@ -33,6 +33,8 @@ class Gating:
 
 
 PLAIN = Gating()
+KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
+"""Of a minimum or a maximum, as torch's are."""
 
 
 @gluon.jit
@@ -115,8 +117,8 @@ def _gated(acc, alpha, limit, CLAMPED: gl.constexpr, kind: gl.constexpr):  # typ
     both = gl.permute(gl.reshape(acc.to(kind).to(gl.float32), (ROWS // 16, 2, 8, PAIRS)), (0, 2, 3, 1))
     gate, up = gl.split(both)
     if CLAMPED:
-        gate = gl.minimum(gate, limit)
-        up = gl.minimum(gl.maximum(up, -limit), limit)
+        gate = gl.minimum(gate, limit, KEEP_NAN)
+        up = gl.minimum(gl.maximum(up, -limit, KEEP_NAN), limit, KEEP_NAN)
         found = (up + 1.0) * (gate / (1.0 + gl.exp(-alpha * gate)))
     else:
         found = gate / (1.0 + gl.exp(-gate)) * up

@@ -13,7 +13,7 @@ from attention.cached import cached_property
 from attention.staging import A, array
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
-from specdec.logits.options import OFF, LogitsOptions
+from specdec.logits.options import OFF, LogitsOptions, largest_bias
 from specdec.requests.arguments import only_known_fields, right_call
 from specdec.requests.grammar import DecidedElsewhere, grammar
 from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode, PromptLogprobs, TokenRows
@@ -168,11 +168,11 @@ class SamplingParams(LogitsOptions):
         kept |= self._checked_code() | self._checked_telling()
         for name, value in kept.items():
             object.__setattr__(self, name, value)  # frozen, but the checked values replace the given ones
-        biases = (*(self.sequence_bias or ()), *(self.logit_bias or ()))
-        if (top := sum(max(bias, 0.0) for _, bias in biases)) > _MOST * (min(self.temperature, 1) or 1):
+        token, top = largest_bias(self)
+        if top > _MOST * (min(self.temperature, 1) or 1):
             raise InvalidInputError(
-                f"biases that add up to {top:g}, at temperature={self.temperature:g}: a logit with them would be "
-                "infinite in float32; give smaller ones, or allowed_token_ids"
+                f"biases of token {token} that add up to {top:g}, at temperature={self.temperature:g}: its logit would "
+                "be infinite in float32; give smaller ones, or allowed_token_ids"
             )
         if self.n > 1 and self.greedy:
             raise InvalidInputError(

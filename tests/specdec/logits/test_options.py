@@ -87,10 +87,12 @@ def test_ids_that_cannot_be_generated_are_refused() -> None:
         {"logit_bias": {5: 3e38}, "temperature": 0.5},
         {"logit_bias": {5: 1e39}},
         {"sequence_bias": {(5,): 2e38}, "logit_bias": {5: 2e38, 6: -3e38}, "temperature": 2.0},
+        {"sequence_bias": {(1, 5): 2e38, (2, 5): 2e38, (5, 1): 3e38}, "temperature": 2.0},
     ],
 )
 def test_biases_that_are_infinite_in_float32_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInputError, match=r"biases that add up to \de\+3\d, at .*infinite in float32"):
+    with pytest.raises(InvalidInputError, match=r"biases of token 5 that add up to \de\+3\d, at .*infinite in float32"):
         SamplingParams(**given)
     SamplingParams(logit_bias={5: 3e38, 6: -3e38, 7: float("-inf")}, temperature=1.0)
     SamplingParams(logit_bias={5: 3e38})
+    SamplingParams(logit_bias={5: 2e38, 6: 2e38}, sequence_bias={(5, 7): 2e38})

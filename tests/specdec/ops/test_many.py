@@ -70,6 +70,13 @@ def test_biases_clamps_and_four_bits(stored: str, interleaved: bool) -> None:
     assert error(launch_many(x, gate_up, down, index, scales, biases, Gating(interleaved, 1.7)), right) > 0.05
 
 
+def test_nan_stays_nan_where_it_is_clamped() -> None:
+    x, gate_up, down, index = made(6, 2, 4, 48, 32)
+    x[2] = float("nan")
+    found = launch_many(x, gate_up, down, index, NONE, NONE, Gating(False, 1.7, 0.5))
+    assert found[2].isnan().all() and found[[0, 1, 3, 4, 5]].isfinite().all()
+
+
 def test_a_rows_sums_do_not_depend_on_its_place() -> None:
     x, gate_up, down, index = made(30, 2, 4, 48, 32)
     whole = launch_many(x, gate_up, down, index, NONE, NONE, PLAIN)
