@@ -3,7 +3,8 @@
 transformers' grouped matmul needs bfloat16 under torch.compile: for any other dtype it reads the group sizes back to
 the host, which no graph can hold. Its batched matmul copies the weights of every (token, expert) pair first. Here
 weights are read in place, and nothing is read back. SwiGLU experts are grouped (`specdec.ops.routed`), others
-multiplied pair by pair; of these transformers' grouped matmul stays, in bfloat16, where experts have many tokens.
+multiplied pair by pair. In bfloat16 transformers' grouped matmul stays where these have many tokens, or SwiGLU experts
+whose matrices lie transposed.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ DeepSeek-V2-Lite's experts in bfloat16 on an H200, µs per layer at 1, 4, 8, 32 
 experts 31, 95, 153, 254, 277, grouping included; paired 33, 98, 157, 261, 371, its two matmuls alone; transformers'
 grouped 87, 187, 270, 432, 445, and batched 88, 317, 609, 2331. Each chosen expert read once: 24, 85, 144, 251, 261."""
 
+MOST_GROUPED = 16_384
+"""The same of SwiGLU experts whose matrices lie transposed (gpt-oss in bfloat16)."""
+
 
 def capturable_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The fastest form that needs nothing from the host; see `paired_experts` for the arguments.
 
-    Compiled code of mixtures other than SwiGLU is specialised for either side of the limit.
+    Compiled code is specialised for either side of the limits, where there is one.
     """
-    grouped = grouped_swiglu(experts, hidden, index, weights)
-    if grouped is not None:
+    few = not experts.is_transposed or hidden.dtype == torch.float16 or index.shape[0] * index.shape[1] <= MOST_GROUPED
+    if few and (grouped := grouped_swiglu(experts, hidden, index, weights)) is not None:
         return grouped
     if hidden.dtype == torch.bfloat16 and index.shape[0] * index.shape[1] > MOST_PAIRS:
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden, index, weights)
@@ -121,15 +125,15 @@ def expert_matmul(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> 
 def form_in_words(experts: Any) -> str:
     """Which kernels serve a mixture in rounds from graphs."""
     if hasattr(experts, "down_proj_blocks"):
-        return "grouped; MXFP4 unpacked to 16 bits in registers"
+        return "grouped; MXFP4 unpacked to 16 bits in registers, and in memory for long prompts on Hopper"
     if hasattr(experts, "down_proj_scale_inv"):
         return "grouped, in FP8" if experts.has_gate and _is_plain_fp8(experts) else "pair by pair, in FP8"
     if experts.down_proj.dtype not in HALF:
         return "pair by pair"
-    if _gating(experts) is not None:
-        return "grouped"
-    half = experts.down_proj.dtype == torch.bfloat16
-    return f"pair by pair; transformers' grouped_mm beyond {MOST_PAIRS:,} pairs" if half else "pair by pair"
+    grouped = _gating(experts) is not None
+    own, most = ("grouped", MOST_GROUPED) if grouped else ("pair by pair", MOST_PAIRS)
+    limited = experts.down_proj.dtype == torch.bfloat16 and (experts.is_transposed or not grouped)
+    return f"{own}; transformers' grouped_mm beyond {most:,} pairs" if limited else own
 
 
 def mixtures(*roots: nn.Module) -> list[Any]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Confi
 from transformers.integrations.moe import use_experts_implementation
 
 from specdec.ops import experts
-from specdec.ops.experts import CAPTURABLE, MOST_PAIRS, mixtures, using_capturable_experts
+from specdec.ops.experts import CAPTURABLE, MOST_GROUPED, MOST_PAIRS, mixtures, using_capturable_experts
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64,
@@ -72,10 +72,12 @@ def test_the_comparison_can_fail() -> None:
     ("name", "pairs", "dtype", "form"),
     [
         ("qwen3_moe", 8, torch.bfloat16, "routed_experts"),
-        ("qwen3_moe", 20_000, torch.bfloat16, "routed_experts"),
-        ("qwen3_moe", 20_000, torch.float16, "routed_experts"),
+        ("qwen3_moe", MOST_GROUPED + 2, torch.bfloat16, "routed_experts"),
+        ("qwen3_moe", MOST_GROUPED + 2, torch.float16, "routed_experts"),
         ("qwen3_moe", 8, torch.float32, "paired_experts"),
-        ("gpt_oss", 20_000, torch.bfloat16, "routed_experts"),
+        ("gpt_oss", MOST_GROUPED, torch.bfloat16, "routed_experts"),
+        ("gpt_oss", MOST_GROUPED + 2, torch.bfloat16, "grouped_mm"),
+        ("gpt_oss", MOST_GROUPED + 2, torch.float16, "routed_experts"),
         ("gpt_oss", 8, torch.float32, "paired_experts"),
         ("gelu", MOST_PAIRS, torch.bfloat16, "paired_experts"),
         ("gelu", MOST_PAIRS + 2, torch.bfloat16, "grouped_mm"),
