@@ -261,7 +261,8 @@ class SamplingParams(LogitsOptions):
     def watch(self) -> RequestProcessors | None:
         """Is told what options leave, where they may leave no token together; see `of_request`."""
         own = set(self.settings) | ({"grammar"} if self.grammar is not None else set())
-        return RequestProcessors(()) if len(own) > 1 and own & _FEW else None
+        banned = bool(self.suppress_tokens) or any(bias == -np.inf for _, bias in self.logit_bias or ())
+        return RequestProcessors(()) if banned or (len(own) > 1 and own & _FEW) else None
 
     def of_request(self, batch_id: int, device: torch.device) -> SamplingParams:
         """The same for one request, at this place of its call: the user's code copied, places for what is told to it.

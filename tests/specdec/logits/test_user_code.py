@@ -289,6 +289,8 @@ def test_what_all_options_leave_is_divided_by_the_temperature(options: dict[str,
         {"allowed_token_ids": [5, 6], "no_repeat_ngram_size": 2},
         {"allowed_token_ids": [5, 6], "stop_token_ids": (5, 6), "min_new_tokens": 9},
         {"forced_eos_token_id": 7, "suppress_tokens": [7], "max_new_tokens": 4},
+        {"suppress_tokens": [i for i in range(VOCAB) if i not in (5, 6)], "no_repeat_ngram_size": 2},
+        {"logit_bias": {i: float("-inf") for i in range(VOCAB)}},
     ],
 )
 def test_options_that_leave_no_token_end_their_request_alone(

@@ -73,7 +73,9 @@ def test_generates_the_tokens_of_the_dense_model(folder: Path, monkeypatch: pyte
     assert list(found) == right[0, len(prompt) :].tolist()
     assert facts["quantisation"]["runs"] == "as stored"
     assert facts["quantisation"]["layers"] == "2 Mxfp4Experts"
-    assert list(facts["experts"]) == ["grouped; MXFP4 unpacked to 16 bits in registers, and in memory for long prompts on Hopper"]
+    assert list(facts["experts"]) == [
+        "grouped; MXFP4 unpacked to 16 bits in registers, and in memory for long prompts on Hopper"
+    ]
 
 
 @pytest.mark.parametrize(
