@@ -3,7 +3,8 @@
 - What a kernel loads or stores lies in memory of its arguments. The interpreter reads whatever lies beyond a tensor.
 - Dependent launches (`attention.kernels.launch`). The interpreter runs one launch after the other; on a GPU a kernel
   may be there before the one before it has ended. So before it waits it stores nothing, and loads nothing that the
-  launch before it has stored. And all programs wait, or none: where one does not, the next kernel may begin too soon.
+  launch before it has stored. And all programs wait, of a kernel with a parameter DEPENDENT, of others all or none:
+  where one does not, the next kernel may begin too soon.
 
 What torch's own operators store between two launches is not known here: they end before the next one begins.
 """
@@ -35,7 +36,8 @@ def check_memory() -> None:
 
     def beginning(self: Any, args: Any, kwargs: Any) -> Any:
         found = begin(self, args, kwargs)
-        memory.begin(self.fn.__name__, [*found[0], *found[1].values()])
+        dependent = "DEPENDENT" in self.fn.__code__.co_varnames
+        memory.begin(self.fn.__name__, [*found[0], *found[1].values()], dependent)
         return found
 
     def ending(self: Any, *args: Any) -> Any:
@@ -61,7 +63,7 @@ class _Memory:
     """What carries the interpreter's loads and stores out, asked first whether it may."""
 
     def __init__(self, plain: Any) -> None:
-        self._plain, self._kernel = plain, ""
+        self._plain, self._kernel, self._dependent = plain, "", False
         self._bounds: list[tuple[int, int]] = []
         self._stored: list[np.ndarray] = []
         self._stored_before: list[np.ndarray] = []
@@ -72,10 +74,11 @@ class _Memory:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
 
-    def begin(self, kernel: str, arguments: Iterable[Any]) -> None:
-        """A launch: no memory but that of its tensors' storages, from now on."""
+    def begin(self, kernel: str, arguments: Iterable[Any], dependent: bool) -> None:
+        """A launch: no memory but that of its tensors' storages, from now on. dependent: whether it has to wait."""
         storages = {t.untyped_storage() for t in _tensors(arguments)}
-        self._kernel, self._bounds = kernel, sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages})
+        self._kernel, self._dependent = kernel, dependent
+        self._bounds = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages})
         self._stored, self._stored_before = [], self._stored
         self._programs = self._waited = 0
 
@@ -101,7 +104,7 @@ class _Memory:
     def end(self) -> None:
         """The launch has ended."""
         missing = self._programs - self._waited
-        if self._waited and missing:
+        if (self._waited or self._dependent) and missing:
             raise RuntimeError(f"{missing} of {self._programs} programs of {self._kernel} do not wait")
 
     def load(self, at: Any, mask: Any, other: Any, dtype: Any) -> Any:

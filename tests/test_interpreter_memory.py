@@ -68,3 +68,13 @@ def test_what_is_early_is_seen() -> None:
         launch(c, a, STORES=True)
     with pytest.raises(Exception, match="1 of 2 programs of _early_kernel do not wait"):
         launch(c, a, LEAVES=1)
+
+
+@triton.jit
+def _careless_kernel(to_ptr: Any, DEPENDENT: tl.constexpr) -> None:
+    tl.store(to_ptr, 1)
+
+
+def test_a_dependent_kernel_that_never_waits_is_seen() -> None:
+    with pytest.raises(Exception, match="1 of 1 programs of _careless_kernel do not wait"):
+        _careless_kernel[(1,)](torch.zeros(1), DEPENDENT=False)

@@ -49,7 +49,7 @@ def _expert_of(index_ptr, slot_ptr, pair, num_pairs, num_experts, top_k, page_si
     return tl.where(real, chosen, 0).to(tl.int32), real
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_active"])
 def _group_kernel(  # type: ignore[no-untyped-def]
     index_ptr,  # [P] int64, the expert of every pair
     slot_ptr,  # [T] int64, or None: pairs of tokens with slots below `page_size` take the experts of the first token
@@ -78,7 +78,7 @@ def _group_kernel(  # type: ignore[no-untyped-def]
     tl.store(order_ptr + start + rank, pair, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _rank_kernel(  # type: ignore[no-untyped-def]
     index_ptr, slot_ptr,  # see `_group_kernel`
     count_ptr,  # [E] zeros, counted up
@@ -91,7 +91,7 @@ def _rank_kernel(  # type: ignore[no-untyped-def]
     tl.store(rank_ptr + pair, tl.atomic_add(count_ptr + chosen, 1, mask=real, sem="relaxed"), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_active", "most_tiles"])
 def _place_kernel(  # type: ignore[no-untyped-def]
     index_ptr, slot_ptr, count_ptr, rank_ptr,  # see `_rank_kernel`
     order_ptr, offset_ptr, active_ptr, tile_ptr, num_tiles_ptr,  # see `Groups`; written
@@ -151,7 +151,7 @@ def _grouped_by_many(
 ) -> Groups:
     pairs, most = index.numel(), len(groups.active)
     counts, ranks = index.new_zeros(num_experts, dtype=torch.int32), torch.empty_like(groups.order)
-    tiles = index.new_empty(2, triton.cdiv(pairs, TILE) + most, dtype=torch.int32)
+    tiles = index.new_empty(2, most + (pairs - most) // TILE, dtype=torch.int32)  # whole ones, and one of each expert
     num_tiles = index.new_empty(1, dtype=torch.int32)
     grid, shape, dependent = (triton.cdiv(pairs, _PAIRS),), (index.shape[1], page_size), dependent_launch(index.device)
     _rank_kernel[grid](index, slots, counts, ranks, pairs, num_experts, *shape, PAIRS=_PAIRS, **dependent)

@@ -295,10 +295,11 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
 def launch_dequantise(
     stack: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, apart: bool = False
 ) -> torch.Tensor:
-    """See `specdec.ops.routed.dequantised_mxfp4`; [E, O, I/2] and [E, O, I/32] contiguous; exponent 0 makes zeros.
+    """See `specdec.ops.routed.dequantised_mxfp4`; of [E, O, I/2] and [E, O, I/32]; exponent 0 makes zeros.
 
     apart: rows 0, 2, 4, … of every expert come first, then the others.
     """
+    stack, scale = stack.contiguous(), scale.contiguous()
     out = torch.empty(*stack.shape[:-1], 2 * stack.shape[-1], dtype=dtype, device=stack.device)
     _dequantise_kernel[(triton.cdiv(scale.numel(), _BLOCKS),)](
         stack, scale, out, scale.numel(), *scale.shape[1:], APART=apart, BLOCKS=_BLOCKS

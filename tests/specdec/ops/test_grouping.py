@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
+
+from triton.runtime._async_compile import active_mode
 
 from specdec.ops import grouping_kernel
 from specdec.ops.grouping_kernel import Groups, group_pairs
@@ -47,6 +50,7 @@ def test_groups(data: st.DataObject) -> None:
     if tiled:
         expected = [(e, first) for e in range(experts) for first in range(offsets[e], offsets[e + 1], size)]
         assert tiles_of(groups) == expected
+        assert groups.tiles is not None and groups.tiles.shape[1] >= len(expected)
     else:
         assert groups.tiles is None
 
@@ -68,6 +72,29 @@ def test_padding_takes_the_experts_of_the_first_token(tiled: bool) -> None:
     assert [expert for expert in groups.active.tolist() if expert >= 0] == [0, 2, 3, 4]
     offsets = groups.offsets.tolist()
     assert sorted(groups.order[offsets[4] : offsets[5]].tolist()) == [1, 5, 7]
+
+
+def test_places_are_never_left_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a rehearsal, which skips kernels that are not compiled yet: see `attention.kernels.launch`."""
+    seen = list[object]()
+
+    class Noted:
+        def __init__(self, kernel: Any) -> None:
+            self._kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            seen.append(active_mode.get())
+            return self._kernel[grid]
+
+    for name in ("_group_kernel", "_rank_kernel", "_place_kernel"):
+        monkeypatch.setattr(grouping_kernel, name, Noted(getattr(grouping_kernel, name)))
+    before = active_mode.set(object())  # type: ignore[arg-type]
+    try:
+        for tiled in (False, True):
+            group_pairs(torch.tensor([[0, 1], [1, 2]]), 3, tiled=tiled)
+    finally:
+        active_mode.reset(before)
+    assert seen == [None] * 3
 
 
 def test_many_pairs_have_tiles() -> None:

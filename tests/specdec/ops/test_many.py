@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 
-from specdec.ops import many_kernel
+from specdec.ops import many_kernel, routed_kernel
 from specdec.ops.many_kernel import better_by_many, launch_many
 from specdec.ops.mxfp4_kernel import PLAIN, Gating
 from specdec.ops.routed import routed_experts
+from specdec.ops.routed_kernel import launch_routed, tilings_of
 from tests.compiled import printed
 from tests.specdec.ops.test_routed import error, made, swiglu_experts
 
@@ -40,6 +42,15 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_pair_is_its_experts(tokens: int, chosen: int, experts: int, hidden: int, inner: int) -> None:
     """Odd widths, experts without tokens, whole tiles and halves; one program has more than one tile."""
     x, gate_up, down, index = made(tokens, chosen, experts, hidden, inner)
+    found = launch_many(x, gate_up, down, index, NONE, NONE, PLAIN)
+    assert error(found, swiglu_experts(x, gate_up, down, index)) < 1e-3
+
+
+@pytest.mark.parametrize("left", [7, 8, 9, 15, 16, 17])
+def test_tiles_of_every_size(left: int) -> None:
+    """Of 16 pairs, or of 8 where no more are left."""
+    x, gate_up, down, _ = made(2 * left + 1, 1, 4, 40, 24)
+    index = torch.tensor([3] * left + [1] * left + [0])[:, None]
     found = launch_many(x, gate_up, down, index, NONE, NONE, PLAIN)
     assert error(found, swiglu_experts(x, gate_up, down, index)) < 1e-3
 
@@ -70,11 +81,43 @@ def test_biases_clamps_and_four_bits(stored: str, interleaved: bool) -> None:
     assert error(launch_many(x, gate_up, down, index, scales, biases, Gating(interleaved, 1.7)), right) > 0.05
 
 
-def test_nan_stays_nan_where_it_is_clamped() -> None:
-    x, gate_up, down, index = made(6, 2, 4, 48, 32)
-    x[2] = float("nan")
-    found = launch_many(x, gate_up, down, index, NONE, NONE, Gating(False, 1.7, 0.5))
-    assert found[2].isnan().all() and found[[0, 1, 3, 4, 5]].isfinite().all()
+@pytest.mark.parametrize("rows", [16, 64])
+def test_biases_of_odd_sizes_and_a_limit_of_zero(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_kernel, "_ROWS", rows)
+    x, gate_up, down, index = made(20, 2, 4, 40, 24)
+    biases = torch.randn(4, 48).half(), torch.randn(4, 40).half()
+    for limit in (0.5, 0.0):
+        right = routed_experts(x, index, gate_up, down, *NONE, *biases, False, 1.7, limit)
+        assert error(launch_many(x, gate_up, down, index, NONE, biases, Gating(False, 1.7, limit)), right) < 2e-3
+
+
+@pytest.mark.parametrize("nan", [slice(0, 24), slice(24, 48)], ids=["gate", "up"])
+@pytest.mark.parametrize("form", [launch_many, launch_routed])
+def test_nan_stays_nan_where_it_is_clamped(nan: slice, form: Any) -> None:
+    x, gate_up, down, index = made(6, 2, 4, 40, 24)
+    bias = torch.zeros(4, 48).half()
+    bias[int(index[0, 0]), nan] = float("nan")
+    found = form(x, gate_up, down, index, NONE, (bias, None), Gating(False, 1.7, 0.5))
+    own = index == index[0, 0]
+    assert found[own].isnan().all() and found[~own].isfinite().all()
+
+
+def test_what_launch_routed_hands_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales, biases and padding, where no tilings are given."""
+    calls = []
+    monkeypatch.setattr(routed_kernel, "better_by_many", lambda *_: True)
+    monkeypatch.setattr(routed_kernel, "launch_many", lambda *given: calls.append(1) or launch_many(*given))
+    x, _, _, index = made(30, 2, 4, 96, 64)
+    gate_up, down = torch.randint(256, (4, 128, 48)).byte(), torch.randint(256, (4, 96, 32)).byte()
+    scales = torch.randint(118, 122, (4, 128, 3)).byte(), torch.randint(118, 122, (4, 96, 2)).byte()
+    biases = torch.randn(4, 128).half(), torch.randn(4, 96).half()
+    slots, chosen = torch.tensor([40] * 7 + [3] * 23), index.clone()
+    chosen[7:] = index[0]
+    right = routed_experts(x, chosen, gate_up, down, *scales, *biases, True, 1.7, 0.5)
+    given = x, gate_up, down, index, scales, biases, Gating(True, 1.7, 0.5)
+    assert error(launch_routed(*given, padding=(slots, 16)), right) < 2e-3 and len(calls) == 1
+    launch_routed(*given, tilings=tilings_of(60, 4, "mxfp4"))
+    assert len(calls) == 1
 
 
 def test_a_rows_sums_do_not_depend_on_its_place() -> None:
@@ -114,11 +157,21 @@ def test_who_takes_this_form(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not better_by_many(x, gate_up, down, 193, Gating(interleaved=True))
     assert not better_by_many(x, gate_up.transpose(1, 2), down, 193, PLAIN)
     assert not better_by_many(x, gate_up[..., :44].contiguous(), down, 193, PLAIN)
+    assert not better_by_many(x.bfloat16(), gate_up, down, 193, PLAIN)
+    moved = torch.empty(down.numel() + 1).half()[1:].view_as(down)
+    assert not better_by_many(x, gate_up, moved, 193, PLAIN)
     packed = torch.zeros(4, 64, 24).byte(), torch.zeros(4, 48, 16).byte()
     assert better_by_many(x, *packed, 641, Gating(interleaved=True)) and not better_by_many(x, *packed, 640, PLAIN)
     monkeypatch.setattr(many_kernel, "_MOST_MULTIPLIED_OUT", 4 * packed[0].numel() - 1)
     assert not better_by_many(x, *packed, 641, PLAIN)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    monkeypatch.setattr(many_kernel, "_MOST_MULTIPLIED_OUT", 4 * packed[0].numel())
+    wide = torch.zeros(4, 64, 48).byte()
+    assert better_by_many(x, *packed, 641, PLAIN) and not better_by_many(x, wide[..., :24], packed[1], 641, PLAIN)
+    for other in ((10, 0), (8, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, other=other: other)
+        assert not better_by_many(x, gate_up, down, 193, PLAIN)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
     assert not better_by_many(x, gate_up, down, 193, PLAIN)
 
 
@@ -144,6 +197,7 @@ for kernel, rows, more in ((many._gate_up_kernel, many._ROWS, {"CLAMPED": True, 
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
     options = {"num_warps": 8, "num_stages": 4}
+    assert kernel.params[kernel.arg_names.index("most_tiles")].do_not_specialize
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = made.asm["ptx"]
     print("wgmma" in ptx, "cp.async.bulk.tensor" in ptx, made.metadata.shared <= 232448)

@@ -3,6 +3,8 @@ which its interpreter cannot run (tests/gpu/test_experts.py does), for sm_90 wit
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -23,6 +25,22 @@ def test_every_byte_and_many_exponents() -> None:
 def test_a_byte_read_the_other_way_round_is_seen() -> None:
     blocks, exponents = torch.full((1, 1, 16), 0x21).byte(), torch.full((1, 1, 1), 127).byte()
     assert dequantised_mxfp4(blocks, exponents)[0, 0, :2].tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("experts", [1, 3])
+def test_multiplied_out_by_a_kernel(experts: int) -> None:
+    """Any count of blocks, rows in turns apart, a view."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("tests/gpu runs the kernels compiled")
+    from specdec.ops.mxfp4_kernel import launch_dequantise
+
+    blocks, exponents = torch.randint(256, (experts, 6, 96)).byte(), torch.randint(118, 122, (experts, 6, 3)).byte()
+    blocks = blocks[..., :48]
+    right = dequantised_mxfp4(blocks, exponents)
+    assert torch.equal(launch_dequantise(blocks, exponents, torch.float32), right)
+    apart = torch.cat([right[:, ::2], right[:, 1::2]], 1)
+    assert torch.equal(launch_dequantise(blocks, exponents, torch.float32, apart=True), apart)
 
 
 COMPILE = """
