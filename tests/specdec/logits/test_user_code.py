@@ -289,8 +289,11 @@ def test_what_all_options_leave_is_divided_by_the_temperature(options: dict[str,
         {"allowed_token_ids": [5, 6], "no_repeat_ngram_size": 2},
         {"allowed_token_ids": [5, 6], "stop_token_ids": (5, 6), "min_new_tokens": 9},
         {"forced_eos_token_id": 7, "suppress_tokens": [7], "max_new_tokens": 4},
-        {"suppress_tokens": [i for i in range(VOCAB) if i not in (5, 6)], "no_repeat_ngram_size": 2},
-        {"logit_bias": {i: float("-inf") for i in range(VOCAB)}},
+        pytest.param(
+            {"suppress_tokens": [i for i in range(VOCAB) if i not in (5, 6)], "no_repeat_ngram_size": 2},
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"logit_bias": {i: float("-inf") for i in range(VOCAB)}}, marks=pytest.mark.long),
     ],
 )
 def test_options_that_leave_no_token_end_their_request_alone(
@@ -311,7 +314,12 @@ def test_each_request_has_a_watch_of_its_own_where_options_leave_few_tokens() ->
     some = SamplingParams(allowed_token_ids=[5, 6, 7], no_repeat_ngram_size=9, max_new_tokens=5)
     first, second = (some.of_request(i, torch.device("cpu")) for i in range(2))
     assert first.watch is not None and first.watch is not second.watch
-    for plain in (SamplingParams(allowed_token_ids=[5]), SamplingParams(repetition_penalty=1.2, min_new_tokens=3)):
+    for other in (SamplingParams(suppress_tokens=[5]), SamplingParams(logit_bias={5: float("-inf")})):
+        assert other.watch is not None
+    for plain in (
+        SamplingParams(allowed_token_ids=[5]),
+        SamplingParams(repetition_penalty=1.2, min_new_tokens=3, logit_bias={5: -100.0}),
+    ):
         assert plain.watch is None and plain.of_request(0, torch.device("cpu")) is plain
     ended: list[Any] = answers(engine_with(3, False, RoundExtra()), [some] * 6)
     assert all(len(one.token_ids) == 5 and set(one.token_ids) <= {5, 6, 7} for one in ended)
