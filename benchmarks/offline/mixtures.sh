@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Mixtures of experts on one H200 in about 5 minutes: kernels of a hybrid's rounds, prompts beside the least time, and
+# Mixtures of experts on one H200 in about 9 minutes: kernels of a hybrid's rounds, prompts beside the least time, and
 # rounds of both shapes with the form before beside them. See setup.sh for CARRY and OUT. Arguments are a shape
 # of bench_mixtures and its weights, at full depth, alone, for the time of a start: `mixtures.sh gpt-oss-20b mxfp4`.
 . "$(dirname "$0")/setup.sh"
@@ -17,7 +17,7 @@ else
   ready next greedy sampled
   timeout 90 python3 -m benchmarks.bench_experts --out "$OUT/experts.jsonl"
   timeout 90 python3 -m benchmarks.bench_experts --shape qwen3-next-80b --out "$OUT/experts.jsonl"
-  go 90 next greedy sampled
+  go 150 next greedy sampled # 128 rows of 96 tokens with two forms take half of it
   cut -c1-300 "$OUT/experts.jsonl"
 fi
 [ ! -f "$OUT/mixtures.jsonl" ] || cut -c1-400 "$OUT/mixtures.jsonl"

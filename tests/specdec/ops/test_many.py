@@ -102,6 +102,7 @@ def test_nan_stays_nan_where_it_is_clamped(nan: slice, form: Any) -> None:
     assert found[own].isnan().all() and found[~own].isfinite().all()
 
 
+@pytest.mark.slow
 def test_what_launch_routed_hands_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales, biases and padding, where no tilings are given."""
     calls = []
