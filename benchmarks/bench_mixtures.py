@@ -47,7 +47,7 @@ PROMPT, FORMS = 512, ("grouped", "paired")
 def _as_before() -> Iterator[None]:
     """Engines that are made inside run mixtures as the commit before did; the compiler's cache knows them apart."""
     with (
-        patch.object(experts, "grouped_swiglu", lambda *_: None),
+        patch.object(experts, "_gating", lambda *_: None),
         patch.object(experts, "_is_plain_fp8", lambda _: False),
         patch.object(passes, "choose_at_once", lambda _: None),
         patch.object(passes.Rewriting, "uuid", lambda _: "benchmark-as-before"),

@@ -69,9 +69,8 @@ class HeldRoutes:
             ]
             tables.append(torch.cat(parts))
             # A buffer: sizes of other tensors are symbols, of each layer another, and it would be compiled by itself.
-            mixture.held_routes = (
-                torch.nn.Module().eval()
-            )  # of its own: a quantised layer's buffers are counted as weights
+            # In a module of its own: a quantised layer's buffers are counted as weights.
+            mixture.held_routes = torch.nn.Module().eval()
             mixture.held_routes.register_buffer("table", tables[-1], persistent=False)
             if isinstance(mixture, Mxfp4Experts):
                 mixture.__class__ = _HeldMxfp4

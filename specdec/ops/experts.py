@@ -40,14 +40,21 @@ MOST_GROUPED = 16_384
 def capturable_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The fastest form that needs nothing from the host; see `paired_experts` for the arguments.
 
-    Compiled code is specialised for either side of the limits, where there is one.
+    Compiled code is specialised for either side of the limit, where there is one.
     """
-    few = not experts.is_transposed or hidden.dtype == torch.float16 or index.shape[0] * index.shape[1] <= MOST_GROUPED
-    if few and (grouped := grouped_swiglu(experts, hidden, index, weights)) is not None:
-        return grouped
-    if hidden.dtype == torch.bfloat16 and index.shape[0] * index.shape[1] > MOST_PAIRS:
+    most = _most_pairs(experts, hidden.dtype)
+    if most is not None and index.shape[0] * index.shape[1] > most:
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden, index, weights)
-    return paired_experts(experts, hidden, index, weights)
+    grouped = grouped_swiglu(experts, hidden, index, weights)
+    return paired_experts(experts, hidden, index, weights) if grouped is None else grouped
+
+
+def _most_pairs(experts: Any, dtype: torch.dtype) -> int | None:
+    """Pairs beyond which transformers' grouped matmul is taken; None: there is no limit."""
+    grouped = _gating(experts) is not None
+    if dtype != torch.bfloat16 or (grouped and not experts.is_transposed):
+        return None
+    return MOST_GROUPED if grouped else MOST_PAIRS
 
 
 def grouped_swiglu(
@@ -130,10 +137,9 @@ def form_in_words(experts: Any) -> str:
         return "grouped, in FP8" if experts.has_gate and _is_plain_fp8(experts) else "pair by pair, in FP8"
     if experts.down_proj.dtype not in HALF:
         return "pair by pair"
-    grouped = _gating(experts) is not None
-    own, most = ("grouped", MOST_GROUPED) if grouped else ("pair by pair", MOST_PAIRS)
-    limited = experts.down_proj.dtype == torch.bfloat16 and (experts.is_transposed or not grouped)
-    return f"{own}; transformers' grouped_mm beyond {most:,} pairs" if limited else own
+    own = "pair by pair" if _gating(experts) is None else "grouped"
+    most = _most_pairs(experts, experts.down_proj.dtype)
+    return own if most is None else f"{own}; transformers' grouped_mm beyond {most:,} pairs"
 
 
 def mixtures(*roots: nn.Module) -> list[Any]:

@@ -16,19 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from specdec.ops.grouping_kernel import TILE, group_pairs
-from specdec.ops.mxfp4_kernel import KEEP_NAN, Gating, launch_dequantise
-
-
-@triton.jit
-def activated(gate, up, alpha, limit, CLAMPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """See `specdec.ops.routed.activated`."""
-    if CLAMPED:
-        gate = tl.minimum(gate, limit, KEEP_NAN)
-        up = tl.minimum(tl.maximum(up, -limit, KEEP_NAN), limit, KEEP_NAN)
-        found = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
-    else:
-        found = gate / (1.0 + tl.exp(-gate)) * up
-    return found
+from specdec.ops.mxfp4_kernel import Gating, activated, launch_dequantise
 
 
 @triton.jit
@@ -137,18 +125,19 @@ def better_by_many(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, p
     """Whether `launch_many` knows such matrices, and is the faster one for so many pairs.
 
     µs of Qwen3-30B-A3B's experts on an H200 at 1,024, 2,048 and 8,192 tokens: 354, 437 and 1,167; by tiles of
-    `specdec.ops.routed_kernel` 488, 614 and 2,450; each read once 284, all multiplied 99, 198 and 793. Numbers in MXFP4
+    `specdec.ops.routed_kernel` 410, 614 and 1,800; each read once 284, all multiplied 99, 198 and 793. Numbers in MXFP4
     are multiplied out into memory first, one matrix of all experts at a time: gpt-oss-20b's 1.0 GiB. So at 2,048 and
     8,192 tokens 1,326 and 3,077 µs; by tiles 1,690 and 5,967; gpt-oss-120b's would take 4 GiB, and are not.
     """
-    hopper = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] == 9
-    stacks = gate_up, down
-    if not hopper or not all(stack.is_contiguous() for stack in stacks):
+    packed, stacks = down.dtype == torch.uint8, (gate_up, down)
+    if pairs <= (_FROM_MXFP4 if packed else _FROM) * len(down) or not all(stack.is_contiguous() for stack in stacks):
         return False
-    if down.dtype == torch.uint8:
-        return pairs > _FROM_MXFP4 * len(down) and 4 * gate_up.numel() <= _MOST_MULTIPLIED_OUT
-    plain = all(s.dtype == x.dtype and s.shape[-1] % 8 == 0 and s.data_ptr() % 16 == 0 for s in stacks)
-    return plain and not gating.interleaved and pairs > _FROM * len(down)
+    if not x.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] != 9:
+        return False
+    if packed:
+        return 4 * gate_up.numel() <= _MOST_MULTIPLIED_OUT
+    aligned = all(s.dtype == x.dtype and s.shape[-1] % 8 == 0 and s.data_ptr() % 16 == 0 for s in stacks)
+    return aligned and not gating.interleaved
 
 
 def launch_many(

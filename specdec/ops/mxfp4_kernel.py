@@ -1,9 +1,10 @@
-"""Experts in MXFP4 for few tokens: a weight goes from memory through registers into the product. In Gluon, Triton's
-language of layouts; imported on CUDA only.
+"""Experts in MXFP4. For few tokens in Gluon, Triton's language of layouts: a weight goes from memory through registers
+into the product. For many all weights are multiplied out into memory. Imported on CUDA only.
 
-Where each number lies is chosen so that nothing is exchanged between threads, and no program waits for another warp.
-The sum of a product may take its columns in any order, so a thread unpacks what it has read (a block of 32 numbers of
-a row) into the places where the tensor core takes its columns from, and reads the same columns of x.
+In the kernel for few, where each number lies is chosen so that nothing is exchanged between threads, and no program
+waits for another warp. The sum of a product may take its columns in any order, so a thread unpacks what it has read (a
+block of 32 numbers of a row) into the places where the tensor core takes its columns from, and reads the same columns
+of x.
 
 The numbers are described in `specdec.ops.routed`. Source: NVIDIA's PTX ISA, "Matrix Fragments for mma.m16n8k16 with
 floating point type", for which numbers a thread holds.
@@ -33,8 +34,23 @@ class Gating:
 
 
 PLAIN = Gating()
-KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
+_KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
 """Of a minimum or a maximum, as torch's are."""
+
+
+@triton.jit
+def activated(gate, up, alpha, limit, CLAMPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """See `specdec.ops.routed.activated`."""
+    if CLAMPED:
+        gate = tl.minimum(gate, limit, _KEEP_NAN)
+        up = tl.minimum(tl.maximum(up, -limit, _KEEP_NAN), limit, _KEEP_NAN)
+        found = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+    else:
+        found = gate / (1.0 + tl.exp(-gate)) * up
+    return found
+
+
+_activated = gluon.jit(activated.fn)
 
 
 @gluon.jit
@@ -116,12 +132,7 @@ def _gated(acc, alpha, limit, CLAMPED: gl.constexpr, kind: gl.constexpr):  # typ
     PAIRS: gl.constexpr = acc.shape[1]
     both = gl.permute(gl.reshape(acc.to(kind).to(gl.float32), (ROWS // 16, 2, 8, PAIRS)), (0, 2, 3, 1))
     gate, up = gl.split(both)
-    if CLAMPED:
-        gate = gl.minimum(gate, limit, KEEP_NAN)
-        up = gl.minimum(gl.maximum(up, -limit, KEEP_NAN), limit, KEEP_NAN)
-        found = (up + 1.0) * (gate / (1.0 + gl.exp(-alpha * gate)))
-    else:
-        found = gate / (1.0 + gl.exp(-gate)) * up
+    found = _activated(gate, up, alpha, limit, CLAMPED)
     found = gl.permute(gl.reshape(found, (ROWS // 16, 2, 4, PAIRS)), (0, 2, 1, 3))
     return gl.reshape(found, (ROWS // 2, PAIRS))
 

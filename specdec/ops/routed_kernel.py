@@ -16,8 +16,8 @@ import triton.language as tl
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
 from specdec.ops.fp8_kernel import launch_quantise
 from specdec.ops.grouping_kernel import Groups, group_pairs
-from specdec.ops.many_kernel import activated, better_by_many, launch_many
-from specdec.ops.mxfp4_kernel import PLAIN, Gating, few_mxfp4, launch_few, unpacked
+from specdec.ops.many_kernel import better_by_many, launch_many
+from specdec.ops.mxfp4_kernel import PLAIN, Gating, activated, few_mxfp4, launch_few, unpacked
 
 
 @dataclass(frozen=True)
