@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from drafters.attend import Attend as Attend
 
@@ -15,6 +18,25 @@ if TYPE_CHECKING:
 FINAL_NORM = -1
 """Aux layer of the target's state after its final norm (what feeds lm_head). Other aux layers are numbers b >= 0:
 the residual stream after b decoder layers (0 = embeddings)."""
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a head must know of its target, whatever its family.
+
+    Attributes:
+        hidden_size, vocab_size, num_layers: Ht, V (width of the logits) and N.
+        embedding: [at least V, Ht] input embedding weight, on the target's device.
+        lm_head: [at least V, Ht] output weight (the same tensor when tied).
+        model_type: of its text configuration; "" where it is not known.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
+    model_type: str = ""
 
 
 @runtime_checkable
@@ -91,3 +113,29 @@ class HasInputConvention(Protocol):
         Raises:
             HeadLoadError: another convention predicts the target's tokens far better; the message names the option.
         """
+
+
+TrainedHead = TypeVar("TrainedHead", bound=Any)
+"""A draft head that is an nn.Module, of whatever family."""
+Save = Callable[[TrainedHead, Path], Path]
+"""Writes a head into a folder, in its loader's layout; returns the folder."""
+
+
+@dataclass(frozen=True)
+class Recipe(Generic[TrainedHead]):
+    """How a head of one family is trained for one target.
+
+    Attributes:
+        aux_layers: the target's states that it learns from, or FINAL_NORM alone.
+        settings: what was chosen about the head, by name.
+        start: the head to train; it is given a function V -> [V] int64, how often the target wrote each token.
+        finished: a trained head as an engine loads it. save: writes one.
+        initial: the trained head that training goes on from, or None.
+    """
+
+    aux_layers: tuple[int, ...]
+    settings: Mapping[str, Any]
+    start: Callable[[Callable[[int], torch.Tensor]], TrainedHead]
+    finished: Callable[[TrainedHead], Head]
+    save: Save[TrainedHead]
+    initial: TrainedHead | None = None

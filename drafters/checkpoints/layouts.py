@@ -6,8 +6,10 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from importlib.resources import files
+from pathlib import Path
 
 from drafters.checkpoints.config_fields import Config, lookup
+from drafters.checkpoints.tensor_files import locate, open_folder, read_json
 from drafters.errors import HeadLoadError
 
 PREFIXES = ("model.", "draft_model.", "module.")
@@ -69,6 +71,21 @@ def detect(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
         if any(marker in f".{name}" for name in shapes):
             return layout
     return _detect_eagle(config, shapes)
+
+
+def layout_of(path: str | Path) -> Layout:
+    """The family of a checkpoint, by config.json alone where that names it.
+
+    Raises:
+        HeadLoadError: the folder or hub model cannot be read.
+    """
+    # First, because some kinds keep their weights in files that open_folder does not know (Medusa: medusa_lm_head.pt).
+    by_config = detect_by_config(read_json(locate(path) / "config.json"))
+    if by_config is not None:
+        return by_config
+    folder = open_folder(path)
+    names = strip_prefixes(folder.tensors)
+    return detect(folder.config, {short: folder.tensors[full].shape for short, full in names.items()})
 
 
 def detect_by_config(config: Config) -> Layout | None:

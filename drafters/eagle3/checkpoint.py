@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from attention.errors import InvalidInputError
+from drafters.base import TargetFacts
 from drafters.checkpoints.config_fields import Field, HeadReport, check_tensors, lookup, unread_fields
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
 from drafters.checkpoints.tensor_files import CheckpointFolder, filled, locate, open_folder, read_json
@@ -30,25 +31,6 @@ _MAPS = ("d2t", "t2d")
 _NO_OVERRIDES = Eagle3Overrides()
 log = logging.getLogger(__name__)
 S = TypeVar("S")
-
-
-@dataclass(frozen=True)
-class TargetFacts:
-    """What a head must know of its target.
-
-    Attributes:
-        hidden_size, vocab_size, num_layers: Ht, V (width of the logits) and N.
-        embedding: [at least V, Ht] input embedding weight, on the target's device.
-        lm_head: [at least V, Ht] output weight (the same tensor when tied).
-        model_type: of its text configuration; "" where it is not known.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
-    embedding: torch.Tensor
-    lm_head: torch.Tensor
-    model_type: str = ""
 
 
 @dataclass(frozen=True)

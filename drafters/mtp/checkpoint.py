@@ -13,16 +13,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from drafters.checkpoints.config_fields import Field, HeadReport, by_presence, check_tensors, lookup
-from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
+from drafters.checkpoints.layouts import Layout, layout_of
 from drafters.checkpoints.tensor_files import CheckpointFolder, filled, open_folder
 from drafters.errors import HeadLoadError
 from drafters.mtp.convention import MtpConvention
-from drafters.mtp.families import (
+from drafters.mtp.formats import (
     DEEPSEEK,
     ERNIE,
-    FAMILIES,
+    FORMATS,
     SPECULATORS,
-    Family,
+    Format,
     as_modules_are_named,
     dequantise,
     mixers_of,
@@ -40,15 +40,6 @@ _SHARED = {
 _COMPARED_ROWS = 64
 
 
-def has_mtp(path: str | Path) -> bool:
-    """Whether a checkpoint folder (or hub model) holds modules of a family that `load_mtp` reads.
-
-    Raises:
-        HeadLoadError: the folder cannot be read.
-    """
-    return _family(open_folder(path)) is not None
-
-
 def load_mtp(
     path: str | Path,
     target: MtpTarget,
@@ -62,21 +53,21 @@ def load_mtp(
         path: a folder, or a model's name on the Hugging Face hub; one file or an index.
         target: the model that they draft for; its embedding and lm_head are shared, not copied.
         dtype, device: of the weights; block-fp8 weights are multiplied out first.
-        convention: the input convention, which no checkpoint records; default that of the family's reference code.
+        convention: the input convention, which no checkpoint records; default that of the format's reference code.
 
     Raises:
         HeadLoadError: there is no module, tensors are missing, unknown, of another shape or not finite, or the
             checkpoint brings another embedding or lm_head than the target's.
     """
     folder = open_folder(path)
-    family = _family_of(folder).of(target.config)
-    modules, how = _modules(folder, family, target.num_layers), convention or MtpConvention()
+    form = _format_of(folder).of(target.config)
+    modules, how = _modules(folder, form, target.num_layers), convention or MtpConvention()
     try:
         return tuple(
-            _load_module(folder, family, m, names, target, dtype, device, how) for m, names in enumerate(modules)
+            _load_module(folder, form, m, names, target, dtype, device, how) for m, names in enumerate(modules)
         )
     except HeadLoadError as error:
-        raise HeadLoadError(f"{folder.path}: {family.name} module: {error}") from error
+        raise HeadLoadError(f"{folder.path}: {form.name} module: {error}") from error
 
 
 def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention | None = None) -> HeadReport:
@@ -86,21 +77,21 @@ def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention 
         HeadLoadError: there is no module.
     """
     folder = open_folder(path)
-    family = _family_of(folder).of(target.config)
-    modules, how = _modules(folder, family, target.num_layers), convention or MtpConvention()
-    fields = [Field("num_modules", len(modules), f"{family.name} names of tensors in the checkpoint")]
+    form = _format_of(folder).of(target.config)
+    modules, how = _modules(folder, form, target.num_layers), convention or MtpConvention()
+    fields = [Field("num_modules", len(modules), f"{form.name} names of tensors in the checkpoint")]
     for m, names in enumerate(modules):
-        fields += _module_fields(folder, family, names, f"module {m}: " if len(modules) > 1 else "")
-    if family.numbered:
+        fields += _module_fields(folder, form, names, f"module {m}: " if len(modules) > 1 else "")
+    if form.numbered:
         fields.append(Field("blocks", ", ".join(mixers_of(target.config)), "config mtp_layers_block_type"))
     else:
         kinds = [attention_of(target.config, m) for m in range(len(modules))]
         fields.append(Field("attention", ", ".join(dict.fromkeys(kind for kind, _ in kinds)), kinds[0][1]))
-    first = {family.rename(rest) for rest in modules[0]}
-    by_family, option = f"{family.name} checkpoints are read so", "option mtp_concat"
-    order = "hidden_first" if how.hidden_first(family.hidden_first) else "embedding_first"
+    first = {form.rename(rest) for rest in modules[0]}
+    by_format, option = f"{form.name} checkpoints are read so", "option mtp_concat"
+    order = "hidden_first" if how.hidden_first(form.hidden_first) else "embedding_first"
     fields += [
-        Field("concat", order, by_family if how.concat == "auto" else option),
+        Field("concat", order, by_format if how.concat == "auto" else option),
         Field(
             "feedback", how.feedback, "default" if how.feedback == MtpConvention().feedback else "option mtp_feedback"
         ),
@@ -109,14 +100,14 @@ def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention 
         by_presence({}, "experts", "*.experts.*", any(".experts." in name for name in first)),
     ]
     sizes = (torch.Size(folder.tensors[full].shape).numel() for names in modules for full in names.values())
-    return HeadReport(folder.path, f"multi-token prediction, {family.name} names", tuple(fields), sum(sizes))
+    return HeadReport(folder.path, f"multi-token prediction, {form.name} names", tuple(fields), sum(sizes))
 
 
-def _module_fields(folder: CheckpointFolder, family: Family, names: Mapping[str, str], start: str) -> list[Field]:
+def _module_fields(folder: CheckpointFolder, form: Format, names: Mapping[str, str], start: str) -> list[Field]:
     """Where a module's tensors lie, and which of them are taken from the target instead."""
     own = {rest: full for rest, full in names.items() if rest not in _SHARED}
     files = sorted({folder.tensors[full].file.name for full in own.values()})
-    projection = next((full for rest, full in names.items() if family.rename(rest) == "eh_proj.weight"), "absent")
+    projection = next((full for rest, full in names.items() if form.rename(rest) == "eh_proj.weight"), "absent")
     copies = [full for rest, full in names.items() if rest in _SHARED]
     shared = f"the file's {', '.join(copies)} must equal them" if copies else "the checkpoint brings none of its own"
     return [
@@ -133,7 +124,7 @@ def _start(names: Mapping[str, str]) -> str:
 
 
 def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:
-    """Patterns that find (re.search) the names of module tensors, of any family, and no others of a target.
+    """Patterns that find (re.search) the names of module tensors, in any format, and no others of a target.
 
     Args:
         num_layers: N of the target; num_modules: how many its configuration has.
@@ -190,23 +181,14 @@ def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
     return folder
 
 
-def _family(folder: CheckpointFolder) -> Family | None:
+def _format_of(folder: CheckpointFolder) -> Format:
+    """The format of a checkpoint's modules. Raises HeadLoadError: there is none, or one that is not read."""
     if lookup(folder.config, "speculators_model_type") == "mtp":
         return SPECULATORS
-    return FAMILIES.get(_layout(folder))
-
-
-def _layout(folder: CheckpointFolder) -> Layout:
-    names = strip_prefixes(folder.tensors)
-    return detect(folder.config, {short: folder.tensors[full].shape for short, full in names.items()})
-
-
-def _family_of(folder: CheckpointFolder) -> Family:
-    """The family of a checkpoint's modules. Raises HeadLoadError: there is none, or one that is not read."""
-    family = _family(folder)
-    if family is not None:
-        return family
-    if _layout(folder) is Layout.MTP_OTHER:
+    layout = layout_of(folder.path)
+    if layout in FORMATS:
+        return FORMATS[layout]
+    if layout is Layout.MTP_OTHER:
         named = [name for name in sorted(folder.tensors) if "mtp" in name]
         raise HeadLoadError(
             f"{folder.path}: {Layout.MTP_OTHER.value} is not supported; its tensors are {', '.join(named[:3])}, …"
@@ -217,21 +199,21 @@ def _family_of(folder: CheckpointFolder) -> Family:
     )
 
 
-def _modules(folder: CheckpointFolder, family: Family, num_layers: int) -> list[dict[str, str]]:
+def _modules(folder: CheckpointFolder, form: Format, num_layers: int) -> list[dict[str, str]]:
     """Of every module, in order: its tensors' names inside it -> names in the files."""
     found: dict[int, dict[str, str]] = {}
     for full in folder.tensors:
-        match = re.fullmatch(family.place, full)
+        match = re.fullmatch(form.place, full)
         if match is not None:
             groups = match.groupdict()
-            module, block = divmod(int(groups.get("k", 0)), family.blocks)
-            start = f"{block}." if family.numbered else f"{groups['part']}." if "part" in groups else ""
+            module, block = divmod(int(groups.get("k", 0)), form.blocks)
+            start = f"{block}." if form.numbered else f"{groups['part']}." if "part" in groups else ""
             found.setdefault(module, {})[start + groups["rest"]] = full
-    first = num_layers if family is DEEPSEEK else 0
+    first = num_layers if form is DEEPSEEK else 0
     numbers = [k for k in sorted(found) if k >= first]
     if numbers != list(range(first, first + len(numbers))) or not numbers:
         raise HeadLoadError(
-            f"{folder.path}: a target of {num_layers} layers has its {family.name} modules at {first}, {first + 1}, …; "
+            f"{folder.path}: a target of {num_layers} layers has its {form.name} modules at {first}, {first + 1}, …; "
             f"the checkpoint has {numbers or sorted(found)}"
         )
     counted = lookup(folder.config, "num_nextn_predict_layers") or 0
@@ -245,7 +227,7 @@ def _modules(folder: CheckpointFolder, family: Family, num_layers: int) -> list[
 
 def _load_module(
     folder: CheckpointFolder,
-    family: Family,
+    form: Format,
     module: int,
     names: Mapping[str, str],
     target: MtpTarget,
@@ -257,13 +239,13 @@ def _load_module(
     for rest, full in shared.items():
         _check_shared(folder, full, getattr(target, _SHARED[rest]), _SHARED[rest])
     stored = folder.load(full for rest, full in names.items() if rest not in shared)
-    weights = {family.rename(rest): stored[full] for rest, full in names.items() if rest not in shared}
+    weights = {form.rename(rest): stored[full] for rest, full in names.items() if rest not in shared}
     weights = as_modules_are_named(weights, target.config.model_type)
     rows, columns = lookup(folder.config, "quantization_config.weight_block_size") or (128, 128)
     weights = stack_experts(dequantise(weights, (int(rows), int(columns))))
-    mixers = mixers_of(target.config) if family.numbered else ()
+    mixers = mixers_of(target.config) if form.numbered else ()
     attention = "full_attention" if mixers else attention_of(target.config, module)[0]
-    head = MtpHead(_spec(family, weights, convention, mixers, attention), target, torch.device("meta"))
+    head = MtpHead(_spec(form, weights, convention, mixers, attention), target, torch.device("meta"))
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     check_tensors({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected)
     cast = {name: t.to(device, _dtype_of(name, dtype)) for name, t in weights.items()}
@@ -271,15 +253,15 @@ def _load_module(
 
 
 def _spec(
-    family: Family,
+    form: Format,
     weights: Mapping[str, torch.Tensor],
     convention: MtpConvention,
     mixers: tuple[str, ...],
     attention: str,
 ) -> MtpSpec:
     return MtpSpec(
-        hidden_first=convention.hidden_first(family.hidden_first),
-        final_norm="norm.weight" in weights or family is not ERNIE,
+        hidden_first=convention.hidden_first(form.hidden_first),
+        final_norm="norm.weight" in weights or form is not ERNIE,
         feedback=convention.feedback,
         projection_bias="eh_proj.bias" in weights,
         experts=any(".experts." in name for name in weights),

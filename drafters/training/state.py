@@ -7,24 +7,19 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import torch
 from rich.console import Console
 
 from attention.errors import InvalidInputError
-from drafters.eagle3.head import Eagle3Head
+from drafters.base import Save, TrainedHead
 from drafters.errors import RunFolderError, TrainingDivergedError
-from drafters.mtp.head import MtpHead
 from drafters.training.files import damage, whole_folder, write_file
 from drafters.training.train_config import TrainConfig
-
-TrainedHead = TypeVar("TrainedHead", Eagle3Head, MtpHead)
-Save = Callable[[TrainedHead, Path], Path]
-"""Writes a head into a folder, in its loader's layout; returns the folder."""
 
 FREE_SETTINGS = ("log_every", "keep_checkpoints", "checkpoint_every")
 """Settings that may differ between a run and its continuation: they do not change the result."""

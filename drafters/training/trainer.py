@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import get_cosine_schedule_with_warmup
 
+from drafters.base import Save, TrainedHead
 from drafters.errors import TrainingDivergedError
 from drafters.training.data import AnswerSet
 from drafters.training.files import whole_folder
@@ -22,8 +23,6 @@ from drafters.training.state import (
     Learner,
     Measurement,
     Run,
-    Save,
-    TrainedHead,
     checkpoints,
     keep_evaluation,
     kept_evaluation,

@@ -176,24 +176,16 @@ def _sharing(head: Eagle3Head, named: str | None, embedding: torch.Tensor | None
 
 def _eagle_head(head: str, target: str | None) -> str:
     """The head's folder or hub name, "auto" resolved; a multi-token-prediction module is refused."""
-    from drafters.checkpoints.layouts import Layout
-    from drafters.eagle3.checkpoint import check_kind, open_head
-    from drafters.mtp.checkpoint import has_mtp
+    from drafters.families import family_of
     from specdec.loading.builtin import AUTO_HEAD
-    from specdec.loading.heads import MTP_HEAD, resolve_head
+    from specdec.loading.heads import IN_TARGET, resolve_head
 
-    if head in (AUTO_HEAD, MTP_HEAD) and target is None:
+    if head in (AUTO_HEAD, *IN_TARGET) and target is None:
         raise InvalidInputError(f"HEAD {head!r} belongs to a target: give --target")
-    path = None if head == MTP_HEAD else resolve_head(head, target)
-    if path is None or has_mtp(check_kind(path)):
-        raise InvalidInputError(
-            f"{head}: a multi-token-prediction module has no layout of its own: vLLM and SGLang read it "
-            "from the target's checkpoint; HEAD must be an EAGLE-3 head"
-        )
-    if open_head(path).layout is Layout.EAGLE1:
-        raise InvalidInputError(
-            f"{head}: it is an EAGLE-1 or EAGLE-2 head, which neither layout holds; give an EAGLE-3 head"
-        )
+    path = head if head in IN_TARGET else resolve_head(head, target)
+    family = IN_TARGET.get(head) or family_of(path)
+    if (problem := family.code().not_exportable(path)) is not None:
+        raise InvalidInputError(f"{head}: {problem}")
     return path
 
 

@@ -70,12 +70,12 @@ def inspect(
 
 def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
     """The target to inspect a head with, or None and why there is none."""
-    from specdec.loading.builtin import resolve
-    from specdec.loading.heads import is_available, target_of_head
+    from specdec.loading.builtin import AUTO_HEAD, resolve
+    from specdec.loading.heads import IN_TARGET, is_available, target_of_head
 
     if given is not None:
         return given, ""
-    if head in ("auto", "mtp"):
+    if head in (AUTO_HEAD, *IN_TARGET):
         raise InvalidInputError(f"HEAD {head!r} belongs to a target: give --target")
     named = target_of_head(resolve(head))
     if named is None:
@@ -87,16 +87,12 @@ def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
 
 def _described(head: str, load: LoadOptions) -> HeadReport:
     """A head without a target: what its own files say."""
-    from drafters.eagle import describe_eagle
-    from drafters.eagle3.checkpoint import target_of_files
-    from drafters.eagle3.overrides import Eagle3Overrides
-    from drafters.mtp.checkpoint import has_mtp
+    from drafters.families import family_of
     from specdec.loading.builtin import resolve
+    from specdec.loading.heads import reading_options
 
-    path, overrides = resolve(head), Eagle3Overrides.of(load.head_overrides or {})
-    if has_mtp(path):
-        raise InvalidInputError(f"{head}: a multi-token-prediction module is read with its target: give --target")
-    return describe_eagle(path, target_of_files(path, overrides), overrides)
+    path = resolve(head)
+    return family_of(path).code().describe_head(path, reading_options(load))
 
 
 def _depends(report: HeadReport) -> str:

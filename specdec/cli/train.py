@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from drafters.mtp.convention import Concat, Feedback
-    from drafters.training.train_config import TrainConfig
-    from specdec.model import SpeculativeModel
     from specdec.training.run import TrainingPlan
     from specdec.training.run_folder import Questions, Setting
 
-    MakePlan = Callable[[SpeculativeModel, TrainConfig, int], TrainingPlan[Any]]
 
 _MODEL_HELP = "Target: built-in name, folder or hub name."
 _DATA = (
@@ -98,12 +95,8 @@ def train() -> None:
 @added(_RUN)
 def eagle3(**options: Any) -> None:
     """Train an EAGLE-3 head; the result is OUTPUT/head, in the layout that other engines read too."""
-    from specdec.training.run import HeadShape, plan_eagle3
-
-    shape = HeadShape(
-        options["draft_vocab_size"], options["intermediate_size"], _aux_layers(options["aux_layers"], options["taps"])
-    )
-    _run(options, lambda model, config, held_out: plan_eagle3(model, shape, config, held_out))
+    shape = {name: options[name] for name in ("draft_vocab_size", "intermediate_size")}
+    _run(options, "eagle3", {**shape, "aux_layers": _aux_layers(options["aux_layers"], options["taps"])})
 
 
 @train.command(epilog=examples("specdec train mtp --data questions.jsonl --output run --steps 200 --ttt-steps 3"))
@@ -122,23 +115,22 @@ def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **option
     Its checkpoint reads [embedding, hidden]; what is fed back it does not say: draft with the same --mtp-feedback.
     """
     from drafters.checkpoints.tensor_files import locate
-    from drafters.mtp.convention import MtpConvention
-    from specdec.training.run import plan_mtp
+    from specdec.loading.builtin import resolve
 
     source, revision = module or options["model"], options["revision"]
     if module is None and revision is not None:
         source = str(locate(source, revision))
-    convention = MtpConvention(mtp_concat, mtp_feedback)
-    _run(options, lambda model, config, held_out: plan_mtp(model, source, convention, config, held_out))
+    _run(options, "mtp", {"module": resolve(source), "mtp_concat": mtp_concat, "mtp_feedback": mtp_feedback})
 
 
-def _run(options: dict[str, Any], make_plan: MakePlan) -> None:
+def _run(options: dict[str, Any], family: str, chosen: dict[str, Any]) -> None:
     """Let the target answer, then train; whatever can be found wrong is found before the target answers."""
     from rich.console import Console
 
     from drafters.training.data import read_questions
     from drafters.training.train_config import TrainConfig
     from specdec.model import SpeculativeModel
+    from specdec.training.run import plan_training
     from specdec.training.run_folder import AnswerLimits, answer_prepared, check_writable, prepare_questions
 
     limits = AnswerLimits(options["max_new_tokens"], options["max_length"])
@@ -155,7 +147,7 @@ def _run(options: dict[str, Any], make_plan: MakePlan) -> None:
             for each in questions:
                 answer_prepared(model, each, output, console)
             return
-        _train(options, make_plan(model, config, options["held_out"]), questions, console)
+        _train(options, plan_training(model, family, chosen, config, options["held_out"]), questions, console)
     except KeyboardInterrupt:
         click.echo(f"\ninterrupted; {_kept(output)}; the same command goes on from there", err=True)
         raise click.exceptions.Exit(_INTERRUPTED) from None

@@ -14,21 +14,16 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig
 
 from attention.hf.weights import dense_weight
-from drafters.base import Head
-from drafters.checkpoints.config_fields import UNKNOWN, HeadReport
+from drafters.base import Head, TargetFacts
+from drafters.checkpoints.config_fields import UNKNOWN, HeadReport, Reported
 from drafters.checkpoints.tensor_files import CheckpointFolder, is_hub_name, locate, open_folder
-from drafters.eagle import load_eagle, target_of
-from drafters.eagle3.checkpoint import TargetFacts, check_kind
-from drafters.eagle3.overrides import Eagle3Overrides
-from drafters.mtp.checkpoint import describe_mtp, has_mtp, load_mtp
-from drafters.mtp.convention import MtpConvention
-from drafters.mtp.head import MtpStack
-from drafters.mtp.spec import mtp_target
+from drafters.families import FAMILIES, check_options, family_of
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.loading.builtin import AUTO_HEAD, BUILTIN_HEADS, builtin_name, misspelt, resolve
 from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
 from specdec.loading.load_errors import loading_named
 from specdec.loading.objects import check_head_place, check_head_type
+from specdec.options import LoadOptions
 from specdec.user_warnings import warn_user
 from specdec.values import short
 from specdec.wrapped.probing import TargetProbe
@@ -99,10 +94,7 @@ def target_of_head(head: str | Path) -> str | None:
     for target, own in BUILTIN_HEADS.items():
         if built_in == own:
             return target
-    path = locate(head)
-    if has_mtp(path):
-        return str(head) if (path / "tokenizer_config.json").exists() else None
-    return target_of(path)
+    return family_of(head).code().target_of(head)
 
 
 def is_available(target: str) -> bool:
@@ -112,11 +104,9 @@ def is_available(target: str) -> bool:
     return is_hub_name(target) and isinstance(try_to_load_from_cache(target, "config.json"), str)
 
 
-MTP_HEAD, LOOKUP = "mtp", "lookup"
-_NO_EAGLE = (
-    "they are read with an EAGLE head's configuration, and this is a multi-token-prediction module, for which "
-    "mtp_concat and mtp_feedback say how it is read"
-)
+LOOKUP = "lookup"
+IN_TARGET = {family.in_target: family for family in FAMILIES.values() if family.in_target is not None}
+"""Families whose heads lie in a target's own checkpoint, by what `draft` says then."""
 
 
 def split_draft(draft: Any) -> tuple[Any, bool]:
@@ -194,48 +184,52 @@ def _shared(module: Any, what: str, model: Any) -> torch.Tensor:
     return weight
 
 
+def reading_options(options: LoadOptions) -> dict[str, Any]:
+    """The load options that say how a head's files are read, of any family, where they differ from their defaults."""
+    default = LoadOptions()
+    values = {name: getattr(options, name) for family in FAMILIES.values() for name in family.options}
+    return {name: value for name, value in values.items() if value and value != getattr(default, name)}
+
+
 def load_head(
     draft: str | Path | Head,
     target_name: str | Checkpoint | None,
     probed: TargetProbe,
-    convention: MtpConvention | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Head:
     """Load a draft head for a probed target, in the target's dtype and on its device.
 
     Args:
         draft: folder or hub name of a head, "auto", or "mtp" for the target checkpoint's own multi-token-prediction
             module; a loaded head is taken as it is, if it fits.
-        convention: input convention of a multi-token-prediction module; default that of its family's reference code.
-        overrides: of an EAGLE head's configuration, see `drafters.eagle3.overrides.Eagle3Overrides.of`.
+        options: load options that say how the files are read (`drafters.families.Family.options`), where they differ
+            from their defaults.
 
     Raises:
-        HeadLoadError, HeadMismatchError: see `drafters.eagle.load_eagle` and `drafters.mtp.checkpoint`;
-            overrides of a head that is none of EAGLE.
-        InvalidInputError: no head, or an input convention for a head that is no such module or is loaded already.
+        HeadLoadError, HeadMismatchError: see the family's `load_head`.
+        InvalidInputError: no head, or an option for a head of another family or one that is loaded already.
     """
     check_head_type(draft)
-    how = convention or MtpConvention()
+    given = options or {}
     if not isinstance(draft, (str, Path)):
-        _check_no_convention(how, "the head is loaded already")
-        _check_no_overrides(overrides, "the head is loaded already")
+        check_options(given, None, "the head is loaded already")
         check_head_place(draft, probed.model)
         _check_fits(draft, probed)
         return draft
     target = Checkpoint(target_name, resolve(target_name)) if isinstance(target_name, str) else target_name
-    if str(draft) == MTP_HEAD:
-        if target is None:
-            raise HeadLoadError("draft='mtp' reads the target's checkpoint, but this model has no name; give a folder")
-        _check_no_overrides(overrides, _NO_EAGLE)
-        return _load_mtp_head(locate(target.path, target.revision), probed, how)
-    path, model = check_kind(resolve_head(draft, None if target is None else target.name)), probed.model
-    if has_mtp(path):
-        _check_no_overrides(overrides, _NO_EAGLE)
-        return _load_mtp_head(path, probed, how)
-    _check_no_convention(how, f"{path} has no multi-token-prediction module")
-    chosen = Eagle3Overrides.of(overrides or {})
-    head = load_eagle(path, target_facts(probed), model.dtype, model.device, chosen)
-    _warn_of_unknown_keys(head.checkpoint_report)
+    family = IN_TARGET.get(str(draft))
+    if family is None:
+        path: str | Path = resolve_head(draft, None if target is None else target.name)
+        family = family_of(path)
+    elif target is None:
+        raise HeadLoadError(
+            f"draft={str(draft)!r} reads the target's checkpoint, but this model has no name; give a folder"
+        )
+    else:
+        path = locate(target.path, target.revision)
+    check_options(given, family)
+    head = family.code().load_head(locate(path), probed.model, lambda: target_facts(probed), given)
+    _warn_of_unknown_keys(head.checkpoint_report if isinstance(head, Reported) else None)
     return head
 
 
@@ -247,37 +241,6 @@ def _warn_of_unknown_keys(report: HeadReport | None) -> None:
             f"{unknown.value}. If one of them is of what the head computes, few drafts will be accepted: "
             "`specdec inspect HEAD --target TARGET` measures it"
         )
-
-
-def check_without_head(convention: MtpConvention, overrides: Mapping[str, Any] | None) -> None:
-    """Check that no option of reading a head is given without one.
-
-    Raises:
-        InvalidInputError: one is.
-    """
-    _check_no_convention(convention, "there is no draft head")
-    _check_no_overrides(overrides, "there is no draft head")
-
-
-def _check_no_overrides(overrides: Mapping[str, Any] | None, reason: str) -> None:
-    if overrides:
-        raise InvalidInputError(f"head_overrides={short(dict(overrides))}: {reason}; leave them out")
-
-
-def _check_no_convention(convention: MtpConvention, reason: str) -> None:
-    if convention != MtpConvention():
-        raise InvalidInputError(
-            f"mtp_concat={convention.concat!r}, mtp_feedback={convention.feedback!r} say how a "
-            f"multi-token-prediction module is read from a checkpoint, but {reason}; leave them out"
-        )
-
-
-def _load_mtp_head(path: str | Path, probed: TargetProbe, convention: MtpConvention) -> Head:
-    model = probed.model
-    modules = load_mtp(path, mtp_target(model), model.dtype, model.device, convention)
-    head = modules[0] if len(modules) == 1 else MtpStack(modules)
-    head.checkpoint_report = describe_mtp(path, mtp_target(model), convention)
-    return head
 
 
 def _check_fits(head: Head, probed: TargetProbe) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from huggingface_hub import try_to_load_from_cache
 
 from drafters.checkpoints.tensor_files import is_hub_name, looks_local, what_else
-from drafters.eagle3.formats import target_named_by
+from drafters.families import FAMILIES
 from specdec.errors import HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.loading.builtin import AUTO_HEAD, resolve
 from specdec.loading.checkpoint import object_in
@@ -63,7 +63,8 @@ def pair_of(target: Any, draft: Any, revision: str | None = None) -> Pair:
     given = draft is not None and not (isinstance(draft, (str, Path)) and str(draft) == AUTO_HEAD)
     if given or not isinstance(target, (str, Path)):
         return Pair(target, draft)
-    named = target_named_by(_config_of(resolve(target)))
+    config = _config_of(resolve(target))
+    named = next(filter(None, (family.code().named_target(config) for family in FAMILIES.values())), None)
     if named is None:
         return Pair(target, draft)
     if revision is not None:

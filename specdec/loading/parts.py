@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from attention.backends.base import AttentionBackend, GraphBackend
 from drafters.base import Head
-from drafters.mtp.convention import MtpConvention
+from drafters.families import check_options
 from specdec.config import EngineConfig
 from specdec.grammars.masks import GrammarMasks
 from specdec.loading.assembly import Parts, choose_cascade, choose_prefix_caching
@@ -28,7 +28,7 @@ from specdec.loading.backends import (
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.draft_vocabulary import check_draft_vocab, draft_on, read_draft_vocab
 from specdec.loading.groups import Division, Rows, TokenBytes, divide_cache, token_bytes
-from specdec.loading.heads import check_without_head, load_head, split_draft
+from specdec.loading.heads import load_head, reading_options, split_draft
 from specdec.loading.kv_scales import chosen_scales
 from specdec.loading.memory import check_counts, check_page_size, check_sizes_fit, check_tables_fit, scores_bytes
 from specdec.loading.objects import check_head_type
@@ -66,9 +66,9 @@ def load_parts(
         check_head_type(draft)
     opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, group))
     (model, checkpoint), draft = opened, pair.draft
-    convention = MtpConvention(options.mtp_concat, options.mtp_feedback)
+    reading = reading_options(options)
     if draft is None:
-        check_without_head(convention, options.head_overrides)
+        check_options(reading, None, "there is no draft head")
     if not isinstance(draft, (str, Path)):
         reason = "there is no draft head" if draft is None else "the head is loaded already (it has `draft_on`)"
         check_draft_vocab(draft_vocab, reason)
@@ -80,7 +80,7 @@ def load_parts(
     warn_of_another_vocabulary(tokenizer, probed.vocab_size)
     log.info("loading the head")
     with pair.explained():
-        head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
+        head = None if draft is None else load_head(draft, checkpoint, probed, reading)
     if head is not None and draft_vocab is not None:
         draft_on(head, draft_vocab, probed, tokenizer, group)
     parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup)

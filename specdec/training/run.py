@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from math import gcd
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Generic
 
 import torch
 from rich.console import Console
 
-from drafters.base import FINAL_NORM, Head
-from drafters.eagle3.checkpoint import fresh_eagle3, save_eagle3
-from drafters.eagle3.head import Eagle3Head
-from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
-from drafters.mtp.checkpoint import deepseek_tensors, load_mtp, save_mtp
-from drafters.mtp.convention import MtpConvention
-from drafters.mtp.head import MtpHead
-from drafters.mtp.spec import mtp_target
-from drafters.rope import RopeSpec
+from drafters.base import FINAL_NORM, Head, Recipe, TrainedHead
+from drafters.families import FAMILIES
 from drafters.training.data import AnswerSet
 from drafters.training.objective import Features
-from drafters.training.state import FREE_SETTINGS, Save, TrainedHead
+from drafters.training.state import FREE_SETTINGS
 from drafters.training.train_config import TrainConfig
 from drafters.training.trainer import TrainingData, TrainResult, train
-from specdec.errors import HeadLoadError, InvalidInputError
+from specdec.errors import InvalidInputError
 from specdec.interrupts import interrupts_as_they_are
-from specdec.loading.builtin import resolve
 from specdec.loading.heads import target_facts
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
@@ -51,18 +39,15 @@ class TrainingPlan(Generic[TrainedHead]):
 
     Attributes:
         held_out: answers that only measure. settings: what decides the result, besides the answers.
-        start: the answers to learn from -> the head to train. features: the target's states and logits of a batch.
-        finished: the trained head as an engine loads it. save: writes a head in the layout of its family.
+        recipe: of the head. features: the target's states and logits of a batch.
     """
 
     model: SpeculativeModel
     config: TrainConfig
     held_out: int
     settings: Mapping[str, Setting]
-    start: Callable[[AnswerSet], TrainedHead]
+    recipe: Recipe[TrainedHead]
     features: Features
-    finished: Callable[[TrainedHead], Head]
-    save: Save[TrainedHead]
 
     def check_questions(self, questions: Sequence[Questions]) -> None:
         """Raises InvalidInputError when too few questions can be used, or none for as many drafts as are trained."""
@@ -109,10 +94,10 @@ class TrainingPlan(Generic[TrainedHead]):
                 f"{self.config.ttt_steps + 1}"
             )
         data = TrainingData(training, measured)
-        evaluate = _evaluation(self.model, measured, self.config.ttt_steps, self.finished)
+        evaluate = _evaluation(self.model, measured, self.config.ttt_steps, self.recipe.finished)
         with locked(output):
-            head = self.start(training)
-            return train(self.config, head, data, self.features, evaluate, output, console, save=self.save)
+            head, save = self.recipe.start(training.token_counts), self.recipe.save
+            return train(self.config, head, data, self.features, evaluate, output, console, save=save)
 
 
 def common_settings(model: SpeculativeModel, family: str, config: TrainConfig, held_out: int) -> dict[str, Setting]:
@@ -158,117 +143,35 @@ def _evaluation(
     return evaluate
 
 
-@dataclass(frozen=True)
-class HeadShape:
-    """What is free to choose about a new EAGLE-3 head; the rest follows from its target, as does what is None here.
+def plan_training(
+    model: SpeculativeModel, family: str, options: Mapping[str, Any], config: TrainConfig, held_out: int
+) -> TrainingPlan[Any]:
+    """Check everything about training a head that can be known before there are answers.
 
-    Attributes:
-        draft_vocab_size: Vd, None for the target's whole vocabulary.
-        intermediate_size: of the MLP, None for the target's own.
-        aux_layers: None for the usual (2, N//2, N-3).
-    """
-
-    draft_vocab_size: int | None = None
-    intermediate_size: int | None = None
-    aux_layers: tuple[int, ...] | None = None
-
-
-def eagle3_spec(model: SpeculativeModel, shape: HeadShape) -> Eagle3Spec:
-    """The spec of a new head for a target: heads, head dim, rope base and eps as the target has them.
-
-    A target without attention (Mamba) gives none of these: the head has heads of up to 128 and an MLP of four times its
-    width then, and positions up to the model's longest sequence.
-    """
-    config = model.hf_model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    hidden = config.hidden_size
-    heads, kv_heads, head_dim = _attention_shape(config)
-    longest = getattr(config, "max_position_embeddings", None) or model.config.max_model_len
-    return Eagle3Spec(
-        hidden_size=hidden,
-        target_hidden_size=hidden,
-        intermediate_size=shape.intermediate_size or getattr(config, "intermediate_size", None) or 4 * hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=model.target.vocab_size,
-        draft_vocab_size=shape.draft_vocab_size or model.target.vocab_size,
-        aux_layers=shape.aux_layers or default_aux_layers(config.num_hidden_layers),
-        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
-        rope=RopeSpec(theta=float(rope.get("rope_theta", 10000.0)), max_positions=longest),
-    )
-
-
-def _attention_shape(config: Any) -> tuple[int, int, int]:
-    """Query heads, KV heads and head dim of a new head; a Mamba's head_dim is that of its states."""
-    heads: int | None = getattr(config, "num_attention_heads", None)
-    if heads is None:
-        head_dim = gcd(config.hidden_size, 128)
-        return config.hidden_size // head_dim, config.hidden_size // head_dim, head_dim
-    return (
-        heads,
-        getattr(config, "num_key_value_heads", heads),
-        getattr(config, "head_dim", None) or config.hidden_size // heads,
-    )
-
-
-def plan_eagle3(
-    model: SpeculativeModel, shape: HeadShape, config: TrainConfig, held_out: int
-) -> TrainingPlan[Eagle3Head]:
-    """Check everything about a new EAGLE-3 head that can be known before there are answers.
+    Args:
+        family: one of `drafters.families.FAMILIES`. options: see the `recipe` of its code.
 
     Raises:
         InvalidInputError: the model has a head already, or cannot have one of this shape.
-        HeadLoadError: the target has no output embedding.
+        HeadLoadError: the target has no output embedding, or the head to go on from cannot be read or saved.
     """
     _check_alone(model)
-    spec = eagle3_spec(model, shape)
-    facts = target_facts(probe_target(model.hf_model))
-    features = target_features(model, spec.aux_layers)
-    settings = common_settings(model, "eagle3", config, held_out)
-    for name in ("draft_vocab_size", "intermediate_size"):
-        settings[name] = Setting(getattr(spec, name))
-    settings["aux_layers"] = Setting(spec.aux_layers)
-
-    def start(training: AnswerSet) -> Eagle3Head:
-        return fresh_eagle3(spec, facts, training.token_counts(spec.vocab_size), config.seed)
-
-    def finished(head: Eagle3Head) -> Head:
-        return copy.deepcopy(head).to(model.dtype).eval()
-
-    return TrainingPlan(model, config, held_out, settings, start, features, finished, save_eagle3)
-
-
-def plan_mtp(
-    model: SpeculativeModel, module: str | Path, convention: MtpConvention, config: TrainConfig, held_out: int
-) -> TrainingPlan[MtpHead]:
-    """Load a multi-token-prediction module and check that it can be trained on its own outputs and saved.
-
-    Released modules were trained for one draft; reused for more, they read their own states, which they never saw.
-
-    Raises:
-        InvalidInputError: the model has a head already.
-        HeadLoadError: see `drafters.mtp.checkpoint.load_mtp`; more than one module, or one that cannot be saved.
-    """
-    _check_alone(model)
-    target = mtp_target(model.hf_model)
-    modules = load_mtp(resolve(module), target, torch.float32, model.device, convention)
-    if len(modules) > 1:
-        raise HeadLoadError(f"{module} has {len(modules)} multi-token-prediction modules; one can be trained")
-    head = modules[0]
-    deepseek_tensors(head, target.num_layers)  # raises before anything is trained
-    self_test_head(head, model.hf_model, model.tokenizer, config.ttt_steps)
-    settings = common_settings(model, "mtp", config, held_out)
-    settings["module"] = Setting(weights_fingerprint(head), str(module))
-    settings["mtp_concat"], settings["mtp_feedback"] = Setting(convention.concat), Setting(convention.feedback)
-
-    def finished(trained: MtpHead) -> Head:
-        with TemporaryDirectory() as folder:
-            own = MtpConvention(feedback=convention.feedback)
-            return load_mtp(save_mtp(trained, folder, target), target, model.dtype, model.device, own)[0]
-
-    save, features = partial(save_mtp, target=target), final_features(model)
-    return TrainingPlan(model, config, held_out, settings, lambda training: head, features, finished, save)
+    hf_model = model.hf_model
+    recipe = (
+        FAMILIES[family]
+        .code()
+        .recipe(
+            hf_model, lambda: target_facts(probe_target(hf_model)), model.config.max_model_len, config.seed, options
+        )
+    )
+    settings = common_settings(model, family, config, held_out)
+    if recipe.initial is not None:
+        self_test_head(recipe.initial, hf_model, model.tokenizer, config.ttt_steps)
+        settings["module"] = Setting(weights_fingerprint(recipe.initial), str(options["module"]))
+    settings |= {name: Setting(value) for name, value in recipe.settings.items()}
+    last = recipe.aux_layers == (FINAL_NORM,)
+    features = final_features(model) if last else target_features(model, recipe.aux_layers)
+    return TrainingPlan(model, config, held_out, settings, recipe, features)
 
 
 def _check_alone(model: SpeculativeModel) -> None:

@@ -11,7 +11,7 @@ from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM, 
 
 from benchmarks.sweep_configs import named_cases
 from benchmarks.sweep_models import build
-from drafters.eagle import Eagle1Head, Eagle1Spec
+from drafters.eagle3.eagle1 import Eagle1Head, Eagle1Spec
 from drafters.oracle import oracle_drafts
 from specdec import SamplingParams, UnsupportedModelError
 from specdec.selftest.selftest import read_text

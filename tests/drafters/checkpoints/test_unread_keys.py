@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.base import TargetFacts
 from drafters.checkpoints.config_fields import UNKNOWN
-from drafters.eagle3.checkpoint import TargetFacts, describe_eagle3
+from drafters.eagle3.checkpoint import describe_eagle3
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.errors import HeadLoadError
 from tests.head_layouts import LAYERS, Layout, specforge, speculators_llama, target

@@ -13,8 +13,8 @@ import torch
 from fakes import eagle3_spec
 from safetensors.torch import load_file, save_file
 
-from drafters.base import FINAL_NORM
-from drafters.eagle3.checkpoint import TargetFacts, describe_eagle3, load_eagle3, save_eagle3
+from drafters.base import FINAL_NORM, TargetFacts
+from drafters.eagle3.checkpoint import describe_eagle3, load_eagle3, save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.eagle3.spec import Eagle3Spec

@@ -13,8 +13,8 @@ from fakes import eagle3_spec
 from safetensors.torch import load_file
 
 from attention.errors import InvalidInputError
-from drafters.base import FINAL_NORM
-from drafters.eagle3.checkpoint import TargetFacts, load_eagle3
+from drafters.base import FINAL_NORM, TargetFacts
+from drafters.eagle3.checkpoint import load_eagle3
 from drafters.eagle3.export import ExportLayout, Verifier, export_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec

@@ -65,9 +65,9 @@ def test_bad_ones(overrides: dict[str, Any], words: str, saved: Path) -> None:
 
 @pytest.mark.slow
 def test_not_for_other_heads() -> None:
-    with pytest.raises(InvalidInputError, match="the head is loaded already; leave them out"):
+    with pytest.raises(InvalidInputError, match="the head is loaded already; leave it out"):
         wrap(tiny_llama(), eagle3_head(tiny_llama()), head_overrides={"rope_theta": 1.0})
-    with pytest.raises(InvalidInputError, match="multi-token-prediction module, for which mtp_concat"):
+    with pytest.raises(InvalidInputError, match="an EAGLE head are read, but this is a multi-token-prediction module"):
         wrap("gsm-deepseek", "mtp", head_overrides={"rope_theta": 1.0}, tokenizer=None)
 
 

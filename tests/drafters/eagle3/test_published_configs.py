@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drafters.base import FINAL_NORM
-from drafters.eagle3.checkpoint import TargetFacts, describe_eagle3, load_eagle3
+from drafters.base import FINAL_NORM, TargetFacts
+from drafters.eagle3.checkpoint import describe_eagle3, load_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.errors import HeadLoadError
 

@@ -18,7 +18,8 @@ from fakes import wrap
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from drafters.eagle3.checkpoint import TargetFacts, load_eagle3
+from drafters.base import TargetFacts
+from drafters.eagle3.checkpoint import load_eagle3
 from drafters.eagle3.export import Verifier, export_eagle3
 from drafters.eagle3.formats import target_named_by
 from drafters.eagle3.head import Eagle3Head

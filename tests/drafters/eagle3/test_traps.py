@@ -17,12 +17,12 @@ import torch
 from fakes import LetterTokenizer, wrap
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
-from drafters.base import FINAL_NORM
+from drafters.base import FINAL_NORM, TargetFacts
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.checkpoints.layouts import Layout as Family
 from drafters.checkpoints.layouts import detect
-from drafters.eagle import describe_eagle, load_eagle
-from drafters.eagle3.checkpoint import TargetFacts, describe_eagle3
+from drafters.eagle3.checkpoint import describe_eagle3
+from drafters.eagle3.family import describe_eagle, load_eagle
 from drafters.eagle3.layout import TargetSizes, resolve_spec
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.errors import HeadLoadError, HeadMismatchError

@@ -13,7 +13,8 @@ from fakes import VOCAB
 from torch.nn import functional as F
 
 from drafters.errors import HeadLoadError, HeadMismatchError
-from drafters.mtp.checkpoint import deepseek_tensors, describe_mtp, has_mtp, load_mtp
+from drafters.families import FAMILIES, family_of
+from drafters.mtp.checkpoint import deepseek_tensors, describe_mtp, load_mtp
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.head import MtpHead, MtpStack
 from drafters.mtp.spec import MtpSpec, block_config, mtp_target
@@ -202,7 +203,7 @@ def test_blocks_that_a_module_cannot_have(
     monkeypatch.setattr(case.model.config, "mtp_layers_block_type", mixers)
     with pytest.raises(HeadLoadError, match=r"mtp_layers_block_type=\[.*allowed are full_attention, moe, mlp"):
         load(case, folder)
-    assert has_mtp(folder)
+    assert family_of(folder) is FAMILIES["mtp"]
 
 
 def test_other_blocks_than_the_checkpoints(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

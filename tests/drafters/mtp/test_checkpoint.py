@@ -11,12 +11,13 @@ import torch
 from fakes import wrap
 
 from drafters.errors import HeadLoadError
-from drafters.mtp.checkpoint import deepseek_tensors, has_mtp, load_mtp
-from drafters.mtp.families import dequantise, stack_experts
+from drafters.families import FAMILIES, family_of
+from drafters.mtp.checkpoint import deepseek_tensors, load_mtp
+from drafters.mtp.formats import dequantise, stack_experts
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import mtp_target
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "mimo", "ernie", "qwen3_next")
+FORMATS = ("deepseek_v3", "glm4_moe", "mimo", "ernie", "qwen3_next")
 NEW_NAMES = {
     "enorm": ("enorm", "token_layernorm", "mtp_emb_norm.0", "mtp.pre_fc_norm_embedding"),
     "hnorm": ("hnorm", "hidden_layernorm", "mtp_hidden_norm.0", "mtp.pre_fc_norm_hidden"),
@@ -30,7 +31,7 @@ def load(folder: Path, case: Any, dtype: torch.dtype = torch.float32) -> MtpHead
     return head
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_tensor_arrives(name: str, shards: int, tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     case = tiny_case(name)
@@ -45,7 +46,7 @@ def test_every_tensor_arrives(name: str, shards: int, tmp_path: Path, tiny_case:
     assert not any(t.is_meta for t in [*head.parameters(), *head.buffers()])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_embedding_and_lm_head_are_the_targets_own(name: str, tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     case = tiny_case(name)
     head = load(case.write(tmp_path), case)
@@ -53,7 +54,7 @@ def test_embedding_and_lm_head_are_the_targets_own(name: str, tmp_path: Path, ti
     assert head.target_lm_head.data_ptr() == case.model.lm_head.weight.data_ptr()
 
 
-@pytest.mark.parametrize("name", (*FAMILIES, "qwen3_5", "nemotron_h"))
+@pytest.mark.parametrize("name", (*FORMATS, "qwen3_5", "nemotron_h"))
 def test_any_missing_tensor_is_named(name: str, tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     case = tiny_case(name)
     shared = ("embed_tokens.weight", "shared_head.head.weight")
@@ -68,7 +69,7 @@ def test_any_missing_tensor_is_named(name: str, tmp_path: Path, tiny_case: Calla
             load(folder, case)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_another_shape_or_an_unknown_tensor_is_refused(
     name: str, tmp_path: Path, tiny_case: Callable[..., Any]
 ) -> None:
@@ -84,7 +85,7 @@ def test_another_shape_or_an_unknown_tensor_is_refused(
 def test_a_target_without_modules(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     case = tiny_case("deepseek_v3")
     folder = case.write(tmp_path, dict.fromkeys(case.tensors))
-    assert not has_mtp(folder)
+    assert family_of(folder) is not FAMILIES["mtp"]
     with pytest.raises(HeadLoadError, match=r"no multi-token-prediction module.*leave them out"):
         load(folder, case)
 

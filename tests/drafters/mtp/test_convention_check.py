@@ -22,7 +22,7 @@ from drafters.errors import HeadLoadError
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.convention_check import check_convention, compare_conventions
-from drafters.mtp.families import MIMO
+from drafters.mtp.formats import MIMO
 from drafters.mtp.head import MtpHead, MtpStack
 from drafters.mtp.spec import MtpSpec, mtp_target
 from drafters.unroll import unroll
@@ -34,7 +34,7 @@ from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.selftest.selftest import read_text, self_test_head
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "mimo", "ernie", "qwen3_next")
+FORMATS = ("deepseek_v3", "glm4_moe", "mimo", "ernie", "qwen3_next")
 MODULE = "model.layers.12."
 
 
@@ -141,7 +141,7 @@ def test_the_command_line_passes_the_convention_on() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("std", [0.02, 0.5, 1.5])
 def test_random_weights_are_never_refused(name: str, std: float, tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     case = tiny_case(name, context=0.2)
@@ -203,11 +203,11 @@ def test_without_a_norm_or_a_second_draft_nothing_is_fed_back(tmp_path: Path, ti
 def test_options_that_do_not_fit(tiny_case: Callable[..., Any]) -> None:
     with pytest.raises(InvalidInputError, match=r"mtp_feedback='post'.*post_norm, pre_norm"):
         MtpConvention(feedback="post")  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="no multi-token-prediction module; leave them out"):
+    with pytest.raises(InvalidInputError, match="but this is an EAGLE head; leave it out"):
         SpeculativeModel.from_pretrained("gsm-llama", "auto", mtp_feedback="pre_norm")
     case = tiny_case("deepseek_v3")
     for option in ({"mtp_feedback": "pre_norm"}, {"head_overrides": {"aux_layers": [1, 2, 3]}}):
-        with pytest.raises(InvalidInputError, match="there is no draft head; leave them out"):
+        with pytest.raises(InvalidInputError, match="there is no draft head; leave it out"):
             wrap(case.model, None, **option)
     with pytest.raises(InvalidInputError, match="loaded already"):
         wrap(case.model, MtpHead(MtpSpec(), mtp_target(case.model)), mtp_concat="hidden_first")

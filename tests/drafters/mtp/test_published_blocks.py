@@ -17,7 +17,8 @@ from benchmarks.sweep_configs import named_cases
 from benchmarks.sweep_models import build
 from drafters.checkpoints.layouts import Layout
 from drafters.errors import HeadLoadError
-from drafters.mtp.checkpoint import describe_mtp, has_mtp, load_mtp
+from drafters.families import FAMILIES, family_of
+from drafters.mtp.checkpoint import describe_mtp, load_mtp
 from drafters.mtp.spec import attention_of, mtp_target
 
 DEEPSEEK = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "final_layernorm"}
@@ -91,7 +92,7 @@ def test_other_kinds_are_named(kind: str, tmp_path: Path, tiny_case: Callable[..
     case = tiny_case("mimo")
     others = {name: torch.zeros(2, 2) for name in OTHERS[kind]}
     folder = case.write(tmp_path, {**dict.fromkeys(case.tensors), **others})
-    assert not has_mtp(folder)
+    assert family_of(folder) is not FAMILIES["mtp"]
     with pytest.raises(HeadLoadError, match=f"of another kind.*{kind}.*is not supported.*{min(others)}"):
         load_mtp(folder, mtp_target(case.model), torch.float32, "cpu")
     assert kind in Layout.MTP_OTHER.value

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 import specdec.training.run
 from drafters.errors import HeadLoadError
-from drafters.mtp.checkpoint import has_mtp, load_mtp, save_mtp
+from drafters.families import FAMILIES, family_of
+from drafters.mtp.checkpoint import load_mtp, save_mtp
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.spec import mtp_target
 from drafters.training.data import AnswerSet, answer
@@ -74,7 +75,8 @@ class Bench:
         config = TrainConfig(**{**SHORT, **settings})
         quiet = Console(file=io.StringIO())
         how = convention or MtpConvention()
-        plan = specdec.training.run.plan_mtp(self.model, self.folder, how, config, held_out=12)
+        options = {"module": self.folder, "mtp_concat": how.concat, "mtp_feedback": how.feedback}
+        plan = specdec.training.run.plan_training(self.model, "mtp", options, config, held_out=12)
         with locked(output):
             plan.claim(output, {})
             return plan.run(self.answers, output, quiet)
@@ -107,7 +109,7 @@ def test_the_module_learns_and_drafts_better(bench: Bench, tmp_path: Path) -> No
     first, last = result.history[0], result.history[-1]
     assert last.loss < first.loss - 0.2
     assert all(late > early for late, early in zip(last.acceptance, first.acceptance, strict=True))
-    assert has_mtp(result.folder)
+    assert family_of(result.folder) is FAMILIES["mtp"]
     assert bench.tau(result.folder) > before + 0.3
     assert last.evaluation["tau"] > before + 0.3
 

@@ -14,7 +14,8 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.errors import InvalidInputError
-from drafters.eagle3.checkpoint import TargetFacts, fresh_eagle3, load_eagle3, save_eagle3
+from drafters.base import TargetFacts
+from drafters.eagle3.checkpoint import fresh_eagle3, load_eagle3, save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import TrainingDivergedError

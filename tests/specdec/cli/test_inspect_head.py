@@ -12,7 +12,8 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from drafters.eagle3.checkpoint import TargetFacts, load_eagle3
+from drafters.base import TargetFacts
+from drafters.eagle3.checkpoint import load_eagle3
 from specdec.cli.export import export
 from specdec.cli.inspect import inspect
 from specdec.errors import HeadLoadError, InvalidInputError

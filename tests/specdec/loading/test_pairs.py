@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from fakes import LetterTokenizer
 
-from drafters.eagle import target_of
+from drafters.eagle3.family import target_of
 from specdec import SpeculativeModel
 from specdec.cli.main import cli
 from specdec.cli.options import load_model

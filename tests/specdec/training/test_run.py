@@ -6,8 +6,9 @@ import pytest
 import torch
 from fakes import wrap
 
+from drafters.eagle3.family import new_spec
 from specdec.errors import InvalidInputError
-from specdec.training.run import HeadShape, eagle3_spec, target_features
+from specdec.training.run import target_features
 from tests.hybrids import tiny_hybrid
 
 
@@ -16,7 +17,7 @@ from tests.hybrids import tiny_hybrid
 def test_a_recurrent_target_gives_a_head_its_shape(name: str) -> None:
     model = wrap(tiny_hybrid(name), max_num_seqs=1, max_model_len=64, kv_cache_tokens=256)
     config = model.hf_model.config
-    spec = eagle3_spec(model, HeadShape(aux_layers=(1, 2, 3)))
+    spec = new_spec(model.hf_model, model.target.vocab_size, 64, {"aux_layers": (1, 2, 3)})
     heads = {
         "mamba2": (1, 32),
         "qwen3_next": (config.to_dict().get("num_attention_heads"), config.to_dict().get("head_dim")),

@@ -1,4 +1,4 @@
-"""Checkpoints of multi-token-prediction modules: tensor names by family, FP8 blocks dequantised, experts stacked."""
+"""Checkpoints of multi-token-prediction modules: tensor names by format, FP8 blocks dequantised, experts stacked."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MIXERS = ("full_attention", "moe", "mlp")
 
 
 @dataclass(frozen=True)
-class Family:
-    """How one family names the tensors of a module.
+class Format:
+    """How one format names the tensors of a module.
 
     Attributes:
         place: matches a tensor's name; group `k` is the module's number (absent: 0), `part` and `rest` make the name
@@ -44,8 +44,8 @@ class Family:
     numbered: bool = False
     blocks: int = 1
 
-    def of(self, config: PreTrainedConfig) -> Family:
-        """The family with the number of blocks that a target's configuration names.
+    def of(self, config: PreTrainedConfig) -> Format:
+        """The format with the number of blocks that a target's configuration names.
 
         Raises:
             HeadLoadError: see `mixers_of`.
@@ -64,12 +64,12 @@ class Family:
         return self.others + rest
 
 
-_ENTRIES = tomllib.loads(files("drafters").joinpath("mtp/families.toml").read_text("utf-8"))
-DEEPSEEK, MIMO, ERNIE, QWEN, NEMOTRON = (Family(name, **entry) for name, entry in _ENTRIES.items())
+_ENTRIES = tomllib.loads(files("drafters").joinpath("mtp/formats.toml").read_text("utf-8"))
+DEEPSEEK, MIMO, ERNIE, QWEN, NEMOTRON = (Format(name, **entry) for name, entry in _ENTRIES.items())
 SPECULATORS = replace(MIMO, name="speculators", hidden_first=False)
 """Source: vllm-project/speculators: MiMo's names with the embedding first."""
 
-FAMILIES: Mapping[Layout, Family] = {
+FORMATS: Mapping[Layout, Format] = {
     Layout.MTP_DEEPSEEK: DEEPSEEK,
     Layout.MTP_MIMO: MIMO,
     Layout.MTP_ERNIE: ERNIE,

@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2 heads (specification, module, strict loader), and one loader for heads of any EAGLE."""
+"""EAGLE-1 and EAGLE-2 heads: specification, module, strict loader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from attention.errors import InvalidInputError
-from drafters.base import FINAL_NORM, Attend
+from drafters.base import FINAL_NORM, Attend, TargetFacts
 from drafters.checkpoints.config_fields import (
     Field,
     HeadReport,
@@ -25,19 +25,9 @@ from drafters.checkpoints.config_fields import (
     unread_fields,
 )
 from drafters.checkpoints.layouts import Layout, require
-from drafters.checkpoints.tensor_files import CheckpointFolder, filled, read_json
-from drafters.eagle3.checkpoint import (
-    Opened,
-    TargetFacts,
-    check_kind,
-    describe_eagle3,
-    ignored_field,
-    load_eagle3,
-    open_head,
-    target_vocab_size,
-)
-from drafters.eagle3.formats import target_named_by
-from drafters.eagle3.head import Eagle3Head, PlainLayer, check_shape
+from drafters.checkpoints.tensor_files import CheckpointFolder, filled
+from drafters.eagle3.checkpoint import Opened, ignored_field, open_head, target_vocab_size
+from drafters.eagle3.head import PlainLayer, check_shape
 from drafters.eagle3.layout import (
     Shapes,
     TargetSizes,
@@ -251,41 +241,3 @@ def _resolve(
 def _empty_head(spec: Eagle1Spec, embedding: torch.Tensor, lm_head: torch.Tensor) -> Eagle1Head:
     """The head without weights of its own, on the target's tensors (padded ones are cut, not copied)."""
     return Eagle1Head(spec, embedding[: spec.vocab_size], lm_head[: spec.vocab_size], torch.device("meta"))
-
-
-def load_eagle(
-    path: str | Path,
-    target: TargetFacts,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    overrides: Eagle3Overrides = _NO_OVERRIDES,
-) -> Eagle3Head | Eagle1Head:
-    """Load an EAGLE-1, EAGLE-2 or EAGLE-3 head in any layout.
-
-    Args, Raises: as `drafters.eagle3.checkpoint.load_eagle3`.
-    """
-    if open_head(path).layout is Layout.EAGLE1:
-        return load_eagle1(path, target, dtype, device, overrides)
-    return load_eagle3(path, target, dtype, device, overrides)
-
-
-def describe_eagle(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
-    """Resolve such a head without loading its weights.
-
-    Raises:
-        HeadLoadError, HeadMismatchError: as `load_eagle`, except for what only the values show.
-    """
-    describe = describe_eagle1 if open_head(path).layout is Layout.EAGLE1 else describe_eagle3
-    return describe(path, target, overrides)
-
-
-def target_of(path: str | Path) -> str | None:
-    """The target that a head was made for, by its own config.json; None where that names none.
-
-    Named by the package speculators (`speculators_config.verifier`) and by DeepSpec (`target_model_name_or_path`).
-
-    Raises:
-        HeadLoadError: the folder or hub model, or its config.json, cannot be read, or no loader here reads the kind of
-            head that this names.
-    """
-    return target_named_by(read_json(check_kind(path) / "config.json"))

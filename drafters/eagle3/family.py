@@ -1,0 +1,169 @@
+"""EAGLE heads as a family of draft heads: the functions of `drafters.families.FamilyCode`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from drafters.base import Recipe, TargetFacts
+from drafters.checkpoints.config_fields import Config, HeadReport
+from drafters.checkpoints.layouts import Layout
+from drafters.checkpoints.tensor_files import read_json
+from drafters.eagle3.checkpoint import (
+    check_kind,
+    describe_eagle3,
+    fresh_eagle3,
+    load_eagle3,
+    open_head,
+    save_eagle3,
+    target_of_files,
+)
+from drafters.eagle3.eagle1 import Eagle1Head, describe_eagle1, load_eagle1
+from drafters.eagle3.formats import target_named_by
+from drafters.eagle3.head import Eagle3Head
+from drafters.eagle3.overrides import Eagle3Overrides
+from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
+from drafters.rope import RopeSpec
+
+_NO_OVERRIDES = Eagle3Overrides()
+
+
+def load_eagle(
+    path: str | Path,
+    target: TargetFacts,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    overrides: Eagle3Overrides = _NO_OVERRIDES,
+) -> Eagle3Head | Eagle1Head:
+    """Load an EAGLE-1, EAGLE-2 or EAGLE-3 head in any layout.
+
+    Args, Raises: as `drafters.eagle3.checkpoint.load_eagle3`.
+    """
+    if open_head(path).layout is Layout.EAGLE1:
+        return load_eagle1(path, target, dtype, device, overrides)
+    return load_eagle3(path, target, dtype, device, overrides)
+
+
+def describe_eagle(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
+    """Resolve such a head without loading its weights.
+
+    Raises:
+        HeadLoadError, HeadMismatchError: as `load_eagle`, except for what only the values show.
+    """
+    describe = describe_eagle1 if open_head(path).layout is Layout.EAGLE1 else describe_eagle3
+    return describe(path, target, overrides)
+
+
+def load_head(
+    path: str | Path, model: PreTrainedModel, facts: Callable[[], TargetFacts], options: Mapping[str, Any]
+) -> Eagle3Head | Eagle1Head:
+    """Load the head for a target, in its dtype and on its device.
+
+    Raises:
+        HeadLoadError, HeadMismatchError: see `load_eagle3`, and `Eagle3Overrides.of` for head_overrides.
+    """
+    overrides = Eagle3Overrides.of(options.get("head_overrides", {}))
+    return load_eagle(path, facts(), model.dtype, model.device, overrides)
+
+
+def describe_head(path: str | Path, options: Mapping[str, Any]) -> HeadReport:
+    """Resolve the head by its own files, without a target.
+
+    Raises:
+        HeadLoadError, HeadMismatchError: as `load_head`, or its aux layers depend on the target.
+    """
+    overrides = Eagle3Overrides.of(options.get("head_overrides", {}))
+    return describe_eagle(path, target_of_files(path, overrides), overrides)
+
+
+def named_target(config: Config) -> str | None:
+    """The target that a head's config.json names, as the package speculators and DeepSpec write it."""
+    return target_named_by(config)
+
+
+def target_of(path: str | Path) -> str | None:
+    """The target that a head was made for, by its own config.json; None where that names none.
+
+    Raises:
+        HeadLoadError: the folder or hub model, or its config.json, cannot be read, or no loader here reads the kind of
+            head that this names.
+    """
+    return target_named_by(read_json(check_kind(path) / "config.json"))
+
+
+def not_exportable(path: str | Path) -> str | None:
+    """Why a head cannot be written in the layout of another project; None where it is an EAGLE-3 head."""
+    if open_head(path).layout is Layout.EAGLE1:
+        return "it is an EAGLE-1 or EAGLE-2 head, which neither layout holds; give an EAGLE-3 head"
+    return None
+
+
+def recipe(
+    model: PreTrainedModel, facts: Callable[[], TargetFacts], longest: int, seed: int, options: Mapping[str, Any]
+) -> Recipe[Eagle3Head]:
+    """Train a new EAGLE-3 head.
+
+    Args:
+        longest: sequence that the target is loaded for, in tokens.
+        options: draft_vocab_size (Vd, None for V), intermediate_size (None for the target's) and aux_layers (None for
+            2, N//2, N-3).
+
+    Raises:
+        InvalidInputError: no head can have such a shape. HeadLoadError: the target has no output embedding.
+    """
+    target = facts()
+    spec = new_spec(model, target.vocab_size, longest, options)
+    return Recipe(
+        aux_layers=spec.aux_layers,
+        settings={name: getattr(spec, name) for name in ("draft_vocab_size", "intermediate_size", "aux_layers")},
+        start=lambda counts: fresh_eagle3(spec, target, counts(spec.vocab_size), seed),
+        finished=lambda head: copy.deepcopy(head).to(model.dtype).eval(),
+        save=save_eagle3,
+    )
+
+
+def new_spec(model: PreTrainedModel, vocab_size: int, longest: int, options: Mapping[str, Any]) -> Eagle3Spec:
+    """The spec of a new head for a target: heads, head dim, rope base and eps as the target has them.
+
+    A target without attention (Mamba) gives none of these: the head has heads of up to 128 and an MLP of four times its
+    width then, and positions up to `longest`. options: see `recipe`.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    hidden = config.hidden_size
+    heads, kv_heads, head_dim = _attention_shape(config)
+    return Eagle3Spec(
+        hidden_size=hidden,
+        target_hidden_size=hidden,
+        intermediate_size=options.get("intermediate_size") or getattr(config, "intermediate_size", None) or 4 * hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        draft_vocab_size=options.get("draft_vocab_size") or vocab_size,
+        aux_layers=options.get("aux_layers") or default_aux_layers(config.num_hidden_layers),
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
+        rope=RopeSpec(
+            theta=float(rope.get("rope_theta", 10000.0)),
+            max_positions=getattr(config, "max_position_embeddings", None) or longest,
+        ),
+    )
+
+
+def _attention_shape(config: Any) -> tuple[int, int, int]:
+    """Query heads, KV heads and head dim of a new head; a Mamba's head_dim is that of its states."""
+    heads: int | None = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        head_dim = gcd(config.hidden_size, 128)
+        return config.hidden_size // head_dim, config.hidden_size // head_dim, head_dim
+    return (
+        heads,
+        getattr(config, "num_key_value_heads", heads),
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
