@@ -115,6 +115,30 @@ class HasInputConvention(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class OtherReading:
+    """A head's tensors under another reading of its files, which differs in one choice.
+
+    Attributes:
+        name: what differs, in words. field: what differs, by its name in the head's report.
+        cause: why the files were probably read otherwise. overrides: the `head_overrides` that choose this reading.
+    """
+
+    name: str
+    field: str
+    cause: str
+    overrides: Mapping[str, Any]
+    head: Head
+
+
+@runtime_checkable
+class Rereadable(Protocol):
+    """A head whose files leave choices open."""
+
+    def other_readings(self, num_layers: int, rope_theta: float | None) -> tuple[OtherReading, ...]:
+        """Every other reading. num_layers: N of the target; rope_theta: its own, None where it has no single one."""
+
+
 TrainedHead = TypeVar("TrainedHead", bound=Any)
 """A draft head that is an nn.Module, of whatever family."""
 Save = Callable[[TrainedHead, Path], Path]
