@@ -14,7 +14,8 @@ from specdec.batches.tasks import Task
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.stats import pool_requests
-from specdec.service.openai_format import LEAST, told
+from specdec.requests.text import Vocabulary
+from specdec.service.openai_format import LEAST, Pieces, told
 
 ID = "batch_req_"
 """What the id of an answer of OpenAI's form begins with; its row's line follows."""
@@ -133,7 +134,8 @@ def _choice(task: Task, index: int, completion: Completion, tokenizer: Any) -> d
     reason = _REASONS.get(completion.finish_reason, "length")
     is_chat = task.form == "chat.completion"
     text = {"message": {"role": "assistant", "content": completion.text}} if is_chat else {"text": completion.text}
-    return {"index": index, **text, "logprobs": told(tokenizer, completion.logprobs, is_chat), "finish_reason": reason}
+    logprobs = told(Pieces(Vocabulary(tokenizer)), completion.logprobs, is_chat)
+    return {"index": index, **text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, Any]:
