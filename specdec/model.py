@@ -233,7 +233,8 @@ class SpeculativeModel:
                 tensor or array of ids (1-D, or 2-D: one a row); a BatchEncoding, or its fields (`generate(**inputs)`).
             params: SamplingParams or a GenerationConfig, for all or one a prompt; default greedy. progress: show a bar.
             options: fields of SamplingParams, as `temperature=0.7`, which replace those of params; `chat=True`: each
-                text is what the user says in a chat. Names of transformers and vLLM: see `specdec.requests.arguments`.
+                text is what the user says in a chat; `continue_final_message`, `chat_template_kwargs`: as in
+                transformers' apply_chat_template. Names of transformers and vLLM: see `specdec.requests.arguments`.
 
         Returns:
             One Completion a prompt, in order (with SamplingParams.n or GenerationConfig.num_return_sequences so many).

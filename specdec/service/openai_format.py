@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from specdec.engine.streams import StreamUpdate
 from specdec.errors import ClosedModelError, DrainingError, InvalidInputError, QueueFullError, SpecdecError
+from specdec.requests import chats
 from specdec.requests.arguments import own_names
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
@@ -107,10 +108,11 @@ def request_of(body: Mapping[str, Any], chat: bool) -> tuple[Any, SamplingParams
     """
     if used := [name for name in _UNTOLD if body.get(name) is not None and body[name] is not False]:
         raise InvalidInputError(f"{', '.join(used)}: an answer in OpenAI's format has no place for it")
-    elsewhere = (*NO_OPTIONS, *_UNTOLD, "messages", "prompt", "stream", "stream_options")
+    template = {name: body[name] for name in chats.OPTIONS if chat and name in body}
+    elsewhere = (*NO_OPTIONS, *_UNTOLD, *template, "messages", "prompt", "stream", "stream_options")
     own = options_of({name: value for name, value in body.items() if name not in elsewhere}, chat)
     params = SamplingParams.from_dict({"temperature": 1.0, **own})
-    return _chat_of(body.get("messages")) if chat else _prompt_of(body.get("prompt")), params
+    return chat_of(body.get("messages"), template) if chat else _prompt_of(body.get("prompt")), params
 
 
 def options_of(given: Mapping[str, Any], chat: bool) -> dict[str, Any]:
@@ -143,10 +145,15 @@ def _prompt_of(prompt: Any) -> Any:
     return prompt
 
 
-def _chat_of(messages: Any) -> list[dict[str, Any]]:
+def chat_of(messages: Any, template: Mapping[str, Any]) -> Sequence[Any]:
+    """The messages of a body as templates read them: texts, and tool calls with arguments that are objects.
+
+    template: options of the chat template in the body. Raises InvalidInputError: something that is not served.
+    """
     if not isinstance(messages, list) or not messages or not all(isinstance(turn, Mapping) for turn in messages):
         raise InvalidInputError("messages: give a list of objects with role and content")
-    return [{**turn, "content": _text_of(turn)} for turn in messages]
+    found = [{**chats.with_tool_calls(turn), "content": _text_of(turn)} for turn in messages]
+    return chats.with_options(found, template)
 
 
 def _text_of(turn: Mapping[str, Any]) -> str:

@@ -76,6 +76,22 @@ def test_an_assistant_that_said_nothing_and_prompts_that_are_none() -> None:
             request_of({"prompt": prompt}, False)
 
 
+CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}]}
+
+
+def test_tool_calls_and_options_of_the_template() -> None:
+    more = {"continue_final_message": True, "chat_template_kwargs": {"x": 1}, "add_generation_prompt": None}
+    prompt, params = request_of({"messages": [*CHAT["messages"], CALLED], **more}, True)
+    assert prompt[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert prompt.options == {"x": 1, "add_generation_prompt": False, "continue_final_message": True}
+    assert params == SamplingParams(temperature=1.0)
+    for body in ({**CHAT, "continue_final_message": "yes"}, {**CHAT, "chat_template_kwargs": {"tokenize": False}}):
+        with pytest.raises(InvalidInputError, match="allowed are"):
+            request_of(body, True)
+    with pytest.raises(InvalidInputError, match="unknown sampling option continue_final_message"):
+        request_of({"prompt": "a", "continue_final_message": True}, False)
+
+
 def test_bodies() -> None:
     assert body_of(b'{"model": null}', "m") == {"model": None} and body_of(b"{}", "m") == {}
     for data, status in ((b"[" * 200_000, 400), (b'{"seed": ' + b"9" * 5000 + b"}", 400), (b'{"model": "n"}', 404)):
