@@ -134,6 +134,13 @@ def single_heirs(root: Path) -> list[str]:
     return sorted(n for n in own if bases[n] == 1 and n not in made | is_open and not n.endswith("Error"))
 
 
+def classes_twice(root: Path) -> list[str]:
+    """Names of public classes that more than one module of the library defines."""
+    trees = (ast.parse((root / path).read_text("utf-8")) for path in modules(root))
+    counts = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    return sorted(name for name, count in counts.items() if count > 1 and not name.startswith("_"))
+
+
 def _base(node: ast.expr) -> str:
     while isinstance(node, ast.Subscript):
         node = node.value
@@ -264,25 +271,35 @@ def walk(root: Path) -> Walk:
     return Walk(tuple(events), tuple(above))
 
 
+def distances(root: Path) -> dict[str, dict[str, int]]:
+    """How far a token walks in one round, and in the round's one copy."""
+    round_ = walk(root)
+    copy = round_.below(_SEND)
+    return {
+        "round": {
+            "functions": len(round_.functions),
+            "files": len({file for file, _ in round_.functions}),
+            "visits": round_.visits,
+            "depth": round_.depth,
+        },
+        "copy": {"functions": len(copy), "files": len({file for file, _ in copy})},
+    }
+
+
 def table(root: Path) -> dict[str, Any]:
     """Every number by its name."""
-    files, round_ = modules(root), walk(root)
+    files = modules(root)
     spine = [path for path in files if is_spine(path)]
     lines = {path: (root / path).read_text("utf-8").count("\n") for path in files}
     named = {path: len(wing_lines(root, path)) for path in spine}
-    copy = round_.below(_SEND)
+    walked = distances(root).items()
     names = Counter(path.name for path in files)
     rooms = Counter(path.parent.as_posix() for path in files)
     return {
         "modules": len(files),
         "modules of specdec": sum(path.parts[0] == "specdec" for path in files),
         "lines": sum(lines.values()),
-        "round: functions": len(round_.functions),
-        "round: files": len({file for file, _ in round_.functions}),
-        "round: visits to a file": round_.visits,
-        "round: depth": round_.depth,
-        "copy: functions": len(copy),
-        "copy: files": len({file for file, _ in copy}),
+        **{f"{what}: {name}": count for what, counts in walked for name, count in counts.items()},
         "spine text naming what can be absent": round(
             sum(_naming(root, path) for path in spine) / sum(lines[path] for path in spine), 4
         ),
@@ -290,6 +307,7 @@ def table(root: Path) -> dict[str, Any]:
         "worst spine files": {p.as_posix(): round(n / lines[p], 3) for n, p in _most(named, 5)},
         "single-heir mixins": single_heirs(root),
         "modules with one importer": sum(len(own) == 1 for own in importers(root).values()),
+        "public class names twice": classes_twice(root),
         "file names that occur twice": sum(count > 1 for count in names.values()),
         "body of Engine.step": step_lines(root),
         "longest file, longest function": longest(root),

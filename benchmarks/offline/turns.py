@@ -1,7 +1,7 @@
 """Rounds of two checkouts on one GPU, in turn: turns.sh starts a process of each, and this is that process.
 
-    python -m benchmarks.offline.turns NAME SHAPE      # measures at each file HELD/NAME.1, NAME.2, …, until NAME.end
-    python -m benchmarks.offline.turns --compare OLD.log NEW.log COMMIT_OF_OLD OUT.jsonl
+    python -m benchmarks.offline.turns NAME SHAPE [K]    # measures at each file HELD/NAME.1, NAME.2, …, until NAME.end
+    python -m benchmarks.offline.turns --compare OLD.log NEW.log WHAT_OLD_IS OUT.jsonl
 
 Only what both checkouts have is called. A line of the result has the ratio of both at a turn, as a geometric mean with
 its 95 % interval (Student's t over turns).
@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-ROWS, DRAFTS, PROMPT, NEW_TOKENS = (1, 8, 32), 3, 512, 160
+ROWS, PROMPT, NEW_TOKENS = (1, 8, 32), 512, 160
 HELD = Path("/tmp/held")
 
 
-def measured(name: str, shape: str) -> None:
-    """One line at each turn: median milliseconds of a step by rows."""
+def measured(name: str, shape: str, drafts: str = "3") -> None:
+    """One line at each turn: median milliseconds of a step by rows, with so many drafts a row."""
     import torch
 
     from benchmarks.bench_round import Moments, measure, prompts
@@ -36,7 +36,7 @@ def measured(name: str, shape: str) -> None:
     tokens = {"max_num_batched_tokens": 8192, "max_num_prefill_tokens": 8192, "page_size": 16, "cuda_graphs": True}
     made: Any = SpeculativeModel.from_pretrained
     model = made(
-        pair.target, pair.head, num_speculative_tokens=DRAFTS, tokenizer=Tokenizer(), enable_prefix_caching=False,
+        pair.target, pair.head, num_speculative_tokens=int(drafts), tokenizer=Tokenizer(), enable_prefix_caching=False,
         **limits, **tokens,
     )  # fmt: skip
     read, vocab = Moments(), pair.target.config.get_text_config().vocab_size
@@ -55,13 +55,14 @@ def measured(name: str, shape: str) -> None:
         if not (HELD / f"{name}.{turn}").exists():
             time.sleep(0.02)
             continue
-        print(json.dumps({"shape": shape, "turn": turn} | {str(rows): once(rows) for rows in ROWS}), flush=True)
+        found = {"shape": shape, "drafts": int(drafts), "turn": turn} | {str(rows): once(rows) for rows in ROWS}
+        print(json.dumps(found), flush=True)
         (HELD / f"{name}.{turn}.done").touch()
         turn += 1
 
 
-def compared(old: str, new: str, commit: str, out: str) -> None:
-    """Append the lines of the result, by rows."""
+def compared(old: str, new: str, before_is: str, out: str) -> None:
+    """Append the lines of the result, by rows. before_is: what the old log measured, such as a commit."""
     from scipy.stats import t
 
     from benchmarks.document import publish
@@ -73,7 +74,13 @@ def compared(old: str, new: str, commit: str, out: str) -> None:
     for rows in map(str, ROWS):
         ratio = np.log([b[rows] / a[rows] for a, b in zip(before, now, strict=True)])
         half = t.ppf(0.975, len(ratio) - 1) * ratio.std(ddof=1) / len(ratio) ** 0.5
-        line = {"benchmark": "turns", "shape": now[0]["shape"], "drafts": DRAFTS, "rows": int(rows), "before": commit}
+        line = {
+            "benchmark": "turns",
+            "shape": now[0]["shape"],
+            "drafts": now[0]["drafts"],
+            "rows": int(rows),
+            "before": before_is,
+        }
         line |= {"before_ms": [each[rows] for each in before], "now_ms": [each[rows] for each in now]}
         ends = [float(np.exp(ratio.mean() + sign * half)) for sign in (-1, 1)]
         publish(line | {"ratio": float(np.exp(ratio.mean())), "interval": ends}, Path(out), append=True)
