@@ -20,13 +20,19 @@ class EngineStats:
 
     Attributes:
         rounds: launched verifications.
-        host_to_device, device_to_host: copies. preemptions: requests that lost their row because pages ran out.
+        host_to_device: copies to the device.
+        device_to_host: copies from it.
+        preemptions: requests that lost their row because pages ran out.
         prefix_query_tokens: prompt tokens of requests that looked into the prefix cache.
-        prefix_hit_tokens: the part of them in pages that were found. cached_tokens: the part that was not computed
-            again: a request that drafts recomputes its last found page, in a page of its own.
+        prefix_hit_tokens: the part of them in pages that were found.
+        cached_tokens: the part that was not computed again: a request that drafts recomputes its last found page, in a
+            page of its own.
         interrupted: requests that lost their row because a caller's interrupt, or a round that failed and was run once
             more, struck while they ran.
-        requests, new_tokens: finished ones, and their tokens. verified, emitted: their rounds, and the tokens of these.
+        requests: finished ones.
+        new_tokens: their tokens.
+        verified: their rounds.
+        emitted: the tokens of these.
         early_reads: rounds that read from the device before their decision, too: for grammars and processors.
     """
 

@@ -180,23 +180,26 @@ def with_options(params: Any, options: Mapping[str, Any], known: Collection[str]
     Raises:
         InvalidInputError: an option that there is not.
     """
-    config = copy.deepcopy(params) if isinstance(params, GenerationConfig) else None
-    fields_of_config = set() if config is None else {name for name in vars(config) if not name.startswith("_")}
-    unknown = {
-        name: value
-        for name, value in options.items()
-        if name not in known and name not in fields_of_config and not _changes_nothing(name, value)
-    }
-    if unknown:
-        raise unexpected("generate(prompts, {})", unknown, (*known, "chat", *chats.OPTIONS, "progress"))
-    rest = {name: value for name, value in options.items() if name in known and name not in fields_of_config}
-    if config is None:
+    if not isinstance(params, GenerationConfig):
+        rest = known_options(options, known)
         return replace(params, **rest) if rest else params
+    config = copy.deepcopy(params)
+    fields_of_config = {name for name in vars(config) if not name.startswith("_")}
+    rest = known_options({name: options[name] for name in options.keys() - fields_of_config}, known)
     for name in fields_of_config & set(options):
         setattr(config, name, options[name])
     if config.do_sample is None and "temperature" in options:
         config.do_sample = options["temperature"] != 0
     return ConfigWithOptions(config, rest)
+
+
+def known_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Those of a call's options that are fields of SamplingParams; others may change nothing. Raises InvalidInputError:
+    an option that there is not."""
+    rest = {name: value for name, value in options.items() if name not in known and not _changes_nothing(name, value)}
+    if rest:
+        raise unexpected("generate(prompts, {})", rest, (*known, "chat", *chats.OPTIONS, "progress"))
+    return {name: value for name, value in options.items() if name in known}
 
 
 def _changes_nothing(name: str, value: Any) -> bool:

@@ -34,7 +34,8 @@ class Completion:
         logprobs: of each token, when SamplingParams.logprobs was set.
         prompt_logprobs: of each prompt token, when SamplingParams.prompt_logprobs was set: None for the first one, for
             those before prompt_logprobs_start, and for those that a request which ended early had not read.
-        logits, scores: [new tokens, V] float32, when return_logits or return_scores was set.
+        logits: [new tokens, V] float32, when return_logits was set.
+        scores: the same, when return_scores was set.
         truncated_by: "max_model_len" where the request ended there, before its own max_new_tokens; else None.
     """
 

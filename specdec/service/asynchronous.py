@@ -109,7 +109,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         return [done[i] for i in sorted(done)]
 
     def cancel(self, *indices: int) -> None:
-        """End these completions of the call, by their places in it, or all: each is reported with the tokens that it
+        """End the completions at these `indices` of the call, or all: each is reported with the tokens that it
         has, finish reason "cancelled". Never waits; nothing where they have ended."""
         self._cancelled.append(indices)
         self.pass_on_cancelled()
