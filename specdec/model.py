@@ -272,7 +272,7 @@ class SpeculativeModel:
         """As `generate`, but yield every round's new tokens and text. Closing the iterator, on any thread, aborts the
         rest. Bad input and a closed or changed model raise here, others from the iterator."""
         own = self.hf_model, self.tokenizer, self.generation_config_use
-        return self._stream(submissions, prompts, params, *own, options)
+        return self._stream(submissions, prompts, params, *own, options, self.config.max_model_len)
 
     async def generate_async(self, prompts: Prompts = None, params: Params = None, **options: Any) -> list[Completion]:
         """As `generate`, awaited: the event loop is not blocked, and a cancelled await cancels its requests."""

@@ -120,6 +120,13 @@ def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
         ) from error
 
 
+def texts_of(messages: Sequence[Any]) -> str:
+    """The texts of all messages, joined."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for own in contents for part in (own if isinstance(own, list) else [{"text": own}])]
+    return "".join(text for part in parts if isinstance(part, Mapping) and isinstance(text := part.get("text"), str))
+
+
 def _is_unicode(message: Any) -> bool:
     try:
         json.dumps(message, ensure_ascii=False, default=repr).encode()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec.errors import UNNAMED_ERRORS, InvalidInputError
-from specdec.requests.chats import chat_ids, with_options
+from specdec.requests.chats import chat_ids, texts_of, with_options
 from specdec.values import is_whole, short
 
 Prompts = Any
@@ -25,8 +25,8 @@ _MASK_HINT = (
 )
 
 
-def encode_prompts(prompts: Prompts, tokenizer: Any) -> list[list[int]]:
-    """Token ids of every prompt.
+def encode_prompts(prompts: Prompts, tokenizer: Any, most: int | None = None) -> list[list[int]]:
+    """Token ids of every prompt. most: tokens beyond which a long text is refused without being tokenised whole.
 
     A str is tokenised as `tokenizer(text)` does; a list of {"role", "content"} messages goes through the chat template
     with a generation prompt; a list of int is taken as it is. An array or tensor of whole numbers is one prompt (1-D)
@@ -34,10 +34,31 @@ def encode_prompts(prompts: Prompts, tokenizer: Any) -> list[list[int]]:
     and on the right is left out.
 
     Raises:
-        InvalidInputError: an empty prompt, an unknown kind of prompt, messages without a chat template or that it
-            refuses, a padded row without an attention_mask.
+        InvalidInputError: an empty prompt or a text that is too long, an unknown kind of prompt, messages without a
+            chat template or that it refuses, a padded row without an attention_mask.
     """
-    return [_encode(p, tokenizer) for p in split_prompts(prompts)]
+    found = split_prompts(prompts)
+    for prompt in found if most else ():
+        text = prompt if isinstance(prompt, str) else texts_of(prompt) if _is_chat(prompt) else ""
+        _check_length(text, tokenizer, most or 0)
+    return [_encode(p, tokenizer) for p in found]
+
+
+_LETTERS, _SPARE = 8, 64
+"""Characters of a text that are tokenised for each token that is allowed; tokens by which the end of such a part may
+differ from the whole text's."""
+
+
+def _check_length(text: str, tokenizer: Any, most: int) -> None:
+    """Raises InvalidInputError: the beginning of the text alone has too many tokens."""
+    part = text[: _LETTERS * most]
+    if len(part) == len(text):
+        return
+    if (count := len(_tokenised(part, tokenizer))) > most + _SPARE:
+        raise InvalidInputError(
+            f"the prompt has {count} tokens in its first {len(part)} of {len(text)} characters; with max_model_len="
+            f"{most} at most {most - 1} are allowed (one place is kept for a new token)"
+        )
 
 
 def user_chats(prompts: Prompts) -> list[Any]:

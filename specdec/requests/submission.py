@@ -56,12 +56,13 @@ def submissions(
     tokenizer: Any,
     use: Use,
     options: Mapping[str, Any] | None = None,
+    most: int | None = None,
 ) -> list[Submission]:
     """The requests of one call: `n` in a row of every prompt, in order.
 
     Args:
         use: whether the model's own generation_config applies. Its current eos ids always do.
-        options: keyword arguments of the call: see `specdec.requests.arguments`.
+        options: keyword arguments of the call: see `specdec.requests.arguments`. most: tokens of a request.
 
     Raises:
         InvalidInputError: a bad prompt, bad parameters, or a model's generation_config that cannot be honoured.
@@ -69,7 +70,7 @@ def submissions(
     left = dict(options or {})
     prompts, params = prompts_of_call(prompts, left), params_of_call(params, left)
     _check_token_types(prompts, model)
-    ids = encode_prompts(prompts, tokenizer)
+    ids = encode_prompts(prompts, tokenizer, most)
     found: list[Submission] = []
     each = _one_each(params, len(ids))
     by_name = _by_name(own_fields(model, use), left) if any(one is None for one in each) else None

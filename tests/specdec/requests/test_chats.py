@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import LetterTokenizer, tiny_llama, wrap
 from transformers import AutoTokenizer
 
 import specdec
 from specdec.errors import InvalidInputError
 from specdec.requests.chats import chat_ids, with_options, with_tool_calls
+from specdec.requests.prompts import encode_prompts
 
 CHAT = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
 TOOLS = """{%- for m in messages -%}{{ m.role }}:{% for c in m.tool_calls or [] -%}
@@ -108,3 +110,29 @@ def test_half_of_a_surrogate_pair_is_named(tokenizer: Any) -> None:
     odd = {"role": "user", "content": "a\ud800"}
     with pytest.raises(InvalidInputError, match=r"chat message 2, .*\\ud800.* is not valid Unicode: half a surrogate"):
         chat_ids([CHAT[0], odd], tokenizer)
+
+
+class Counting(LetterTokenizer):
+    """Counts the characters that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.seen += len(text)
+        return super().__call__(text, **options)
+
+
+@pytest.mark.parametrize("kind", ["text", "chat", "parts"])
+def test_texts_that_are_too_long_are_not_tokenised_whole(kind: str) -> None:
+    text = "abcd " * 200_000
+    parts = [{"type": "text", "text": text}]
+    prompt = text if kind == "text" else [{"role": "user", "content": text if kind == "chat" else parts}]
+    tokenizer = Counting()
+    with pytest.raises(InvalidInputError, match=r"tokens in its first 320 of 1000000 characters; with max_model_l"):
+        encode_prompts([prompt, "abc"], tokenizer, 40)
+    assert tokenizer.seen == 320
+    assert [len(ids) for ids in encode_prompts(["ab", [1, 2]], tokenizer, 40)] == [len(tokenizer("ab")["input_ids"]), 2]
+    with pytest.raises(InvalidInputError, match=r"in its first 320 of 400 characters; with max_model_len=40"):
+        wrap(tiny_llama(), max_model_len=40, tokenizer=tokenizer).generate("a" * 400)
