@@ -36,6 +36,9 @@ NAMES: dict[str, str] = {
 }
 """What transformers calls an option, where it has another name or takes it elsewhere."""
 
+NOTES = {"stop_strings": "`stop`: found in the new text alone; transformers also finds one that begins in the prompt"}
+"""Fields that are served otherwise than by the same option."""
+
 REASONS: dict[str, str] = {
     **dict.fromkeys(("num_beams", "num_beam_groups"), "beams share no prefix with drafts"),
     **dict.fromkeys(("constraints", "force_words_ids"), "they need beams"),
@@ -102,6 +105,8 @@ def _of_theirs(name: str) -> str:
         return f"refused: {reason}"
     if served == "without effect":
         return "ignored: changes no token here"
+    if name in NOTES:
+        return NOTES[name]
     own = next((ours for ours, names in NAMES.items() if f"`{name}`" in names), name)
     return "the same option" if own == name else f"`{own}`"
 

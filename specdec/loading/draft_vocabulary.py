@@ -66,7 +66,7 @@ def read_draft_vocab(given: str | Sequence[int] | None) -> tuple[int, ...] | Non
     if not isinstance(given, str):
         return None if given is None else tuple(given)
     try:
-        found = json.loads(Path(given).read_text("utf-8"))
+        found = json.loads(Path(given).read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(
             f"draft_vocab={given!r}: give a JSON file with a list of token ids, as json.dump(specdec.draft_vocab_of("

@@ -57,7 +57,7 @@ class LogitsOptions:
         typical_p: keep tokens whose information is nearest to the entropy, up to this mass.
         epsilon_cutoff: keep tokens with at least this probability.
         eta_cutoff: keep tokens above a limit of probability that falls with the entropy.
-        renormalize_logits: log-probabilities in place of logits, at the end. No token changes.
+        renormalize_logits: log-probabilities in place of logits, at the end. No token changes, but `Completion.scores`.
     """
 
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...] | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 
 from specdec.errors import SpecdecError
 from specdec.requests.logprobs import PromptLogprobs, TokenLogprobs, TokenRows, of_notes
@@ -281,6 +282,8 @@ class Request:
         asked, rows = params.prompt_logprobs, (params.return_logits, params.return_scores)
         cut = self.finish_reason == "length" and count < params.max_new_tokens
         logits, scores = (r.stacked(self.prompt_len, count) if isinstance(r, TokenRows) else None for r in rows)
+        if scores is not None and params.renormalize_logits:
+            scores = torch.from_numpy(scores).log_softmax(-1).numpy()
         return Completion(
             text=text,
             token_ids=list(self.new_tokens),

@@ -61,7 +61,8 @@ class SamplingParams(LogitsOptions):
         stop: a string, or a list or tuple of strings, that end the request: with the first token after which its text
             contains one of them. The text ends before the string, the ids with that token. The text is
             `tokenizer.decode(new tokens, skip_special_tokens=True)` without an unfinished character at its end; a stop
-            string may also contain special tokens as they are written.
+            string may also contain special tokens as they are written. One that begins in the prompt, which
+            transformers' stop_strings find, does not count.
         stop_token_ids: ids that end the request, in addition to the model's own eos ids.
         ignore_eos: continue past the model's eos ids.
         seed: fixes the request's randomness. In float32 the same prompt, SamplingParams, draft head and options of the

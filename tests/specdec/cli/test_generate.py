@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from drafters.eagle3.checkpoint import describe_eagle3
 from evals.data.arithmetic import problems
-from specdec.cli.generate import generate
+from specdec.cli.generate import generate, read_prompt_file
 from specdec.cli.inspect import inspect
 from specdec.cli.tables import percentages, stats_table
 from specdec.cli.train import train
@@ -151,3 +151,10 @@ def test_statistics_without_a_number_have_a_dash() -> None:
     made = stats_table([completion("a", token_ids=[1], stats=RequestStats())])
     shown = [str(cell) for column in made.columns for cell in column._cells]
     assert "–" in shown and not any("nan" in cell for cell in shown)
+
+
+def test_a_byte_order_mark_and_fields_that_are_null(tmp_path: Path) -> None:
+    file, text = tmp_path / "p.jsonl", tmp_path / "p.txt"
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": null, "question": "a"}\n{"messages": null, "prompt": "b"}\n')
+    text.write_bytes(b"\xef\xbb\xbf" + b"abc\n")
+    assert read_prompt_file(file) == ["a", "b"] and read_prompt_file(text) == ["abc"]
