@@ -71,25 +71,22 @@ def with_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
         InvalidInputError: tool calls of another form, or arguments that are no JSON object.
     """
     calls = message.get("tool_calls")
-    if calls is None:
-        return dict(message)
-    if not isinstance(calls, list):
-        raise InvalidInputError(f"messages: tool_calls={short(calls)}: a list is needed")
-    return {**message, "tool_calls": [_read_call(call) for call in calls]}
+    each = calls if isinstance(calls, list) else [calls]
+    return dict(message) if calls is None else {**message, "tool_calls": [_read_call(call) for call in each]}
 
 
 def _read_call(call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidInputError(f"messages: {short(call)} is no tool call, which has a function with its name")
-    arguments = function.get("arguments") or {}  # a call without arguments may have ""
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"messages: arguments={short(arguments)} of a tool call are no JSON: {error}") from None
-    if not isinstance(arguments, Mapping):
-        raise InvalidInputError(f"messages: arguments={short(arguments)} of a tool call: a JSON object is needed")
-    return {**call, "function": {**function, "arguments": dict(arguments)}}
+        function = {"arguments": {}, **call["function"]}
+        given = function["arguments"] or "{}"  # a call without arguments may have "" or null
+        read = json.loads(given) if isinstance(given, str) else given
+        function |= {"name": function["name"], "arguments": {**read}}
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise InvalidInputError(
+            f"messages: tool call {short(call)}: a function with a name, and arguments that are a JSON object, is "
+            f"needed ({type(error).__name__}: {error})"
+        ) from None
+    return {**call, "function": function}
 
 
 def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:

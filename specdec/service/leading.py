@@ -200,12 +200,10 @@ def stream_of(model: Any, prompts: Any, params: Any, options: dict[str, Any]) ->
 
 def _is_long(prompts: Any) -> bool:
     """Whether a call's texts take long to tokenise: other calls do not wait behind it."""
-    if isinstance(prompts, Mapping):
-        return _is_long(prompts.get("content"))
-    if isinstance(prompts, str):
-        return len(prompts) > _LONG
-    several = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
-    return several and (len(prompts) > _MANY or any(map(_is_long, prompts)))
+    own = prompts.get("content") if isinstance(prompts, Mapping) else prompts
+    if isinstance(own, list) and own and not isinstance(own[0], int):
+        return len(own) > _MANY or any(map(_is_long, own))
+    return isinstance(own, str) and len(own) > _LONG
 
 
 @atexit.register

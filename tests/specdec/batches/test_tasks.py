@@ -142,7 +142,7 @@ def test_tool_calls_and_options_of_the_template(make: Any) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert task(make(messages=parts)).prompt == [{"role": "user", "content": "ab"}]
     odd = json.loads(json.dumps(CALLED).replace("1}", "1"))
-    assert "are no JSON" in task(make(messages=[odd])).error
+    assert "arguments that are a JSON object" in task(make(messages=[odd])).error
 
 
 def test_options_of_the_template_belong_to_messages() -> None:

@@ -92,12 +92,15 @@ def test_a_call_without_arguments(arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        (call("{a"), "arguments='{a' of a tool call are no JSON"),
-        (call("[1]"), r"arguments=\[1\] of a tool call: a JSON object is needed"),
-        (call("1" * 5000), "are no JSON"),
-        (call("{}", tool_calls={}), "tool_calls={}: a list is needed"),
-        (call("{}", tool_calls=[1]), "1 is no tool call"),
-        (call("{}", tool_calls=[{"function": {}}]), "is no tool call, which has a function with its name"),
+        (call("{a"), "tool call .* arguments that are a JSON object, is needed .JSONDecodeError"),
+        (call("[1]"), "'list' object is not a mapping"),
+        (call("1" * 5000), "is needed"),
+        (call("{}", tool_calls=[1]), "tool call 1: "),
+        (call("{}", tool_calls=["a"]), "tool call 'a': "),
+        (call("{}", tool_calls={"a": 1}), "tool call {'a': 1}: "),
+        (call("{}", tool_calls=5), "tool call 5: "),
+        (call("{}", tool_calls=[{"function": {}}]), "KeyError: 'name'"),
+        (call("{}", tool_calls=[{"function": None}]), "is needed"),
     ],
 )
 def test_tool_calls_that_are_refused(message: Any, said: str) -> None:
