@@ -1,55 +1,43 @@
-"""Write docs/generation_options.md: what is done with every field of SamplingParams and of GenerationConfig.
+"""Write docs/generation_options.md: the meaning of every option, and what is done with fields of GenerationConfig.
 
 python -m benchmarks.options_page [--check]
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 
 import click
 from transformers import GenerationConfig
 
 from benchmarks.document import md_table, usage
-from specdec.logits.options import OFF, SAMPLED_ONLY, WITHOUT_EFFECT
+from specdec.logits.options import OFF, LogitsOptions
 from specdec.requests.generation_config import how_served
 from specdec.requests.sampling import SamplingParams
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "generation_options.md"
 
-OWN: dict[str, tuple[str, str]] = {
-    "max_new_tokens": ("host", "`max_new_tokens`, `max_length`"),
-    "temperature": ("device", "0 is greedy; `do_sample`, `temperature`"),
-    "top_k": ("device", ""),
-    "top_p": ("device", ""),
-    "min_p": ("device", ""),
-    "stop": ("host", "`stop_strings`"),
-    "stop_token_ids": ("host", "`eos_token_id`"),
-    "ignore_eos": ("host", ""),
-    "seed": ("host", "numbers by position: no state, the same whatever else runs"),
-    "num_speculative_tokens": ("host", "changes no greedy token"),
-    "return_drafts": ("host", ""),
-    "n": ("host", "`num_return_sequences`"),
-    "cache_prefix": ("host", "changes no token"),
-    "logits_processor": (
-        "host",
-        "the user's code, once for each position of a verification, on the thread of the round",
-    ),
-    "prefix_allowed_tokens_fn": ("host", "as `logits_processor`"),
-    "grammar": ("host", "masks by llguidance or by the user's object, made while the target verifies"),
-    "stopping_criteria": ("host", "the user's code, once for each committed token"),
-    "logprobs": ("device", "read with the round's result"),
-    "logprobs_mode": ("device", ""),
-    "prompt_logprobs": ("device", "positions asked for are read, a bounded number of them a round"),
-    "prompt_logprobs_start": ("host", ""),
-    "return_logits": ("device", "transformers' `output_logits`; in `Completion.logits`"),
-    "return_scores": ("device", "transformers' `output_scores`; in `Completion.scores`"),
-    "max_time": ("host", "`max_time`; looked at once a round"),
-    "strict_length": ("host", "refuses what is cut otherwise (`Completion.truncated_by`)"),
+NAMES: dict[str, str] = {
+    "max_new_tokens": "`max_new_tokens`, `max_length`",
+    "temperature": "`do_sample`, `temperature`",
+    "stop": "`stop_strings`",
+    "stop_token_ids": "`eos_token_id`",
+    "n": "`num_return_sequences`",
+    "logits_processor": "`logits_processor` of `generate`",
+    "prefix_allowed_tokens_fn": "`prefix_allowed_tokens_fn` of `generate`",
+    "stopping_criteria": "`stopping_criteria` of `generate`",
+    "return_logits": "`output_logits`",
+    "return_scores": "`output_scores`",
+    "num_speculative_tokens": "`num_assistant_tokens`",
 }
-"""Fields of SamplingParams that are no options of logits: where they apply, and their names in GenerationConfig."""
+"""What transformers calls an option, where it has another name or takes it elsewhere."""
+
+NOTES = {"stop_strings": "`stop`: found in the new text alone; transformers also finds one that begins in the prompt"}
+"""Fields that are served otherwise than by the same option."""
 
 REASONS: dict[str, str] = {
     **dict.fromkeys(("num_beams", "num_beam_groups"), "beams share no prefix with drafts"),
@@ -65,45 +53,62 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"), "drafts are the head's"),
 }
 _OF_SPECULATION = ("assistant_", "prompt_lookup_", "max_matching_", "speculation_", "target_lookbehind", "use_mtp")
-_WORDS = {"device": "exact, on the device", "host": "exact, on the host"}
 _HEADER = """# Options of a request
 
-Written by `python -m benchmarks.options_page`; a test compares it. *Exact*: tokens are those of transformers'
-`generate` with the same option (greedy), or are drawn from the same distribution (sampled), with drafts and without.
-*On the device*: one more launch or a few, no further read. What is refused is refused by name, before anything runs.
+This page has every option of a request: its default, its meaning, and its name in transformers. Start with
+[sampling options](how-to/sampling.md), which shows the usual ones at work.
+
+Give options by name, `model.generate(prompt, temperature=0.7)`, or as `SamplingParams(temperature=0.7)`. Both have the
+same names. Drafts change no result: greedy tokens are those of transformers' `generate` with the same option, and
+sampled ones are drawn from the same distribution. An option that is not served is refused by name before anything runs.
+
+Options that change logits cost a kernel launch or a few in each round. Functions of yours (`logits_processor`,
+`stopping_criteria`, …) run on the host, for every position of a verification, and all requests wait for them.
 """
 
 
 def page() -> str:
     """The page for the installed transformers."""
     theirs = sorted(name for name in vars(GenerationConfig()) if not name.startswith("_"))
-    tables = {
-        "SamplingParams": {f.name: _of_ours(f.name) for f in fields(SamplingParams) if f.name not in OFF},
-        "Options that change logits (fields of both)": {name: _of_option(name) for name in OFF},
-        "GenerationConfig": {name: _of_theirs(name) for name in theirs},
-    }
+    ours = {each.name: _of_ours(each) for each in fields(SamplingParams)}
     parts = [_HEADER]
-    for title, rows in tables.items():
-        cells = [(f"`{name}`", *told) for name, told in rows.items()]
-        parts.append(f"## {title}\n\n" + md_table([("field", "what is done", "notes"), *cells]))
+    for title, names in (("Options", [n for n in ours if n not in OFF]), ("Options that change logits", list(OFF))):
+        rows = [(f"`{name}`", *ours[name]) for name in names]
+        parts.append(f"## {title}\n\n" + md_table([("option", "default", "meaning", "in transformers"), *rows]))
+    rows = [(f"`{name}`", _of_theirs(name)) for name in theirs]
+    about = "Fields of a `transformers.GenerationConfig` that you pass, and what is done with them.\n\n"
+    parts.append("## GenerationConfig\n\n" + about + md_table([("field", "here"), *rows]))
     return "\n".join(parts)
 
 
-def _of_ours(name: str) -> tuple[str, str]:
-    where, notes = OWN[name]
-    return _WORDS[where], notes
+def meanings(kind: type) -> dict[str, str]:
+    """The first sentence of every attribute in a class's docstring."""
+    text = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
+    each = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", text, re.M)
+    return {name: " ".join(own.split()).partition(". ")[0].rstrip(".") for name, own in each}
 
 
-def _of_option(name: str) -> tuple[str, str]:
-    if name in WITHOUT_EFFECT:
-        return "without effect", "no token changes"
-    return _WORDS["device"], "of sampled requests alone" if name in SAMPLED_ONLY else ""
+_MEANINGS = meanings(LogitsOptions) | meanings(SamplingParams)
 
 
-def _of_theirs(name: str) -> tuple[str, str]:
+def _of_ours(field: Field[object]) -> tuple[str, str, str]:
+    default = "none" if field.default is None or field.default == () else f"`{field.default!r}`"
+    known = hasattr(GenerationConfig(), field.name)
+    theirs = NAMES.get(field.name, f"`{field.name}`" if known else "")
+    return default, _MEANINGS[field.name].replace("|", "\\|"), theirs
+
+
+def _of_theirs(name: str) -> str:
     served = how_served(name)
-    reason = REASONS.get(name, "transformers' own speculation" if name.startswith(_OF_SPECULATION) else "not known")
-    return _WORDS.get(served, served), reason if served == "refused" else ""
+    if served == "refused":
+        reason = REASONS.get(name, "transformers' own speculation" if name.startswith(_OF_SPECULATION) else "not known")
+        return f"refused: {reason}"
+    if served == "without effect":
+        return "ignored: changes no token here"
+    if name in NOTES:
+        return NOTES[name]
+    own = next((ours for ours, names in NAMES.items() if f"`{name}`" in names), name)
+    return "the same option" if own == name else f"`{own}`"
 
 
 @click.command(help=usage(__doc__))

@@ -58,7 +58,7 @@ class SpeculativeModel:
         hf_model: the transformers model; its own `generate` works as before. It stays after `close`.
         tokenizer: its tokenizer. head: the draft head, or None. config: sizes and limits of the engine.
         num_speculative_tokens: K, drafts a round. dtype, device: the target's.
-        generation_config_use: "model" or "ignore": whether the model's own generation_config applies.
+        generation_config_use: "model" or "ignore": whether calls start from the model's own generation_config.
         backend_name: the attention backend. runners: attention of each cache group of the target, then of the head.
         self_test_error: relative logit error of the load-time self-test. twin: the test in specdec/selftest/twin.py.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason. cascade_attention: likewise.
@@ -138,23 +138,28 @@ class SpeculativeModel:
                 base, or a PeftModel, whose inner model runs as it is (its adapters live or merged). Without `draft`, a
                 head whose config.json names its target (as the package speculators does) loads both.
             draft: folder or hub name of a head, or a loaded one; "auto": a built-in target's; "mtp": the multi-token-
-                prediction module in the target's checkpoint; "lookup": what followed a request's last tokens in its
-                own text (docs/lookup.md); [head, "lookup"]: both. num_speculative_tokens: K, drafts a round; default 5.
+                prediction module in the target's checkpoint; "lookup": what followed a request's last tokens in its own
+                text (docs/lookup.md); [head, "lookup"]: both.
+            num_speculative_tokens: K, drafts a round; default 5.
             backend: attention kernels. "auto": FlashInfer on a GPU, "flex" where it is not installed and on ROCm
                 (untested), "torch" (the reference) on a CPU. "flex": FlexAttention, compiled at the first rounds; no
                 CUDA graphs. "batch_invariant": results do not depend on the batch, so half precision gives the same
                 tokens with and without speculation; slower, needs CUDA graphs.
-            dtype: "auto" (float32 on a CPU, else the checkpoint's), a torch dtype or its name. device: default CUDA if
-                there is one. tokenizer: or its folder or hub name; default the target's; needed where that has no name.
+            dtype: "auto" (float32 on a CPU, else the checkpoint's), a torch dtype or its name.
+            device: default CUDA if there is one.
+            tokenizer: or its folder or hub name; default the target's; needed where that has no name.
             max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding changes.
-            max_num_seqs, max_waiting_requests: most requests in one batch, and beside it: a call that would bring more
-                is refused (QueueFullError). max_num_batched_tokens: most tokens of one forward; max_num_prefill_tokens:
-                prompt tokens of one in which other requests decode, and wait for it.
-            page_size: tokens a page of the KV cache. kv_cache_tokens: its size, in tokens of layers that see all;
-                default max_num_seqs full-length requests, within gpu_memory_utilization, or 1 GiB on a CPU.
+            max_num_seqs: most requests in one batch.
+            max_waiting_requests: most beside it; a call that would bring more is refused (QueueFullError).
+            max_num_batched_tokens: most tokens of one forward.
+            max_num_prefill_tokens: prompt tokens of one in which other requests decode, and wait for it.
+            page_size: tokens a page of the KV cache.
+            kv_cache_tokens: its size, in tokens of layers that see all; default max_num_seqs full-length requests,
+                within gpu_memory_utilization, or 1 GiB on a CPU.
             kv_cache_dtype: "auto" (the model's), or "fp8": the target's in 8 bits (e4m3), which changes its tokens a
-                little, drafted or not. kv_cache_scales: with it, (of keys, of values) of each layer: x / scale is
-                stored. Default the checkpoint's (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
+                little, drafted or not.
+            kv_cache_scales: with it, (of keys, of values) of each layer: x / scale is stored. Default the checkpoint's
+                (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
             kv_cache_layout: inside a page, "NHD" or "HND", which changes no token; "auto": HND on Blackwell, else NHD.
             hybrid_kv_cache: beside layers that see all, those with a window or in chunks free pages that they passed.
             enable_prefix_caching: reuse pages of earlier requests with the same first tokens. "auto": if possible;
@@ -165,21 +170,26 @@ class SpeculativeModel:
             cuda_graphs: compile the model and decode from CUDA graphs: many times faster, after a minute's start the
                 first time. "auto": on a GPU; off, with a SpecdecWarning, where capture fails; True: that is an error.
                 Half-precision rounds of different sizes then use different kernels (not with "batch_invariant").
-            mtp_concat, mtp_feedback: of a multi-token-prediction module: "embedding_first" or "hidden_first" ("auto":
-                its family's order), and the input of its next step, "post_norm" or "pre_norm". draft_vocab: ids of the
-                tokens that it drafts on (`specdec.draft_vocab_of`), or a JSON file of them; eos and special tokens are
-                added. Drafts read these rows of lm_head alone: docs/how-to/mtp.md.
+            mtp_concat: input of a multi-token-prediction module: "embedding_first" or "hidden_first"; "auto": its
+                family's.
+            mtp_feedback: input of its next step, "post_norm" or "pre_norm".
+            draft_vocab: ids of the tokens that it drafts on (`specdec.draft_vocab_of`), or a JSON file of them; eos and
+                special tokens are added. Drafts read these rows of lm_head alone: docs/how-to/mtp.md.
             head_overrides: corrections to an EAGLE head's config.json by its keys ("rope_theta", …; None removes one),
                 or "aux_layers", "feedback" ("pre_norm", "post_norm"). Facts that the tensors show cannot be overridden.
-            lookup_min, lookup_max, lookup_shared: where drafts by lookup are looked for, see docs/lookup.md.
-            generation_config: "model": the model's own applies as in transformers' `generate`; the first request
-                refuses settings that change greedy tokens and cannot be served. "ignore": only its eos ids apply.
+            lookup_min: tokens of the shortest match that drafts by lookup follow, see docs/lookup.md.
+            lookup_max: tokens up to which matches are compared.
+            lookup_shared: look into the texts of ended requests, too.
+            generation_config: "model": calls without SamplingParams start from the model's own, as in transformers'
+                `generate`, and are refused where it has what cannot be served. "ignore": only its eos ids apply.
             draft_sampling: how a head drafts for sampled requests: "probabilistic" or "greedy"; answers stay the same.
             tensor_parallel_size: N GPUs of this machine (on a CPU, processes) that share the target: docs/parallel.md.
-            seed: of requests without one, 64 bits. adapter: of peft, by folder or hub name, for a target given by name.
+            seed: of requests without one, 64 bits.
+            adapter: of peft, by folder or hub name, for a target given by name.
             merge_adapter: "auto" or True: add the adapter to the weights at loading, as by peft's merge_and_unload; on
                 quantised or shared (tied) weights "auto" runs it live, True is an error. False: live: more launches.
-            trust_remote_code: run the checkpoint's Python files (on the hub, anybody's). revision: branch, tag, commit.
+            trust_remote_code: run the checkpoint's Python files (on the hub, anybody's).
+            revision: branch, tag, commit.
 
         Raises:
             ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
@@ -231,9 +241,12 @@ class SpeculativeModel:
         Args:
             prompts: text (read as it is, without the chat template), token ids, chat messages, or a list of these; a
                 tensor or array of ids (1-D, or 2-D: one a row); a BatchEncoding, or its fields (`generate(**inputs)`).
-            params: SamplingParams or a GenerationConfig, for all or one a prompt; default greedy. progress: show a bar.
-            options: fields of SamplingParams, as `temperature=0.7`, which replace those of params; `chat=True`: each
-                text is what the user says in a chat. Names of transformers and vLLM: see `specdec.requests.arguments`.
+            params: SamplingParams, to which nothing is added, or a GenerationConfig, for all or one a prompt. Default:
+                as the model's generation_config has it, as in transformers.
+            progress: show a bar.
+            options: fields of SamplingParams, as `temperature=0.7`, which replace those; `chat=True`: each text is what
+                the user says in a chat; `continue_final_message`, `chat_template_kwargs`: as in transformers'
+                apply_chat_template. Names of transformers and vLLM: see `specdec.requests.arguments`.
 
         Returns:
             One Completion a prompt, in order (with SamplingParams.n or GenerationConfig.num_return_sequences so many).
@@ -259,7 +272,7 @@ class SpeculativeModel:
         """As `generate`, but yield every round's new tokens and text. Closing the iterator, on any thread, aborts the
         rest. Bad input and a closed or changed model raise here, others from the iterator."""
         own = self.hf_model, self.tokenizer, self.generation_config_use
-        return self._stream(submissions, prompts, params, *own, options)
+        return self._stream(submissions, prompts, params, *own, options, self.config.max_model_len)
 
     async def generate_async(self, prompts: Prompts = None, params: Params = None, **options: Any) -> list[Completion]:
         """As `generate`, awaited: the event loop is not blocked, and a cancelled await cancels its requests."""

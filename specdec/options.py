@@ -185,7 +185,7 @@ class LoadOptions:
                 'allowed are "model" (the model\'s own applies) and "ignore" (only its eos ids do); a '
                 "transformers.GenerationConfig is given to generate(prompts, config)",
             ),
-            "ignore: of the model's own generation_config (penalties, suppressed tokens, …) only the eos ids apply.",
+            "ignore: of the model's own generation_config (penalties, stop strings, …) only the eos ids apply.",
         ),
     )
     draft_sampling: str = field(

@@ -14,6 +14,8 @@ from specdec.errors import SpecdecWarning
 _ROOT = Path(__file__).resolve().parents[1]
 _OURS = ("attention", "drafters", "specdec")
 """Packages whose lines are not the user's; so is the one that warns, which may add commands to these."""
+_BUSY = 0.75
+"""Share of the cores in use from which more than one thread is a hindrance."""
 _BETWEEN = (contextlib.__file__, f"{os.sep}torch{os.sep}utils{os.sep}_contextlib.py")
 """Files of decorators that stand between two functions of ours."""
 
@@ -26,6 +28,17 @@ def warn_user(message: str) -> None:
     while frame.f_back is not None and _is_in(frame, folders):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, SpecdecWarning, stacklevel=level)
+
+
+def busy_cores(threads: int) -> str:
+    """Why so many threads of torch would wait for cores that are in use, and what to set; "" where they would not."""
+    cores, load = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if threads == 1 or load <= _BUSY * cores:
+        return ""
+    return (
+        f"the {cores} cores are busy (load {load:.1f}) and torch has {threads} threads, which wait for one another: "
+        "rounds on a CPU may take many times as long; set OMP_NUM_THREADS=1, or call torch.set_num_threads(1)"
+    )
 
 
 def _is_in(frame: FrameType, folders: tuple[str, ...]) -> bool:

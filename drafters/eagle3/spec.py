@@ -10,6 +10,9 @@ from attention.spec import AttentionSpec
 from drafters.base import FINAL_NORM
 from drafters.rope import RopeSpec
 
+_MOST_SIZE = 2**24
+"""Of each dimension: weights are compared with the file's before any is made, and their shapes must be countable."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
@@ -54,8 +57,8 @@ class LayerSpec:
         """Check the sizes of heads of this kind; more: fields that are at least 1, too. Raises InvalidInputError."""
         names = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
         for name in (*names, *more):
-            if getattr(self, name) < 1:
-                raise InvalidInputError(f"{name} of an {kind} head must be at least 1, not {getattr(self, name)}")
+            if not 1 <= (size := getattr(self, name)) <= _MOST_SIZE:
+                raise InvalidInputError(f"{name} of an {kind} head must be 1 … {_MOST_SIZE:,}, not {size:,}")
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise InvalidInputError(
                 f"{self.num_heads} query heads, {self.num_kv_heads} key heads, head_dim {self.head_dim}: "

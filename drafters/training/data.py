@@ -35,7 +35,7 @@ def read_questions(path: str | Path) -> list[list[Message]]:
     if not file.is_file():
         raise InvalidInputError(f"there is no file of questions {path}")
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: a string may hold U+2028
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: a string may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"the questions in {path} cannot be read as UTF-8 text: {error}") from error
     questions = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -49,7 +49,7 @@ def _parse(line: str, place: str) -> list[Message]:
         row = json.loads(line)
     except ValueError as error:
         raise InvalidInputError(f"{place}: no JSON: {error}") from error
-    keys = [key for key in ("messages", "prompt", "question") if isinstance(row, dict) and key in row]
+    keys = [key for key in ("messages", "prompt", "question") if isinstance(row, dict) and row.get(key) is not None]
     if not keys:
         raise InvalidInputError(f"{place}: expected an object with messages, prompt or question")
     return _messages(row[keys[0]], place)

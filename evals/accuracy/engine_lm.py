@@ -28,8 +28,8 @@ from evals.runs.answers import Answer
 from evals.runs.conversations import Configuration, question_seed, to_turn
 from evals.runs.store import RunStore
 from specdec.errors import InvalidInputError
+from specdec.requests.chats import for_template
 from specdec.requests.grammar import Grammar
-from specdec.requests.prompts import for_template
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RoundRecord, pool
 

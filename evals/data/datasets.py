@@ -7,6 +7,7 @@ A file is JSON Lines. Each object has `turns` (list of user messages), `prompt` 
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
@@ -146,6 +147,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 yield number, _parse(line, f"{path}:{number}")
 
 
@@ -245,11 +247,10 @@ def _question(record: Record, where: str, number: str, name: str, task: Callable
 
 
 def _conversation(record: Record, where: str) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    if "messages" in record:
+    if record.get("messages") is not None:
         return _chat(record["messages"], where)
     for key in ("turns", "prompt", "question"):
-        if key in record:
-            given = record[key]
+        if (given := record.get(key)) is not None:
             turns = (given,) if isinstance(given, str) else given
             if not isinstance(turns, (list, tuple)) or not turns or not all(_is_text(turn) for turn in turns):
                 raise DataError(f"{where}: {key!r} must be text or a list of texts, none of them empty")

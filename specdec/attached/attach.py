@@ -86,7 +86,8 @@ def attach(model: Any, draft: Any = None, *, fallback: bool = False, **options: 
     Args:
         model: a loaded model, or a PeftModel, whose own `generate` calls its inner one; copies, and what is saved of
             it, are plain models. It stays attached when nobody keeps the handle, until it is garbage itself.
-        draft, options: as for `SpeculativeModel.from_pretrained`.
+        draft: as for `SpeculativeModel.from_pretrained`.
+        options: likewise.
         fallback: calls that are not served (beams, input embeddings, assistants, …) run as transformers does; else they
             raise InvalidInputError, which names the argument.
 

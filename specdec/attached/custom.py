@@ -89,9 +89,11 @@ def custom_generate(
     Keep it: the first call wraps the model and allocates a cache, later ones use them; `close()` frees them.
 
     Args:
-        draft, options: as for `SpeculativeModel.from_pretrained`.
-        streamer, tokenizer, stop_strings: `generate` does not hand its own to such a callable; give them here, stop
-            strings with the tokenizer.
+        draft: as for `SpeculativeModel.from_pretrained`.
+        streamer: `generate` does not hand its own to such a callable; give it here.
+        tokenizer: the same, for stop strings.
+        stop_strings: the same.
+        options: as for `SpeculativeModel.from_pretrained`.
     """
     return CustomGenerate(draft, streamer, tokenizer, stop_strings, options)
 

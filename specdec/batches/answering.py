@@ -14,6 +14,7 @@ from specdec.engine.feeding import Feeding
 from specdec.engine.streams import Stream
 from specdec.errors import InvalidInputError, RequestFailedError, SpecdecError
 from specdec.requests.request import Completion
+from specdec.requests.submission import filled
 
 if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
@@ -49,7 +50,7 @@ def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[Answer]
     def opened(group: list[Task]) -> Stream:
         if refused := [task.error for task in group if task.error]:
             raise _Refused(refused[0])
-        return model.stream([task.prompt for task in group], [task.params for task in group])
+        return model.stream([task.prompt for task in group], [filled(task.params, model) for task in group])
 
     samples: dict[int, list[Completion]] = defaultdict(list)
     failures = 0

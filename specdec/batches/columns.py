@@ -13,6 +13,7 @@ from specdec.batches.lines import key_of
 from specdec.batches.records import columns
 from specdec.batches.tasks import Asking, Task, params_of, prompt_of
 from specdec.errors import InvalidInputError
+from specdec.requests import chats
 from specdec.values import short
 
 PROMPTS = ("prompt", "messages", "token_ids")
@@ -40,10 +41,10 @@ def _task(number: int, row: dict[str, Any], asking: Asking) -> Task:
     task = Task(number)
     try:
         task = replace(task, key=key_of({"key": row.get("key")}))
-        prompt = prompt_of({name: row[name] for name in PROMPTS if name in row})
         own = row.get("params") or {}
         if not isinstance(own, dict):
             raise InvalidInputError(f"params={short(own)}: a dict of sampling options is needed")
+        prompt = prompt_of({**row, **{name: own.pop(name) for name in chats.OPTIONS if name in own}})
         params = params_of(own, asking, task)
         if task.key is None and own.get("seed") is None:
             params = replace(params, seed=asking.params.seed)

@@ -14,12 +14,10 @@ from specdec.batches.tasks import Task
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.stats import pool_requests
-from specdec.service.openai_format import LEAST, told
+from specdec.service.openai_format import LEAST, response_of
 
 ID = "batch_req_"
 """What the id of an answer of OpenAI's form begins with; its row's line follows."""
-_REASONS = {"eos": "stop", "stop": "stop"}
-"""OpenAI's name of a finish reason; of all others "length"."""
 
 
 class Record(NamedTuple):
@@ -117,36 +115,7 @@ def _openai(task: Task, completions: Sequence[Completion], error: str, tokenizer
         about = {"message": message, "type": "server_error" if is_ours else "invalid_request_error", "code": kind}
         response = {"status_code": 500 if is_ours else 400, "request_id": name, "body": {"error": about}}
         return {"id": name, "custom_id": custom_id, "response": response, "error": {"code": kind, "message": message}}
-    body = {
-        "id": name,
-        "object": task.form,
-        "created": int(time.time()),
-        "model": task.kept["model"],
-        "choices": [_choice(task, i, one, tokenizer) for i, one in enumerate(completions)],
-        "usage": usage(completions),
-    }
+    head = {"id": name, "created": int(time.time()), "model": task.kept["model"]}
+    body = head | response_of(completions, tokenizer, task.form == "chat.completion")
     response = {"status_code": 200, "request_id": name, "body": body}
     return {"id": name, "custom_id": custom_id, "response": response, "error": None}
-
-
-def _choice(task: Task, index: int, completion: Completion, tokenizer: Any) -> dict[str, Any]:
-    reason = _REASONS.get(completion.finish_reason, "length")
-    is_chat = task.form == "chat.completion"
-    text = {"message": {"role": "assistant", "content": completion.text}} if is_chat else {"text": completion.text}
-    return {"index": index, **text, "logprobs": told(tokenizer, completion.logprobs, is_chat), "finish_reason": reason}
-
-
-def usage(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Tokens of a prompt's completions; drafts as OpenAI counts those of "predicted outputs"."""
-    stats = pool_requests([completion.stats for completion in completions])
-    prompt, new = completions[0].stats.prompt_tokens, sum(one.stats.new_tokens for one in completions)
-    details = {
-        "accepted_prediction_tokens": stats.accepted,
-        "rejected_prediction_tokens": stats.drafted - stats.accepted,
-    }
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "completion_tokens_details": details,
-    }

@@ -11,14 +11,16 @@ from typing import Any, Literal
 
 from specdec.batches.lines import KEYS, Key, Line, digest, fields_of, key_of
 from specdec.errors import InvalidInputError
+from specdec.requests import chats
 from specdec.requests.arguments import own_names, right_call
 from specdec.requests.sampling import SamplingParams
-from specdec.service.openai_format import NO_OPTIONS, options_of, streamed
+from specdec.service.openai_format import NO_OPTIONS, chat_of, options_of, streamed
 from specdec.values import short
 
 Form = Literal["row", "chat.completion", "text_completion"]
 URLS: dict[str, Form] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
 _PROMPTS = ("prompt", "messages", "token_ids")
+_ABOUT_PROMPTS = (*_PROMPTS, *chats.OPTIONS)
 _OPTIONS = tuple(each.name for each in fields(SamplingParams))
 _STREAM = ("stream", "stream_options")
 _NOT_WRITTEN = ("return_logits", "return_scores")
@@ -70,8 +72,8 @@ def task_of(line: Line, asking: Asking) -> Task:
 
 
 def _of_row(task: Task, row: dict[str, Any], asking: Asking) -> Task:
-    own = {name: value for name, value in row.items() if name not in (*KEYS, *_PROMPTS, "metadata")}
-    prompt = prompt_of({name: row[name] for name in _PROMPTS if name in row})
+    prompt = prompt_of(row)
+    own = {name: value for name, value in row.items() if name not in (*KEYS, *_ABOUT_PROMPTS, "metadata")}
     kept = {"metadata": row["metadata"]} if "metadata" in row else {}
     return replace(task, prompt=prompt, params=params_of(own, asking, task), kept=kept)
 
@@ -86,8 +88,9 @@ def _of_openai(task: Task, row: dict[str, Any], asking: Asking) -> Task:
     if not isinstance(body, dict):
         raise InvalidInputError(f"body={short(body)}: a JSON object is needed")
     is_chat = task.form == "chat.completion"
-    prompt = prompt_of({"messages": body.get("messages")} if is_chat else {"prompt": body.get("prompt")})
-    own = {n: v for n, v in body.items() if n not in (*NO_OPTIONS, *_STREAM, "messages" if is_chat else "prompt")}
+    about = ("messages", *chats.OPTIONS) if is_chat else ("prompt",)
+    prompt = prompt_of({name: body.get(name) for name in about})
+    own = {n: v for n, v in body.items() if n not in (*NO_OPTIONS, *_STREAM, *about)}
     if any(streamed(body)):
         raise InvalidInputError(f"stream={short(body.get('stream'))} is not served; leave it out")
     own = options_of(own, is_chat)
@@ -95,13 +98,14 @@ def _of_openai(task: Task, row: dict[str, Any], asking: Asking) -> Task:
     return replace(task, prompt=prompt, params=params_of(own, asking, task), kept=kept)
 
 
-def prompt_of(given: Mapping[str, Any]) -> Any:
-    """The prompt of a row's fields: a text, messages or token ids.
+def prompt_of(row: Mapping[str, Any]) -> Any:
+    """The prompt of a row's fields: a text, messages (with options of their template) or token ids.
 
     Raises:
         InvalidInputError: none of them, several, or one that is no such thing.
     """
-    there = {name: value for name, value in given.items() if value is not None}
+    there = {name: row[name] for name in _PROMPTS if row.get(name) is not None}
+    template = {name: row[name] for name in chats.OPTIONS if row.get(name) is not None}
     if len(there) != 1:
         raise InvalidInputError(f"a row has one of {', '.join(_PROMPTS)}, not {' and '.join(there) or 'none of them'}")
     ((name, value),) = there.items()
@@ -113,7 +117,9 @@ def prompt_of(given: Mapping[str, Any]) -> Any:
     if not fits[name]:
         kinds = {"prompt": "one text", "messages": "a list of chat messages", "token_ids": "a list of token ids"}
         raise InvalidInputError(f"{name}={short(value)}: allowed is {kinds[name]}")
-    return value
+    if template and name != "messages":
+        raise InvalidInputError(f"{', '.join(template)}: only messages are written by a chat template; leave it out")
+    return chat_of(value, template) if name == "messages" else value
 
 
 def params_of(own: Mapping[str, Any], asking: Asking, task: Task) -> SamplingParams:

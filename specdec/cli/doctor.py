@@ -21,6 +21,7 @@ import click
 from specdec.cli.lazy import DISTRIBUTION, PluginError, find_plugins
 from specdec.cli.options import examples
 from specdec.shadowing import ROOT, check_sibling
+from specdec.user_warnings import busy_cores
 
 _PACKAGES = (
     "torch",
@@ -159,7 +160,7 @@ def device_facts() -> Facts:
         import torch
     except Exception as error:
         return {"error": f"torch cannot be imported: {type(error).__name__}: {error}"}
-    facts: Facts = {"torch built for": _built_for(torch), "GPUs": []}
+    facts: Facts = {"torch built for": _built_for(torch), "CPU threads": torch.get_num_threads(), "GPUs": []}
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_properties(index)
@@ -176,9 +177,9 @@ def _built_for(torch: Any) -> str:
 def hints(device: Facts) -> list[str]:
     """What would run, but slower than it could."""
     if not device.get("GPUs"):
-        built = device.get("torch built for", "")
+        built, busy = device.get("torch built for", ""), busy_cores(device.get("CPU threads", 1))
         text = "; torch is built for CUDA and would use one" if built.startswith("CUDA") else ""
-        return [f"no GPU: the torch backend serves on the CPU{text}"]
+        return [f"no GPU: the torch backend serves on the CPU{text}", *filter(None, [busy])]
     if _version("flashinfer-python") is None and built_for_cuda(device):
         return [f'FlashInfer is missing: rounds are slower without it; pip install "{DISTRIBUTION}[cuda]"']
     return []

@@ -105,7 +105,7 @@ def read_prompt_file(path: Path) -> list[Any]:
 
 def _read_file(path: Path) -> list[Asked]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # files of Windows begin with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"cannot read prompts from {path}: {error}") from error
     if path.suffix != ".jsonl":
@@ -126,7 +126,7 @@ def _prompt_of(path: Path, number: int, line: str) -> Asked:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise InvalidInputError(f"{path}, line {number}: not JSON ({error})") from error
-    found = [record[key] for key in keys if isinstance(record, dict) and key in record]
+    found = [record[key] for key in keys if isinstance(record, dict) and record.get(key) is not None]
     if not found:
         raise InvalidInputError(f"{path}, line {number}: no field of {', '.join(keys)}")
     return Asked(found[0], record.get("id"))

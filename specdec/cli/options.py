@@ -177,10 +177,12 @@ def load_for_sampling(options: Mapping[str, Any]) -> tuple[SpeculativeModel, Sam
         InvalidInputError, …: see `load_model`. click.UsageError: see `check_sampling`.
     """
     from specdec.requests.sampling import SamplingParams
+    from specdec.requests.submission import filled
 
     check_sampling(options)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
     params = SamplingParams(**{name: options[name] for name in names})
     load = {name: value for name, value in options.items() if name != "seed"}
     seed = {} if params.seed is None else {"seed": params.seed}
-    return load_model(options["model"], options["draft"], load_options_of(load, **seed)), params
+    model = load_model(options["model"], options["draft"], load_options_of(load, **seed))
+    return model, filled(params, model)

@@ -17,7 +17,12 @@ from specdec.requests.stats import AcceptanceStats, pool_requests
 
 def percentages(rates: Sequence[float]) -> str:
     """Rates as one line, position 1 first: "71 % 54 % 43 %"."""
-    return "  ".join(f"{rate:.0%}" for rate in rates) or "–"
+    return "  ".join(number(rate, ".0%") for rate in rates) or "–"
+
+
+def number(value: float, form: str) -> str:
+    """A number in this form; "–" for NaN, where nothing was counted."""
+    return format(value, form) if value == value else "–"
 
 
 def tokens_per_second(completions: Sequence[Completion]) -> float:
@@ -37,7 +42,7 @@ def stats_table(completions: Sequence[Completion]) -> Table:
     table.add_row("prompt tokens", prompt_tokens(completions))
     table.add_row("prompt seconds", f"{sum(c.stats.prefill_s for c in completions):.3f}")
     table.add_row("decode seconds", f"{sum(c.stats.decode_s for c in completions):.3f}")
-    table.add_row("decode tokens/s", f"{tokens_per_second(completions):.1f}")
+    table.add_row("decode tokens/s", number(tokens_per_second(completions), ".1f"))
     return table
 
 
@@ -54,7 +59,7 @@ def prompt_tokens(completions: Sequence[Completion]) -> str:
 
 def _rows(pooled: AcceptanceStats) -> list[tuple[str, str]]:
     return [
-        ("acceptance length τ", f"{pooled.tau:.2f}"),
+        ("acceptance length τ", number(pooled.tau, ".2f")),
         ("accepted, given those before", percentages(pooled.conditional)),
         ("accepted, of rounds with that draft", percentages(pooled.unconditional)),
         ("rounds", str(pooled.rounds)),
@@ -200,7 +205,7 @@ def readings_table(agreement: Agreement) -> Table:
 
 
 def _cells(stats: AcceptanceStats) -> tuple[str, str]:
-    return f"{stats.tau:.2f}", percentages(stats.unconditional)
+    return number(stats.tau, ".2f"), percentages(stats.unconditional)
 
 
 def _gain(tried: Tried) -> str:

@@ -383,7 +383,8 @@ class Engine:
             request = self._requests.get(update.request_id)
             if request is not None and update.last:
                 ended.append(self._requests.pop(request.id))
-                self.counters.add_finished(update, request.id in self.deadlines.dropped)
+                dropped = request.id in self.deadlines.dropped
+                self.counters.add_finished(update, dropped, self.drafter is not None)
                 self.deadlines.discard(request.id)
             elif request is not None:
                 request.progress = update.progress

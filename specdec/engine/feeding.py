@@ -150,7 +150,7 @@ def generated(
     def opened(items: list[Any]) -> Stream:
         pairs = [item if _is_pair(item) else (_whole(item), None) for item in items]
         own = [each is not None for _, each in pairs]
-        given = [each or params or SamplingParams() for _, each in pairs] if any(own) else params
+        given = [each or params for _, each in pairs] if any(own) else params
         return stream([prompt for prompt, _ in pairs], given, **options)
 
     failed: list[SpecdecError] = []

@@ -32,8 +32,12 @@ class Usage:
     """Requests of an engine, and the rows and pages that they hold, at one moment; all 0 when it is idle.
 
     Attributes:
-        requests: those that are not ended; `waiting` for a row, or `running`. rows: rows of the row table.
-        target_pages, head_pages: pages of the target's and of the head's KV cache, also pages of no row.
+        requests: those that are not ended.
+        waiting: those of them without a row.
+        running: those with one.
+        rows: rows of the row table.
+        target_pages: pages of the target's KV cache, also those of no row.
+        head_pages: the same of the head's.
         windowed_pages: pages of the target's further cache groups, all of them.
     """
 

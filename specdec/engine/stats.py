@@ -5,13 +5,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from specdec.errors import SpecdecWarning
 from specdec.requests.request import FinishReason, Update
 from specdec.requests.shown import tau_words
+from specdec.user_warnings import warn_user
 
 LATELY = 10
 """Seconds over which the latest rate of tokens is counted."""
+_JUDGED = 256
+"""Drafts of a head after which it is judged, once: less than one in a hundred accepted is chance, not a head."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +25,19 @@ class EngineStats:
 
     Attributes:
         rounds: launched verifications.
-        host_to_device, device_to_host: copies. preemptions: requests that lost their row because pages ran out.
+        host_to_device: copies to the device.
+        device_to_host: copies from it.
+        preemptions: requests that lost their row because pages ran out.
         prefix_query_tokens: prompt tokens of requests that looked into the prefix cache.
-        prefix_hit_tokens: the part of them in pages that were found. cached_tokens: the part that was not computed
-            again: a request that drafts recomputes its last found page, in a page of its own.
+        prefix_hit_tokens: the part of them in pages that were found.
+        cached_tokens: the part that was not computed again: a request that drafts recomputes its last found page, in a
+            page of its own.
         interrupted: requests that lost their row because a caller's interrupt, or a round that failed and was run once
             more, struck while they ran.
-        requests, new_tokens: finished ones, and their tokens. verified, emitted: their rounds, and the tokens of these.
+        requests: finished ones.
+        new_tokens: their tokens.
+        verified: their rounds.
+        emitted: the tokens of these.
         early_reads: rounds that read from the device before their decision, too: for grammars and processors.
     """
 
@@ -83,6 +94,7 @@ class Counters:
         self.interrupted = self.early_reads = 0
         self._prefix = (0, 0, 0)
         self._finished = (0, 0, 0, 0)
+        self._drafted = self._accepted = 0
 
     @property
     def stats(self) -> EngineStats:
@@ -102,8 +114,9 @@ class Counters:
         """New tokens of the last LATELY whole seconds."""
         return sum(tokens for second, tokens in self._lately if int(now) - LATELY <= second < int(now))
 
-    def add_finished(self, update: Update, dropped: bool = False) -> None:
-        """The last update of a request. One that failed, or that nobody waits for, is among `ends` alone."""
+    def add_finished(self, update: Update, dropped: bool = False, has_head: bool = False) -> None:
+        """Record the last update of a request. Failed and abandoned requests count only in `ends`. Warns once where a
+        head's drafts are not accepted."""
         completion = update.completion
         self.ends["dropped" if dropped else "failed" if completion is None else completion.finish_reason] += 1
         if dropped or completion is None:
@@ -114,6 +127,16 @@ class Counters:
         pooled = completion.pooled
         counts = requests + 1, tokens + len(completion.token_ids)
         self._finished = (*counts, verified + pooled.rounds, emitted + pooled.emitted)
+        is_new = self._drafted < _JUDGED
+        self._drafted, self._accepted = self._drafted + pooled.drafted, self._accepted + pooled.accepted
+        if has_head and is_new and self._drafted >= _JUDGED and 100 * self._accepted < self._drafted:
+            with suppress(SpecdecWarning):  # as an error it would end a round in which nothing is wrong
+                warn_user(
+                    f"{self._accepted} of the head's first {self._drafted} drafts were accepted: it only costs time. "
+                    "Likely causes: it was trained for another model of the same shape, or another fine-tune of it; "
+                    "prompts are not in the chat template that it knows; a high temperature. `specdec inspect HEAD "
+                    "--target T` looks for the cause; num_speculative_tokens=0 does without the head"
+                )
 
     def add_prefix(self, prompt: int, found: int, taken: int) -> None:
         """A request that searched the prefix cache: tokens of its prompt, found tokens, tokens not computed again."""

@@ -24,8 +24,10 @@ class StreamUpdate:
     Attributes:
         index: its place in what `generate` returns: the prompt's, or with SamplingParams.n, where every prompt has n
             completions in a row, n·prompt + sample.
-        token_ids: new token ids. text: new text; joined, the texts are the completion's.
-        completion: set when it is finished. logprobs: of the new tokens, where they were asked for.
+        token_ids: new token ids.
+        text: new text; joined, the texts are the completion's.
+        completion: set when it is finished.
+        logprobs: of the new tokens, where they were asked for.
     """
 
     index: int
@@ -95,7 +97,7 @@ class Stream(Iterator[StreamUpdate]):
         return None if call is None else self._shared.next(call)
 
     def cancel(self, *indices: int) -> None:
-        """End these completions of the call, by their places in it, or all: each is reported with the tokens that it
+        """End the completions at these `indices` of the call, or all: each is reported with the tokens that it
         has, finish reason "cancelled". On any thread, and never waits; nothing where they have ended."""
         self._cancelled.append(indices)
         self._pass_on_cancelled()

@@ -167,9 +167,11 @@ class Handoff:
     lease is over. It may be sent anywhere (`to_bytes`); whoever has it can read these pages.
 
     Attributes:
-        source: where the pages are, and what they were made with. lease: the right to read them; expires: until when,
-            in `time.time` seconds of the source's clock.
-        moved: the request. blocks: its pages by cache group.
+        source: where the pages are, and what they were made with.
+        lease: the right to read them.
+        expires: until when, in `time.time` seconds of the source's clock.
+        moved: the request.
+        blocks: its pages by cache group.
         tensors: on the host, drafts for its next verification and what they were drawn from, states of recurrent
             layers: see `Departure`.
         completion: set when the request ended with its first token, and nothing is left to do.

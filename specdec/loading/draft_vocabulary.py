@@ -26,8 +26,10 @@ _LARGEST_ID = 2**24 - 1
 def draft_vocab_of(texts: Iterable[str | Sequence[int]], size: int, tokenizer: Any = None) -> list[int]:
     """The most frequent tokens of some texts: what `draft_vocab` of `SpeculativeModel.from_pretrained` takes.
 
-    texts: like those that the model will write; its own answers are best. Texts, or their token ids. tokenizer: the
-    target's; needed for texts.
+    Args:
+        texts: texts, or their token ids, like those that the model will write; its own answers are best.
+        size: most tokens.
+        tokenizer: the target's; needed for texts.
 
     Returns:
         At most `size` token ids, ascending (fewer where the texts have no more); of equally frequent ones the smaller.
@@ -64,7 +66,7 @@ def read_draft_vocab(given: str | Sequence[int] | None) -> tuple[int, ...] | Non
     if not isinstance(given, str):
         return None if given is None else tuple(given)
     try:
-        found = json.loads(Path(given).read_text("utf-8"))
+        found = json.loads(Path(given).read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(
             f"draft_vocab={given!r}: give a JSON file with a list of token ids, as json.dump(specdec.draft_vocab_of("

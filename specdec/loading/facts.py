@@ -15,7 +15,7 @@ from specdec.loading.assembly import builds_of
 from specdec.loading.kv_scales import scales_in_words
 from specdec.loading.quantisation import facts_of_quantisation
 from specdec.ops.experts import form_in_words
-from specdec.requests.generation_config import named, own_options, unsupported
+from specdec.requests.generation_config import named, sampling_of_model, unsupported
 from specdec.wrapped.fingerprint import tokens_fingerprint
 from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
 
@@ -105,11 +105,12 @@ def _experts(model: Any) -> dict[str, str] | None:
 
 
 def _own_config(model: Any) -> str:
-    """The model's own generation_config: what applies, what is switched off, or why requests are refused."""
-    config = model.hf_model.generation_config
-    odd, applied = unsupported(config), {name: getattr(config, name) for name in own_options(config)}
+    """The model's own generation_config: what calls start from, what is switched off, or why they are refused."""
+    if (config := model.hf_model.generation_config) is None:
+        return model.generation_config_use
+    odd, applied = unsupported(config), sampling_of_model(model)
     if model.generation_config_use == "ignore":
-        return f"ignore (switched off: {named(odd | applied) or 'nothing that would change greedy tokens'})"
+        return f"ignore (switched off: {named(odd | applied) or 'nothing'})"
     if odd:
         return f"model (requests are refused: {named(odd)})"
     return f"model (applied: {named(applied)})" if applied else "model"

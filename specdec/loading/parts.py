@@ -46,6 +46,7 @@ from specdec.rounds.buckets import loop_limits
 from specdec.rounds.extras import RoundExtra
 from specdec.rounds.transfer import staging_bytes
 from specdec.selftest.selftest import self_test_head
+from specdec.user_warnings import busy_cores, warn_user
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.probing import TargetProbe, probe_target
 
@@ -74,6 +75,8 @@ def load_parts(
         check_draft_vocab(draft_vocab, reason)
     tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     backend = make_backend(options.backend, model.device)
+    if model.device.type == "cpu" and (busy := busy_cores(torch.get_num_threads())):
+        warn_user(busy)
     probed = _probe(model, backend, options)
     group.check_target(probed)
     name_what_is_left_out(probed)

@@ -24,7 +24,7 @@ Sequences = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsOptions:
-    """Options that change a request's logits. None: as the model's own generation_config has it, else off.
+    """Options that change a request's logits. None: off.
 
     They apply at every position in the order below, before temperature; what follows temperature stands at the end. A
     position's prefix is the prompt and every new token before it, drafts included.
@@ -35,23 +35,29 @@ class LogitsOptions:
         logit_bias: {token id: bias}, added to its logit. OpenAI's range of ±100 is not enforced.
         encoder_repetition_penalty: above 1 favours tokens of the prompt, below 1 penalises them.
         repetition_penalty: logits of tokens in the prefix are divided by it where positive, multiplied where negative.
-        frequency_penalty: subtracted for each time that a token is among the new ones; presence_penalty: once.
-        no_repeat_ngram_size: no n tokens occur twice in the prefix; encoder_no_repeat_ngram_size: no n tokens of the
-            prompt occur again.
+        frequency_penalty: subtracted from a token's logit for each time that it is among the new ones.
+        presence_penalty: subtracted once from the logits of tokens that are among the new ones.
+        no_repeat_ngram_size: no n tokens occur twice in the prefix.
+        encoder_no_repeat_ngram_size: no n tokens of the prompt occur again among the new ones.
         bad_words_ids: sequences of token ids that are not generated; single eos ids among them are ignored.
-        min_length, min_new_tokens: ids that end the request (eos, stop_token_ids) have no probability before so many
-            tokens, of prompt and new ones together, or of new ones.
-        forced_bos_token_id: the first new token after a prompt of one token; forced_eos_token_id: the last one that
-            the length allows, an id or several.
+        min_length: ids that end the request (eos, stop_token_ids) have no probability before so many tokens, of prompt
+            and new ones together.
+        min_new_tokens: the same before so many new tokens.
+        forced_bos_token_id: the first new token after a prompt of one token.
+        forced_eos_token_id: the last new token that the length allows, an id or several.
         remove_invalid_values: NaN becomes 0, infinities the largest finite numbers.
         exponential_decay_length_penalty: (start, factor): from start new tokens on the logits of ids that end the
             request grow by |logit| · (factor^(new - start) - 1); not those that a least length has taken away (of which
             transformers makes NaN, and ends the request).
-        suppress_tokens: ids that are not generated; begin_suppress_tokens: not as the first new token.
+        suppress_tokens: ids that are not generated.
+        begin_suppress_tokens: ids that are not the first new token.
         allowed_token_ids: only these ids are generated.
-        top_h, typical_p, epsilon_cutoff, eta_cutoff: filters of sampled requests; top_h stands between temperature
-            and top_k, the others after min_p. Without effect on greedy requests, as in transformers.
-        renormalize_logits: log-probabilities in place of logits, at the end. No token changes.
+        top_h: of sampled requests, between temperature and top_k: keep the most probable tokens up to this share of the
+            distribution's entropy. As the next three, which follow min_p, without effect on greedy requests.
+        typical_p: keep tokens whose information is nearest to the entropy, up to this mass.
+        epsilon_cutoff: keep tokens with at least this probability.
+        eta_cutoff: keep tokens above a limit of probability that falls with the entropy.
+        renormalize_logits: log-probabilities in place of logits, at the end. No token changes, but `Completion.scores`.
     """
 
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...] | None = None

@@ -20,8 +20,9 @@ from transformers import GenerationConfig
 
 from specdec.errors import InvalidInputError
 from specdec.logits.options import OFF
+from specdec.requests import chats
 from specdec.requests.generation_config import is_off
-from specdec.requests.prompts import Prompts, user_chats
+from specdec.requests.prompts import Prompts, chats_with, user_chats
 from specdec.values import flag, only_known, short
 
 _FIRST = "give the prompts as the first argument: generate(prompts, …)"
@@ -43,7 +44,7 @@ _OTHER_NAMES = {
     "output_logits": "return_logits",
 }
 """Options of `SamplingParams` that other projects have under another name."""
-_OF_CALLS = {"use_tqdm": "progress", "apply_chat_template": "chat", "add_generation_prompt": "chat"}
+_OF_CALLS = {"use_tqdm": "progress", "apply_chat_template": "chat"}
 """The same of options that a call has beside those."""
 _RIGHT_CALLS = {
     **dict.fromkeys(("prompt", "prompt_token_ids", "text", "texts", "messages", "conversation"), _FIRST),
@@ -130,7 +131,8 @@ def prompts_of_call(prompts: Prompts, options: dict[str, Any]) -> Prompts:
             "attention_mask=mask), or all fields of a BatchEncoding: generate(**inputs)"
         )
     prompts = {"input_ids": prompts, **beside} if beside else prompts
-    return user_chats(prompts) if chat else prompts
+    template = {name: options.pop(name) for name in chats.OPTIONS if name in options}
+    return chats_with(user_chats(prompts) if chat else prompts, template)
 
 
 def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,23 +180,26 @@ def with_options(params: Any, options: Mapping[str, Any], known: Collection[str]
     Raises:
         InvalidInputError: an option that there is not.
     """
-    config = copy.deepcopy(params) if isinstance(params, GenerationConfig) else None
-    fields_of_config = set() if config is None else {name for name in vars(config) if not name.startswith("_")}
-    unknown = {
-        name: value
-        for name, value in options.items()
-        if name not in known and name not in fields_of_config and not _changes_nothing(name, value)
-    }
-    if unknown:
-        raise unexpected("generate(prompts, {})", unknown, (*known, "chat", "progress"))
-    rest = {name: value for name, value in options.items() if name in known and name not in fields_of_config}
-    if config is None:
+    if not isinstance(params, GenerationConfig):
+        rest = known_options(options, known)
         return replace(params, **rest) if rest else params
+    config = copy.deepcopy(params)
+    fields_of_config = {name for name in vars(config) if not name.startswith("_")}
+    rest = known_options({name: options[name] for name in options.keys() - fields_of_config}, known)
     for name in fields_of_config & set(options):
         setattr(config, name, options[name])
     if config.do_sample is None and "temperature" in options:
         config.do_sample = options["temperature"] != 0
     return ConfigWithOptions(config, rest)
+
+
+def known_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Those of a call's options that are fields of SamplingParams; others may change nothing. Raises InvalidInputError:
+    an option that there is not."""
+    rest = {name: value for name, value in options.items() if name not in known and not _changes_nothing(name, value)}
+    if rest:
+        raise unexpected("generate(prompts, {})", rest, (*known, "chat", *chats.OPTIONS, "progress"))
+    return {name: value for name, value in options.items() if name in known}
 
 
 def _changes_nothing(name: str, value: Any) -> bool:

@@ -1,8 +1,8 @@
 """SamplingParams from a generation_config: a caller's transformers.GenerationConfig, and the model's own.
 
-Greedy decoding is "the model's own output" only if nothing else changes the arg max. transformers' `generate` applies
-the model's generation_config.json (penalties, suppressed tokens, …) to every call; what of it this library
-does not do is refused, never ignored, unless the model is loaded with generation_config="ignore".
+A call without SamplingParams starts from the model's generation_config.json, as transformers' `generate` does: how it
+samples, penalties, suppressed tokens, stop strings. What this library does not do of it is refused, never ignored,
+unless the model is loaded with generation_config="ignore". SamplingParams are complete: nothing is added to them.
 
 Source: huggingface/transformers, generation/utils.py: `_prepare_generation_config` (what is merged),
 `_get_logits_processor` and `_get_stopping_criteria` (what a field does).
@@ -11,7 +11,7 @@ Source: huggingface/transformers, generation/utils.py: `_prepare_generation_conf
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ import numpy as np
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
-from specdec.logits.options import OFF, SAMPLED_ONLY, WITHOUT_EFFECT, LogitsOptions
+from specdec.logits.options import OFF, LogitsOptions
 from specdec.options import Use
 from specdec.values import flag, short, whole
 
@@ -142,17 +142,8 @@ def logits_options(config: GenerationConfig) -> dict[str, Any]:
     return LogitsOptions(**values).settings
 
 
-def own_options(config: GenerationConfig | None) -> dict[str, Any]:
-    """Options of a model's own generation_config that change its greedy tokens, and its time limit."""
-    if config is None:
-        return {}
-    found = logits_options(config)
-    own = {name: found[name] for name in found if name not in (*SAMPLED_ONLY, *WITHOUT_EFFECT)}
-    return own if config.max_time is None else own | {"max_time": config.max_time}
-
-
 def sampling_of_model(model: Any) -> dict[str, Any]:
-    """Fields of SamplingParams that a model's own generation_config decides; see `SamplingParams.from_model`.
+    """Fields of SamplingParams that a model's own generation_config sets; see `SamplingParams.from_model`.
 
     Raises:
         InvalidInputError: it samples in a way that is not supported, or this is no model.
@@ -160,29 +151,25 @@ def sampling_of_model(model: Any) -> dict[str, Any]:
     config = getattr(getattr(model, "hf_model", model), "generation_config", None)
     if not isinstance(config, GenerationConfig):
         raise InvalidInputError(f"from_model takes a SpeculativeModel or a transformers model, not {short(model)}")
-    found = {"stop": _stop_strings(config), "n": _or(config.num_return_sequences, 1), **_sampling(config)}
-    found |= logits_options(config)
-    if config.max_new_tokens is not None:
-        found["max_new_tokens"] = config.max_new_tokens
-    return found
+    found = {"max_new_tokens": config.max_new_tokens, "max_time": config.max_time, "n": config.num_return_sequences}
+    found |= {"stop": _stop_strings(config) or None, **_sampling(config), **logits_options(config)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def check_own_config(model: PreTrainedModel, stop: Collection[str], use: Use) -> None:
-    """Refuse settings of the model's own generation_config that change transformers' greedy output, but not ours.
+def own_fields(model: PreTrainedModel, use: Use) -> dict[str, Any]:
+    """Fields of SamplingParams that a call without them starts from.
 
     Raises:
-        InvalidInputError: such a field is set; the message names it.
+        InvalidInputError: the model's own generation_config has a field that is not served; the message names it.
     """
-    if use == "ignore":
-        return
-    odd = unsupported(model.generation_config)
-    if set(_stop_strings(model.generation_config)) <= set(stop):
-        odd.pop("stop_strings", None)
-    if odd:
+    if use == "ignore" or model.generation_config is None:
+        return {}
+    if odd := unsupported(model.generation_config):
         raise InvalidInputError(
             f"the model's own generation_config has {named(odd)}, which transformers' generate applies to every call "
-            f"and this library does not: {_WAY_OUT}"
+            f"and this library does not: {_WAY_OUT}, or give SamplingParams, to which nothing of it is added"
         )
+    return sampling_of_model(model)
 
 
 def unsupported(config: GenerationConfig | None) -> dict[str, Any]:
@@ -197,7 +184,7 @@ def refused_fields() -> frozenset[str]:
     """Fields of the installed transformers' GenerationConfig that a model's own may not set."""
     fields = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_"))
     idle = _SAMPLING | _LENGTHS | _OPTIONS | _NO_EFFECT | _CALLS_ONLY
-    return fields - idle - {"eos_token_id", "max_time", "num_return_sequences"}
+    return fields - idle - {"num_return_sequences"} - _ENDS
 
 
 def how_served(name: str) -> Served:

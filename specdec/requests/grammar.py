@@ -44,7 +44,8 @@ class Grammar:
     """What new tokens must spell, by kind and source; made by the functions below.
 
     Attributes:
-        kind, source: of the grammar; JSON text of a schema, of choices and of structural tags.
+        kind: "json", "regex", "lark", "choice" or "structural_tag".
+        source: the grammar; of a schema, of choices and of structural tags their JSON text.
         begin: the grammar begins after this text, or after these token ids, each time that they are generated; what
             comes before is free. None: with the first new token.
         end: this text, or these ids, must follow the grammar's end, and free text after them. None: the request ends
@@ -69,7 +70,8 @@ class Grammar:
 
     @classmethod
     def json(cls, schema: Any = None, *, begin: Any = None, end: Any = None) -> Grammar:
-        """JSON that a schema allows: a dict, its text, or a pydantic model; None: any object.
+        """JSON that a schema allows: a dict, its text, or a pydantic model; None: any object. `begin`, `end`: see
+        `Grammar`.
 
         White space between two parts is at most 8 characters, unless the schema's "x-guidance" says otherwise.
 
@@ -91,17 +93,23 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str, *, begin: Any = None, end: Any = None) -> Grammar:
-        """Text that a regular expression matches as a whole: of the Rust crate regex, so without look-around."""
+        """Text that a regular expression `pattern` matches as a whole: of the Rust crate regex, so without look-around.
+        `begin` and `end`: see `Grammar`."""
         return cls("regex", pattern, begin, end)
 
     @classmethod
     def lark(cls, source: str, *, begin: Any = None, end: Any = None) -> Grammar:
-        """Text of a context-free grammar in Lark's syntax, of the rule `start`."""
+        """Text of a context-free grammar (`source`) in Lark's syntax, of its rule `start`. `begin`, `end`: see
+        `Grammar`."""
         return cls("lark", source, begin, end)
 
     @classmethod
     def choice(cls, texts: Iterable[str], *, begin: Any = None, end: Any = None) -> Grammar:
-        """One of these texts. Raises InvalidInputError: none, or something that is no text."""
+        """One of these texts. `begin`, `end`: see `Grammar`.
+
+        Raises:
+            InvalidInputError: none, or something that is no text.
+        """
         if not isinstance(texts, Iterable):
             raise refuse("texts", texts, "one or more strings, none of them empty")
         each = [texts] if isinstance(texts, str) else list(texts)
@@ -138,8 +146,8 @@ class Grammar:
 
     @classmethod
     def of_response_format(cls, given: Mapping[str, Any]) -> Grammar | None:
-        """From OpenAI's `response_format`; None of {"type": "text"}. Also "regex", "grammar" (Lark), "choice" and
-        "structural_tag", each with a field of that name or, of the last, with "structures" and "triggers".
+        """From OpenAI's `response_format`, `given` as a dict; None of {"type": "text"}. Also "regex", "grammar" (Lark),
+        "choice" and "structural_tag", each with a field of that name or, of the last, with "structures" and "triggers".
 
         Raises:
             InvalidInputError: another type, or what it needs is missing.

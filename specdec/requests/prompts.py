@@ -3,112 +3,12 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
 from specdec.errors import UNNAMED_ERRORS, InvalidInputError
+from specdec.requests.chats import chat_ids, texts_of, with_options
 from specdec.values import is_whole, short
-
-_TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
-"""Exceptions of a chat template: jinja's own, and those of its expressions on unexpected values."""
-
-_MEDIA = re.compile(r"(input_)?(image|video|audio|file)(_url)?")
-"""Names of message parts that are no text, by their type or by the field that holds them."""
-
-
-def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
-    """Token ids of a conversation, with a generation prompt.
-
-    Args:
-        messages: {"role": str, "content": str, or a list of parts for a template that reads parts}, at least one.
-
-    Raises:
-        InvalidInputError: the tokenizer has no template, a message is no message or has an image in it, or the template
-            refuses them.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise InvalidInputError("chat messages were given, but the tokenizer has no chat template; give text instead")
-    for number, message in enumerate(messages, 1):
-        _check(number, message)
-    try:
-        ids = tokenizer.apply_chat_template(
-            for_template(messages, tokenizer), add_generation_prompt=True, return_dict=True
-        )
-        return list(ids["input_ids"])
-    except _TEMPLATE_ERRORS as error:
-        raise InvalidInputError(
-            f"the chat template refuses these {len(messages)} messages "
-            f"({type(error).__name__}: {error}); change the messages, or give text"
-        ) from error
-
-
-def for_template(messages: Sequence[Any], tokenizer: Any) -> list[Any]:
-    """The messages as the tokenizer's template reads them: texts in parts where it passes over a plain str."""
-    return [_in_parts(message) for message in messages] if _reads_parts_only(tokenizer) else list(messages)
-
-
-_PROBE = "Anna"
-_parts_only: dict[str, bool] = {}
-"""Results of `_reads_parts_only`, by template."""
-
-
-def _reads_parts_only(tokenizer: Any) -> bool:
-    """Whether a template reads texts in parts and passes over a plain str, as many do of models that read images too.
-
-    (`content | selectattr("type", …)` on a str selects none of its letters: the text disappears without an error.)
-    """
-    template = tokenizer.chat_template
-    if not isinstance(template, str):
-        return False
-    if template not in _parts_only:
-        plain = {"role": "user", "content": _PROBE}
-        _parts_only[template] = not _shows(tokenizer, plain) and _shows(tokenizer, _in_parts(plain))
-    return _parts_only[template]
-
-
-def _shows(tokenizer: Any, message: dict[str, Any]) -> bool:
-    try:
-        return _PROBE in tokenizer.apply_chat_template([message], tokenize=False)
-    except _TEMPLATE_ERRORS:
-        return False
-
-
-def _in_parts(message: Any) -> Any:
-    """A message whose text is a list of one part."""
-    text = message.get("content")
-    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
-
-
-def _check(number: int, message: Any) -> None:
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise InvalidInputError(
-            f"chat message {number} has role={short(role)}; every message is a dict with a role (system, user, "
-            "assistant, …) and content"
-        )
-    parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
-    called = content is None and "tool_calls" in message
-    if not isinstance(content, str) and not parts and not called:
-        raise InvalidInputError(
-            f"chat message {number} (role {short(role)}) has content={short(content)}; allowed is a str, or a list of "
-            "parts (dicts) where the template reads them"
-        )
-    for part in content if parts else ():
-        _check_text(number, part)
-
-
-def _check_text(number: int, part: Mapping[str, Any]) -> None:
-    """Refuse a part that is no text, in the form of transformers ({"type": "image", "url": …}) or of OpenAI."""
-    kind = next((word for word in (part.get("type"), *part) if isinstance(word, str) and _MEDIA.fullmatch(word)), None)
-    if kind is not None:
-        raise InvalidInputError(
-            f"chat message {number} has a part of type {kind!r}; only text is served: leave it out, or use the model's "
-            "own generate (model.hf_model)"
-        )
-
 
 Prompts = Any
 """str | token ids | list of chat messages (dicts) | a list of any of these | tensor, array or BatchEncoding of ids."""
@@ -125,8 +25,8 @@ _MASK_HINT = (
 )
 
 
-def encode_prompts(prompts: Prompts, tokenizer: Any) -> list[list[int]]:
-    """Token ids of every prompt.
+def encode_prompts(prompts: Prompts, tokenizer: Any, most: int | None = None) -> list[list[int]]:
+    """Token ids of every prompt. most: tokens beyond which a long text is refused without being tokenised whole.
 
     A str is tokenised as `tokenizer(text)` does; a list of {"role", "content"} messages goes through the chat template
     with a generation prompt; a list of int is taken as it is. An array or tensor of whole numbers is one prompt (1-D)
@@ -134,10 +34,31 @@ def encode_prompts(prompts: Prompts, tokenizer: Any) -> list[list[int]]:
     and on the right is left out.
 
     Raises:
-        InvalidInputError: an empty prompt, an unknown kind of prompt, messages without a chat template or that it
-            refuses, a padded row without an attention_mask.
+        InvalidInputError: an empty prompt or a text that is too long, an unknown kind of prompt, messages without a
+            chat template or that it refuses, a padded row without an attention_mask.
     """
-    return [_encode(p, tokenizer) for p in split_prompts(prompts)]
+    found = split_prompts(prompts)
+    for prompt in found if most else ():
+        text = prompt if isinstance(prompt, str) else texts_of(prompt) if _is_chat(prompt) else ""
+        _check_length(text, tokenizer, most or 0)
+    return [_encode(p, tokenizer) for p in found]
+
+
+_LETTERS, _SPARE = 8, 64
+"""Characters of a text that are tokenised for each token that is allowed; tokens by which the end of such a part may
+differ from the whole text's."""
+
+
+def _check_length(text: str, tokenizer: Any, most: int) -> None:
+    """Raises InvalidInputError: the beginning of the text alone has too many tokens."""
+    part = text[: _LETTERS * most]
+    if len(part) == len(text):
+        return
+    if (count := len(_tokenised(part, tokenizer))) > most + _SPARE:
+        raise InvalidInputError(
+            f"the prompt has {count} tokens in its first {len(part)} of {len(text)} characters; with max_model_len="
+            f"{most} at most {most - 1} are allowed (one place is kept for a new token)"
+        )
 
 
 def user_chats(prompts: Prompts) -> list[Any]:
@@ -147,6 +68,23 @@ def user_chats(prompts: Prompts) -> list[Any]:
     if odd is not None:
         raise InvalidInputError(f"chat=True: {_shown(odd)} is neither text nor a list of chat messages; leave chat out")
     return found
+
+
+def chats_with(prompts: Prompts, options: Mapping[str, Any]) -> Prompts:
+    """One prompt or many, each with these options of the chat template; as they are where no option is set.
+
+    Raises:
+        InvalidInputError: a prompt that is no chat, or a value that is not allowed.
+    """
+    if all(value is None for value in options.values()):
+        return prompts
+    found = split_prompts(prompts)
+    odd = next((prompt for prompt in found if not _is_chat(prompt)), None)
+    if odd is not None:
+        raise InvalidInputError(
+            f"{', '.join(options)}: {_shown(odd)} is no chat, so no chat template is used; leave it out"
+        )
+    return [with_options(prompt, options) for prompt in found]
 
 
 def split_prompts(prompts: Prompts) -> list[Any]:

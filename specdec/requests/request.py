@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 
 from specdec.errors import SpecdecError
 from specdec.requests.logprobs import PromptLogprobs, TokenLogprobs, TokenRows, of_notes
@@ -34,7 +35,8 @@ class Completion:
         logprobs: of each token, when SamplingParams.logprobs was set.
         prompt_logprobs: of each prompt token, when SamplingParams.prompt_logprobs was set: None for the first one, for
             those before prompt_logprobs_start, and for those that a request which ended early had not read.
-        logits, scores: [new tokens, V] float32, when return_logits or return_scores was set.
+        logits: [new tokens, V] float32, when return_logits was set.
+        scores: the same, when return_scores was set.
         truncated_by: "max_model_len" where the request ended there, before its own max_new_tokens; else None.
     """
 
@@ -280,6 +282,8 @@ class Request:
         asked, rows = params.prompt_logprobs, (params.return_logits, params.return_scores)
         cut = self.finish_reason == "length" and count < params.max_new_tokens
         logits, scores = (r.stacked(self.prompt_len, count) if isinstance(r, TokenRows) else None for r in rows)
+        if scores is not None and params.renormalize_logits:
+            scores = torch.from_numpy(scores).log_softmax(-1).numpy()
         return Completion(
             text=text,
             token_ids=list(self.new_tokens),

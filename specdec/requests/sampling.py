@@ -48,18 +48,21 @@ TEMPERATURES = (1e-6, 1e6)
 class SamplingParams(LogitsOptions):
     """How one request is sampled and when it ends; options that change its logits are those of `LogitsOptions`.
 
-    Nothing is added to it: `do_sample`, `temperature`, `top_k`, … of the model's generation_config do not apply to it
-    (see `from_model`). Numbers may be numpy or torch scalars; they are kept as int and float.
+    Nothing is added to it: of the model's generation_config only the eos ids apply (`from_model` reads the rest, and
+    calls that give options by name alone start from it). Numbers may be numpy or torch scalars; they are kept as int
+    and float.
 
     Attributes:
         max_new_tokens: most new tokens.
         temperature: 0 is greedy; otherwise, from 1e-6 to 1e6, logits are divided by it.
-        top_k: keep the k most probable tokens (0: all). top_p: keep the smallest set with this mass (1.0: all).
+        top_k: keep the k most probable tokens (0: all).
+        top_p: keep the smallest set with this mass (1.0: all).
         min_p: keep tokens with at least min_p times the top probability (0.0: all).
         stop: a string, or a list or tuple of strings, that end the request: with the first token after which its text
             contains one of them. The text ends before the string, the ids with that token. The text is
-            `tokenizer.decode(new tokens, skip_special_tokens=True)` without an unfinished character at its end; a
-            stop string may also contain special tokens as they are written.
+            `tokenizer.decode(new tokens, skip_special_tokens=True)` without an unfinished character at its end; a stop
+            string may also contain special tokens as they are written. One that begins in the prompt, which
+            transformers' stop_strings find, does not count.
         stop_token_ids: ids that end the request, in addition to the model's own eos ids.
         ignore_eos: continue past the model's eos ids.
         seed: fixes the request's randomness. In float32 the same prompt, SamplingParams, draft head and options of the
@@ -68,8 +71,8 @@ class SamplingParams(LogitsOptions):
             rounding). What it does not fix: another num_speculative_tokens (0 included) draws other tokens of the same
             distribution; another max_new_tokens may change the last K tokens, for which there are fewer drafts; in half
             precision logits round by the batch's shape, so that other requests may change a token ("batch_invariant"
-            rules that out for the target, not for what the head drafts).
-            None: the model's seed, and how many requests were submitted before.
+            rules that out for the target, not for what the head drafts). None: the model's seed, and how many requests
+            were submitted before.
         num_speculative_tokens: K of this request; None is the model's, 0 is no speculation (the same path).
         return_drafts: keep the draft ids of every round in `Completion.drafts`.
         n: completions of each prompt, in a row, as transformers' num_return_sequences. Sample i of a seed is the same
@@ -77,14 +80,14 @@ class SamplingParams(LogitsOptions):
         cache_prefix: begin with pages that earlier requests left in the prefix cache, and leave this one's there.
             False: neither. Without effect where the model was loaded with enable_prefix_caching=False.
         logits_processor: a transformers LogitsProcessor, any function of its kind, or a list of them. Each is called
-            for every position of a verification, drafts included, with the tokens before it [1, L] and its scores
-            [1, V] on the model's device, after the options and before temperature. What the last one returns is rounded
-            to float32. It runs on the thread that leads the round; if it waits for the device, all requests wait. One
-            with a state is copied (deepcopy) for each request and before each position; if that fails, it is called as
-            it is and the request has no drafts (`RequestStats.not_drafted`). Functions are taken to have no state. What
-            one raises ends its request alone.
-        prefix_allowed_tokens_fn: (batch_id, tokens [L]) -> the ids that may follow, as in transformers; batch_id is
-            the completion's place in its call.
+            for every position of a verification, drafts included, with the tokens before it [1, L] and its scores [1,
+            V] on the model's device, after the options and before temperature. What the last one returns is rounded to
+            float32. It runs on the thread that leads the round; if it waits for the device, all requests wait. One with
+            a state is copied (deepcopy) for each request and before each position; if that fails, it is called as it is
+            and the request has no drafts (`RequestStats.not_drafted`). Functions are taken to have no state. What one
+            raises ends its request alone.
+        prefix_allowed_tokens_fn: (batch_id, tokens [L]) -> the ids that may follow, as in transformers; batch_id is the
+            completion's place in its call.
         grammar: what the new tokens must spell: a `Grammar`, OpenAI's `response_format` as a dict, or an object with
             fill, advance and rollback. Exact at every position of a verification, drafts included; before options,
             temperature and filters. A request ends where its grammar does.
@@ -95,16 +98,17 @@ class SamplingParams(LogitsOptions):
             `Completion.logprobs`; 0: of the tokens alone.
         logprobs_mode: "raw": of the model's own logits; "processed": of the distribution that the token was drawn from,
             after all options, processors, temperature and filters (a greedy request has no temperature).
-        prompt_logprobs: the same of the prompt's tokens (raw), in `Completion.prompt_logprobs`; of n samples the first
-            one's alone. Their positions are read, not taken from the prefix cache, and a round computes the logits of
-            few of them at once (specdec/logits/logprobs.py), so that long prompts take more rounds.
-        prompt_logprobs_start: the first position asked for.
-        return_logits, return_scores: whole rows [V] of each new token, in `Completion`: the model's own logits; and
-            those after all options, processors, temperature and filters, as transformers' output_logits and
-            output_scores. They take 4 · V bytes a token, at most 2 GiB a request.
+        prompt_logprobs: log-probabilities of the prompt's tokens (raw) and so many alternatives, in
+            `Completion.prompt_logprobs`; of n samples the first one's alone. Their positions are read, not taken from
+            the prefix cache, and a round computes the logits of few of them at once (specdec/logits/logprobs.py), so
+            that long prompts take more rounds.
+        prompt_logprobs_start: the first position of the prompt for which prompt_logprobs are given.
+        return_logits: whole rows [V] of the model's own logits of each new token, in `Completion.logits`, as
+            transformers' output_logits. They take 4 · V bytes a token, at most 2 GiB a request.
+        return_scores: whole rows [V] of each new token after all options, processors, temperature and filters, in
+            `Completion.scores`, as transformers' output_scores.
         max_time: seconds from its submission after which the request ends ("timeout"), waiting or running, with the
-            tokens that it has; looked at once a round. None: as the model's own generation_config has it; infinity:
-            no limit.
+            tokens that it has; looked at once a round. None: no limit.
         strict_length: refuse a max_new_tokens for which max_model_len has no room after the prompt. False: the request
             ends where the room does ("length", `Completion.truncated_by`).
     """
@@ -305,9 +309,9 @@ class SamplingParams(LogitsOptions):
 
     @classmethod
     def from_model(cls, model: Any, **options: Any) -> SamplingParams:
-        """From the model's own generation_config: do_sample, temperature, top_k, top_p, min_p, stop_strings,
-        max_new_tokens and num_return_sequences, unset ones as transformers' `generate` takes them (top_k=50 when
-        sampling).
+        """From the model's own generation_config, as calls by name start: do_sample, temperature, top_k, top_p, min_p,
+        options that change logits, stop_strings, max_new_tokens, max_time and num_return_sequences; unset ones as
+        transformers' `generate` takes them (top_k=50 when sampling), without max_new_tokens 256.
 
         Args:
             model: a SpeculativeModel or a transformers model.

@@ -36,8 +36,11 @@ class RequestStats:
 
     Attributes:
         rounds: the verification rounds, in order. The token that the prompt pass gives belongs to no round.
-        prompt_tokens, new_tokens: lengths; new_tokens = 1 + sum(emitted) (0 when nothing was generated).
-        queue_s, prefill_s, decode_s: wall seconds waiting, from admission to the first token, from there to the end.
+        prompt_tokens: the prompt's length.
+        new_tokens: 1 + sum(emitted), 0 when nothing was generated.
+        queue_s: wall seconds of waiting.
+        prefill_s: from admission to the first token.
+        decode_s: from there to the end.
         preemptions: how often the request lost its pages and was recomputed.
         prefix_hit_tokens: prompt tokens in pages that the prefix cache had when the request was admitted.
         cached_tokens: those of them that were not read again; with drafts, the last page found is.
@@ -69,7 +72,8 @@ class AcceptanceStats:
     Attributes:
         rounds: verification rounds.
         emitted: tokens committed in them.
-        drafted, accepted: drafts verified and drafts accepted.
+        drafted: drafts verified.
+        accepted: drafts accepted.
         reached: reached[j] = rounds in which drafts 1..j were accepted and draft j+1 existed (conditional denominator).
         offered: offered[j] = rounds that had a draft j+1 (unconditional denominator).
         accepted_at: accepted_at[j] = rounds in which draft j+1 was accepted.

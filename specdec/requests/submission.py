@@ -12,8 +12,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
 from specdec.options import Use
-from specdec.requests.arguments import ConfigWithOptions, params_of_call, prompts_of_call, with_options
-from specdec.requests.generation_config import check_own_config, eos_ids, own_options, sampling_fields
+from specdec.requests.arguments import ConfigWithOptions, known_options, params_of_call, prompts_of_call, with_options
+from specdec.requests.generation_config import eos_ids, own_fields, sampling_fields
 from specdec.requests.prompts import Prompts, encode_prompts
 from specdec.requests.sampling import SamplingParams
 from specdec.values import short
@@ -56,12 +56,13 @@ def submissions(
     tokenizer: Any,
     use: Use,
     options: Mapping[str, Any] | None = None,
+    most: int | None = None,
 ) -> list[Submission]:
     """The requests of one call: `n` in a row of every prompt, in order.
 
     Args:
         use: whether the model's own generation_config applies. Its current eos ids always do.
-        options: keyword arguments of the call: see `specdec.requests.arguments`.
+        options: keyword arguments of the call: see `specdec.requests.arguments`. most: tokens of a request.
 
     Raises:
         InvalidInputError: a bad prompt, bad parameters, or a model's generation_config that cannot be honoured.
@@ -69,9 +70,11 @@ def submissions(
     left = dict(options or {})
     prompts, params = prompts_of_call(prompts, left), params_of_call(params, left)
     _check_token_types(prompts, model)
-    ids = encode_prompts(prompts, tokenizer)
+    ids = encode_prompts(prompts, tokenizer, most)
     found: list[Submission] = []
-    for prompt, given in zip(ids, _with_options(_one_each(params, len(ids)), left), strict=True):
+    each = _one_each(params, len(ids))
+    by_name = _by_name(own_fields(model, use), left) if any(one is None for one in each) else None
+    for prompt, given in zip(ids, _with_options(each, left, by_name), strict=True):
         own = _resolved(given, model, len(prompt), use)
         eos = eos_ids(model.generation_config)
         for i in range(own.n):
@@ -125,16 +128,30 @@ def from_generation_config(
     return SamplingParams(**sampling_fields(config, model, prompt_len, use))
 
 
-def _one_each(params: Params, num_prompts: int) -> list[SamplingParams | GenerationConfig]:
-    if params is None:
-        return [SamplingParams()] * num_prompts
-    if isinstance(params, (SamplingParams, GenerationConfig)):
+def filled(params: SamplingParams, model: Any) -> SamplingParams:
+    """For commands with defaults of their own: what is None, as the generation_config of a SpeculativeModel has it.
+
+    Raises:
+        InvalidInputError: as `own_fields`.
+    """
+    own = own_fields(model.hf_model, model.generation_config_use)
+    return replace(params, **{name: value for name, value in own.items() if getattr(params, name) is None})
+
+
+def _by_name(own: Mapping[str, Any], options: Mapping[str, Any]) -> SamplingParams:
+    """Parameters of a call that gives options alone, which replace the model's own."""
+    given = known_options(options, _FIELDS)
+    return SamplingParams(**{**own, **{name: v for name, v in given.items() if v is not None or name not in own}})
+
+
+def _one_each(params: Params, num_prompts: int) -> list[SamplingParams | GenerationConfig | None]:
+    if params is None or isinstance(params, (SamplingParams, GenerationConfig)):
         return [params] * num_prompts
     if isinstance(params, dict):
         raise InvalidInputError("params is a dict; give SamplingParams.from_dict(params), or SamplingParams(…)")
     if not isinstance(params, (list, tuple)):
         raise InvalidInputError(f"params={short(params)}: allowed is {_KINDS}")
-    odd = [one for one in params if not isinstance(one, (SamplingParams, GenerationConfig))][:1]
+    odd = [one for one in params if not isinstance(one, (SamplingParams, GenerationConfig, type(None)))][:1]
     if odd:
         raise InvalidInputError(f"params has {short(odd[0])}: allowed is {_KINDS}")
     if len(params) != num_prompts:
@@ -142,15 +159,17 @@ def _one_each(params: Params, num_prompts: int) -> list[SamplingParams | Generat
     return list(params)
 
 
-def _with_options(each: Sequence[SamplingParams | GenerationConfig], options: Mapping[str, Any]) -> Sequence[_Given]:
-    """Parameters of each prompt, with the options of the call; those that are one object stay one."""
-    if not options:
-        return each
-    distinct = {id(one): one for one in each}
-    made = {
-        key: with_options(_checked(one) if isinstance(one, SamplingParams) else one, options, _FIELDS)
-        for key, one in distinct.items()
-    }
+def _with_options(
+    each: Sequence[SamplingParams | GenerationConfig | None],
+    options: Mapping[str, Any],
+    by_name: SamplingParams | None,
+) -> Sequence[_Given]:
+    """Parameters of each prompt, with the options of the call; those that are one object stay one. by_name: of prompts
+    without parameters."""
+    made: dict[int, Any] = {id(one): one for one in each} | {id(None): by_name}
+    for key, one in made.items() if options else ():
+        if key != id(None):
+            made[key] = with_options(_checked(one) if isinstance(one, SamplingParams) else one, options, _FIELDS)
     return [made[id(one)] for one in each]
 
 
@@ -165,8 +184,4 @@ def _resolved(given: _Given, model: PreTrainedModel, prompt_len: int, use: Use) 
         return replace(from_generation_config(given.config, model, prompt_len, use), **given.options)
     if isinstance(given, GenerationConfig):
         return from_generation_config(given, model, prompt_len, use)
-    given = _checked(given)
-    check_own_config(model, given.stop, use)
-    own = {} if use == "ignore" else own_options(model.generation_config)
-    missing = {name: value for name, value in own.items() if getattr(given, name) is None}
-    return replace(given, **missing) if missing else given
+    return _checked(given)

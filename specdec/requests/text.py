@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,12 +53,20 @@ class Spelling:
     byte: int | None
 
 
+_written: weakref.WeakKeyDictionary[Any, dict[tuple[int, bool], tuple[bytes, bool]]] = weakref.WeakKeyDictionary()
+"""What `Vocabulary.written` has found, by tokenizer: a service reads it for 20 alternatives of every token."""
+
+
 class Vocabulary:
     """A tokenizer, and the spellings of tokens, cached."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._known: dict[int, Spelling] = {}
+        try:
+            self._written = _written.setdefault(tokenizer, {})
+        except TypeError:  # it cannot be referred to weakly
+            self._written = {}
 
     def decode(self, token_ids: list[int], special: bool = False) -> str:
         """The text of these tokens, without special tokens or with them.
@@ -99,6 +108,34 @@ class Vocabulary:
         self._known[token_id] = Spelling(special, byte)
         return self._known[token_id]
 
+    def written(self, token_id: int, first: bool = False) -> tuple[bytes, bool]:
+        """The bytes of a token, and whether it leaves no text: a special one, and an id without a token.
+
+        Bytes are those of its text behind other tokens, or `first`, where some decoders drop a space. A token that is
+        part of a character has that part; a special token is written out.
+        """
+        key = token_id, first
+        if (found := self._written.get(key)) is not None:
+            return found
+        try:
+            special = self.spelling(token_id).special
+            own = self._bytes_of(token_id, first) if special is None else special.encode("utf-8", "replace")
+        except InvalidInputError:  # an alternative may be an id of the model that the tokenizer does not have
+            return b"", True
+        if own:
+            self._written[key] = own, special is not None
+        return own, special is not None
+
+    def _bytes_of(self, token_id: int, first: bool) -> bytes:
+        text, byte = self.decode([token_id]), self.spelling(token_id).byte
+        if UNFINISHED in text:
+            convert = getattr(self.tokenizer, "convert_ids_to_tokens", None)
+            found = bytes([byte]) if byte is not None else _byte_level(convert(token_id) if convert else None)
+            if found is not None and found.decode("utf-8", "replace") == text:
+                return found
+        twice = text * 2 if first else self.decode([token_id, token_id])
+        return (twice[len(text) :] if twice.startswith(text) else text).encode("utf-8", "replace")
+
     @cached_property
     def cleans(self) -> bool:
         """Whether `decode` takes out spaces before punctuation.
@@ -110,6 +147,19 @@ class Vocabulary:
         ids = list(self.tokenizer.encode(_CLEANED, add_special_tokens=False))
         plain = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return bool(plain != self.decode(ids))
+
+
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_LETTERS = {byte: byte for byte in _PRINTABLE} | {
+    0x100 + place: byte for place, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
+}
+"""Code points by which byte-level tokenizers write bytes. Source: openai/gpt-2, src/encoder.py `bytes_to_unicode`."""
+
+
+def _byte_level(written: str | None) -> bytes | None:
+    """The bytes of a token as byte-level tokenizers write it; None where it is not written so."""
+    letters = [_LETTERS.get(ord(letter)) for letter in written or ""]
+    return None if None in letters else bytes(letter for letter in letters if letter is not None)
 
 
 class _ByteRun:

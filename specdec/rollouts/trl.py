@@ -15,8 +15,11 @@ Rollouts = dict[str, list[Any]]
 def rollout_func(model: Any, **options: Any) -> Callable[[list[Any], Any], Rollouts]:
     """A `rollout_func` for TRL's GRPOTrainer that generates with a `SpeculativeModel` over the model that is trained.
 
-    Sampling is that of the trainer's arguments where `options`, those of `SpeculativeModel.generate`, say nothing else.
     Log-probabilities are of the distribution that each token was drawn from, after temperature and filters.
+
+    Args:
+        model: a SpeculativeModel over the model that is trained.
+        options: those of `SpeculativeModel.generate`, in place of the trainer's arguments.
 
     Returns:
         A function of prompts (texts or chats) and the trainer, which gives "prompt_ids", "completion_ids" and

@@ -31,9 +31,11 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
     `cancel` and `close` may be called on any thread.
     """
 
-    def __init__(self, leader: Any, make: Callable[[], Stream]) -> None:
-        """leader: a `Leader`. make: reads the call's prompts and parameters; runs on another thread."""
+    def __init__(self, leader: Any, make: Callable[[], Stream], is_long: bool = False) -> None:
+        """leader: a `Leader`. make: reads the call's prompts and parameters; runs on another thread. is_long: which
+        takes long, so on one of its own."""
         self._leader, self._make = leader, make
+        self._readers = leader.long_readers if is_long else leader.readers
         self.loop: AbstractEventLoop | None = None
         self.part = Call()
         self.requests: Stream | None = None
@@ -77,7 +79,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
             self._leader.check()
             self.loop = asyncio.get_running_loop()
             try:
-                self.requests = await self.loop.run_in_executor(self._leader.readers, self._make)
+                self.requests = await self.loop.run_in_executor(self._readers, self._make)
                 self._leader.add(self)
             except BaseException as error:
                 self._failure = error
@@ -109,7 +111,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         return [done[i] for i in sorted(done)]
 
     def cancel(self, *indices: int) -> None:
-        """End these completions of the call, by their places in it, or all: each is reported with the tokens that it
+        """End the completions at these `indices` of the call, or all: each is reported with the tokens that it
         has, finish reason "cancelled". Never waits; nothing where they have ended."""
         self._cancelled.append(indices)
         self.pass_on_cancelled()

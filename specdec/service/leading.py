@@ -3,7 +3,7 @@
 The engine has no thread of its own: a caller runs the round for all. An event loop must not, so a thread does it for
 all of them, as one call of the engine that stays open. What a round brings is put into the streams at once, and each
 event loop is woken once a round at most. A second thread reads prompts and parameters, in the order of the calls: a
-tokenizer or a grammar's compiler stops neither rounds nor event loops.
+tokenizer or a grammar's compiler stops neither rounds nor event loops. A third one reads long prompts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 import weakref
 from asyncio import AbstractEventLoop
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -29,6 +30,9 @@ _FAILED = "the thread that leads rounds for asynchronous calls was struck by an 
 _LONGEST_END = 5.0
 """Seconds to wait for the thread when the model is closed or the process ends."""
 
+_LONG, _MANY = 50_000, 100
+"""Characters of a text, and texts of a call (messages of a chat), whose tokens take as long as a round or more."""
+
 _leaders: weakref.WeakSet[Leader] = weakref.WeakSet()
 
 
@@ -39,12 +43,14 @@ class Leader:
 
     Attributes:
         shared: the model's engine. call: of all requests, open as long as the model is. readers: the thread on which
-            prompts and parameters are read. kept: streams whose readers wait. process: it belongs to this one.
+            prompts and parameters are read. long_readers: that for long prompts. kept: streams whose readers wait.
+            process: it belongs to this one.
     """
 
     def __init__(self, shared: SharedEngine) -> None:
         self.shared, self.call = shared, Call(has_thread=True)
         self.readers = ThreadPoolExecutor(1, "specdec-prompts")
+        self.long_readers = ThreadPoolExecutor(1, "specdec-long-prompts")
         self.kept: set[AsyncStream] = set()
         self.process = os.getpid()
         self._new: deque[AsyncStream] = deque()
@@ -87,7 +93,8 @@ class Leader:
         self._wake.put(None)
         if thread is not None and thread is not threading.current_thread():
             thread.join(_LONGEST_END)
-        self.readers.shutdown(wait=False)
+        for readers in (self.readers, self.long_readers):
+            readers.shutdown(wait=False)
 
     def lead(self) -> bool:
         """On its thread: run rounds until nothing is left to do. False at the end."""
@@ -188,7 +195,15 @@ def leader_of(model: Any) -> Leader:
 
 def stream_of(model: Any, prompts: Any, params: Any, options: dict[str, Any]) -> AsyncStream:
     """See `SpeculativeModel.stream_async`."""
-    return AsyncStream(leader_of(model), partial(model.stream, prompts, params, **options))
+    return AsyncStream(leader_of(model), partial(model.stream, prompts, params, **options), _is_long(prompts))
+
+
+def _is_long(prompts: Any) -> bool:
+    """Whether a call's texts take long to tokenise: other calls do not wait behind it."""
+    own = prompts.get("content") if isinstance(prompts, Mapping) else prompts
+    if isinstance(own, list) and own and not isinstance(own[0], int):
+        return len(own) > _MANY or any(map(_is_long, own))
+    return isinstance(own, str) and len(own) > _LONG
 
 
 @atexit.register

@@ -8,19 +8,22 @@ Source: OpenAI API reference, "Create chat completion", "Create completion", "Er
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.engine.streams import StreamUpdate
 from specdec.errors import ClosedModelError, DrainingError, InvalidInputError, QueueFullError, SpecdecError
+from specdec.requests import chats
 from specdec.requests.arguments import own_names
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
+from specdec.requests.text import Vocabulary
 from specdec.service.asynchronous import AsyncStream
 from specdec.values import flag, short, whole
 
@@ -105,10 +108,11 @@ def request_of(body: Mapping[str, Any], chat: bool) -> tuple[Any, SamplingParams
     """
     if used := [name for name in _UNTOLD if body.get(name) is not None and body[name] is not False]:
         raise InvalidInputError(f"{', '.join(used)}: an answer in OpenAI's format has no place for it")
-    elsewhere = (*NO_OPTIONS, *_UNTOLD, "messages", "prompt", "stream", "stream_options")
+    template = {name: body[name] for name in chats.OPTIONS if chat and name in body}
+    elsewhere = (*NO_OPTIONS, *_UNTOLD, *template, "messages", "prompt", "stream", "stream_options")
     own = options_of({name: value for name, value in body.items() if name not in elsewhere}, chat)
     params = SamplingParams.from_dict({"temperature": 1.0, **own})
-    return _chat_of(body.get("messages")) if chat else _prompt_of(body.get("prompt")), params
+    return chat_of(body.get("messages"), template) if chat else _prompt_of(body.get("prompt")), params
 
 
 def options_of(given: Mapping[str, Any], chat: bool) -> dict[str, Any]:
@@ -141,10 +145,15 @@ def _prompt_of(prompt: Any) -> Any:
     return prompt
 
 
-def _chat_of(messages: Any) -> list[dict[str, Any]]:
+def chat_of(messages: Any, template: Mapping[str, Any]) -> Sequence[Any]:
+    """The messages of a body as templates read them: texts, and tool calls with arguments that are objects.
+
+    template: options of the chat template in the body. Raises InvalidInputError: something that is not served.
+    """
     if not isinstance(messages, list) or not messages or not all(isinstance(turn, Mapping) for turn in messages):
         raise InvalidInputError("messages: give a list of objects with role and content")
-    return [{**turn, "content": _text_of(turn)} for turn in messages]
+    found = [{**chats.with_tool_calls(turn), "content": _text_of(turn)} for turn in messages]
+    return chats.with_options(found, template)
 
 
 def _text_of(turn: Mapping[str, Any]) -> str:
@@ -165,7 +174,8 @@ def response_of(done: Sequence[Completion], tokenizer: Any, chat: bool) -> dict[
     choices = []
     for index, one in enumerate(done):
         text = {"message": {"role": "assistant", "content": one.text}} if chat else {"text": one.text}
-        choices.append({"index": index, **text, "logprobs": told(tokenizer, one.logprobs, chat), **_end_of(one)})
+        found = told(Pieces(Vocabulary(tokenizer)), one.logprobs, chat)
+        choices.append({"index": index, **text, "logprobs": found, **_end_of(one)})
     return {"object": _CHAT if chat else _TEXT, "choices": choices, "usage": usage_of(done)}
 
 
@@ -175,12 +185,12 @@ async def events(
     """Server-sent events of a stream: `choices` of each update, an error of requests, and, if `counted`, `usage`. Those
     that are there at once are one text."""
     begin = f"data: {_encode({**head, 'object': _CHUNK if chat else _TEXT})[:-1]},"
-    lengths, done = dict[int, int](), []
+    pieces, done = defaultdict[int, Pieces](lambda: Pieces(Vocabulary(tokenizer))), list[Completion]()
     try:
         async for first in stream:
             text = ""
             for update in (first, *stream.unread()):
-                text += f'{begin}"choices":[{_encode(_choice(update, tokenizer, chat, lengths))}]}}\n\n'
+                text += f'{begin}"choices":[{_encode(_choice(update, chat, pieces))}]}}\n\n'
                 done += [] if update.completion is None else [update.completion]
             yield text
     except SpecdecError as error:
@@ -190,16 +200,13 @@ async def events(
     yield "data: [DONE]\n\n"
 
 
-def _choice(update: StreamUpdate, tokenizer: Any, chat: bool, lengths: dict[int, int]) -> dict[str, Any]:
-    """lengths: of the tokens' texts of each completion so far, which are added to."""
-    begun = lengths.get(update.index)
-    delta = {"content": update.text} | ({"role": "assistant"} if begun is None else {})
-    found = told(tokenizer, update.logprobs, chat, begun or 0)
-    lengths[update.index] = (begun or 0) + sum(map(len, (found or {}).get("tokens", ())))
+def _choice(update: StreamUpdate, chat: bool, pieces: dict[int, Pieces]) -> dict[str, Any]:
+    """pieces: of each completion so far, which are added to."""
+    delta = {"content": update.text} | ({} if update.index in pieces else {"role": "assistant"})
     return {
         "index": update.index,
         **({"delta": delta} if chat else {"text": update.text}),
-        "logprobs": found,
+        "logprobs": told(pieces[update.index], update.logprobs, chat),
         **_end_of(update.completion),
     }
 
@@ -252,28 +259,73 @@ def _end_of(done: Completion | None) -> dict[str, Any]:
     return {"finish_reason": reason, "stop_reason": done.finish_reason}
 
 
-def told(
-    tokenizer: Any, logprobs: Sequence[TokenLogprobs] | None, chat: bool, offset: int = 0
-) -> dict[str, Any] | None:
+class Piece(NamedTuple):
+    """A token in a text. text: as it is written, "bytes:…" where it is no text by itself. data: its bytes in the text,
+    none of a special token. offset: characters of the text before it."""
+
+    text: str
+    data: bytes
+    offset: int
+
+
+class Pieces:
+    """A completion's tokens as pieces of its text, one after the other."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length, self._is_first = 0, True
+
+    def at_end(self, token_id: int) -> Piece:
+        """A token as the next one, which is not added."""
+        data, special = self._vocabulary.written(token_id, self._is_first)
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return Piece(text, b"" if special else data, self._length)
+
+    def add(self, token_id: int) -> Piece:
+        """Add the next token."""
+        found = self.at_end(token_id)
+        self._is_first = self._is_first and self._vocabulary.written(token_id)[1]
+        self._length += len(self._utf8.decode(found.data))
+        return found
+
+
+def told(pieces: Pieces, logprobs: Sequence[TokenLogprobs] | None, chat: bool) -> dict[str, Any] | None:
     """Log-probabilities of tokens in the form of a chat completion, or of a completion; None where none were asked.
 
-    offset: characters of the tokens before these.
+    The bytes of all tokens are those of the text. pieces: those of the tokens before, to which these are added.
     """
     if logprobs is None:
         return None
-
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = str(tokenizer.decode([token_id], skip_special_tokens=False))
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode("utf-8", "replace"))}
-
-    each = [(entry(one.token_id, one.logprob), [entry(*top) for top in one.top]) for one in logprobs]
+    content, offsets, by_text = list[dict[str, Any]](), list[int](), list[dict[str, float]]()
+    for one in logprobs:
+        top = [_entry(pieces.at_end(token_id), logprob) for token_id, logprob in one.top]
+        piece = pieces.add(one.token_id)
+        content.append(_entry(piece, one.logprob) | {"top_logprobs": top})
+        offsets.append(piece.offset)
+        by_text.append(_by_text(one, content[-1]))
     if chat:
-        return {"content": [own | {"top_logprobs": top} for own, top in each]}
-    tokens = [own["token"] for own, _ in each]
-    top = [{one["token"]: one["logprob"] for one in top} for _, top in each]
+        return {"content": content}
     return {
-        "tokens": tokens,
-        "token_logprobs": [own["logprob"] for own, _ in each],
-        "top_logprobs": top if any(top) else None,
-        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else [],
+        "tokens": [own["token"] for own in content],
+        "token_logprobs": [own["logprob"] for own in content],
+        "top_logprobs": by_text if any(by_text) else None,
+        "text_offset": offsets,
     }
+
+
+def _entry(piece: Piece, logprob: float) -> dict[str, Any]:
+    return {"token": piece.text, "logprob": max(logprob, LEAST), "bytes": list(piece.data)}
+
+
+def _by_text(one: TokenLogprobs, own: Mapping[str, Any]) -> dict[str, float]:
+    """Alternatives of a token, and the token itself, by their texts; of equal texts those after the first have names
+    with their ids."""
+    found: dict[str, float] = {}
+    for (token_id, _), each in zip(one.top, own["top_logprobs"], strict=True):
+        is_taken = each["token"] in found or (each["token"] == own["token"] and token_id != one.token_id)
+        found[f"token_id:{token_id}" if is_taken else each["token"]] = each["logprob"]
+    return {**found, own["token"]: own["logprob"]} if found else found

@@ -6,17 +6,21 @@ import json
 import shutil
 import sys
 import tomllib
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fakes import VOCAB, hf_greedy, random_prompts, table_head, tiny_llama, wrap
+from fakes import LETTERS, VOCAB, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 from transformers import GenerationConfig
 
 from specdec import SamplingParams, SpeculativeModel
+from specdec.batches.answering import answered
+from specdec.batches.tasks import Task
 from specdec.errors import InvalidInputError
+from specdec.requests.submission import filled
 
 PROMPT = random_prompts([9])[0]
 NEW = 12
@@ -44,7 +48,6 @@ REFUSED_OWN: dict[str, Any] = {
     "watermarking_config": {"bias": 2.0},
     "num_beams": 3,
     "penalty_alpha": 0.5,
-    "stop_strings": ["a"],
     "token_healing": True,
 }
 HARMLESS: dict[str, Any] = {
@@ -164,7 +167,7 @@ def loaded(num_drafts: int = 3, use: str | None = None, **fields: Any) -> Any:
 
 
 def greedy(wrapped: Any, prompt: list[int] = PROMPT, **params: Any) -> list[int]:
-    tokens: list[int] = wrapped.generate(prompt, SamplingParams(max_new_tokens=NEW, **params))[0].token_ids
+    tokens: list[int] = wrapped.generate(prompt, **{"max_new_tokens": NEW, "temperature": 0, **params})[0].token_ids
     return tokens
 
 
@@ -173,12 +176,14 @@ def greedy(wrapped: Any, prompt: list[int] = PROMPT, **params: Any) -> list[int]
 def test_what_changes_the_arg_max_and_is_not_served_is_refused_by_name(field: str, num_drafts: int) -> None:
     wrapped = loaded(num_drafts, **{field: REFUSED_OWN[field]})
     rounds = wrapped.engine_stats.rounds
-    for params in (SamplingParams(), SamplingParams(temperature=1.0), None, GenerationConfig(max_new_tokens=4)):
+    for params in (None, [None, SamplingParams()][:1], GenerationConfig(max_new_tokens=4)):
         with pytest.raises(InvalidInputError) as caught:
             wrapped.stream(PROMPT, params)
         message = str(caught.value)
         assert f"{field}={REFUSED_OWN[field]!r}" in message and 'generation_config="ignore"' in message
     assert wrapped.engine_stats.rounds == rounds
+    plain = wrapped.generate(PROMPT, SamplingParams(NEW))[0].token_ids
+    assert plain == hf_greedy(PROMPT, NEW), "to SamplingParams nothing is added"
 
 
 def generated(model: Any, **options: Any) -> list[int]:
@@ -190,7 +195,7 @@ def generated(model: Any, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_options_of_the_models_own_config_apply(num_drafts: int) -> None:
-    """To SamplingParams that leave them at None, and to a GenerationConfig; they are those of the moment."""
+    """To calls by name and to a GenerationConfig, never to SamplingParams; they are those of the moment."""
     wrapped = loaded(num_drafts, eos_token_id=UNSAID)
     config, plain, changed = wrapped.hf_model.generation_config, hf_greedy(PROMPT, NEW), 0
     for field, value in ALTERING.items():
@@ -198,6 +203,8 @@ def test_options_of_the_models_own_config_apply(num_drafts: int) -> None:
         right = generated(wrapped.hf_model)
         changed += right != plain
         assert greedy(wrapped) == right, field
+        assert wrapped.generate(PROMPT, SamplingParams(NEW))[0].token_ids == plain, field
+        assert wrapped.generate(PROMPT, SamplingParams(NEW), seed=1)[0].token_ids == plain, field
         assert wrapped.generate(PROMPT, GenerationConfig(max_new_tokens=NEW))[0].token_ids == right, field
         setattr(config, field, None)
     assert changed >= 5 and greedy(wrapped) == plain
@@ -207,7 +214,49 @@ def test_a_request_may_switch_an_option_of_the_models_own_config_off() -> None:
     wrapped = loaded(repetition_penalty=1.7)
     assert greedy(wrapped) == generated(wrapped.hf_model) != hf_greedy(PROMPT, NEW)
     assert greedy(wrapped, repetition_penalty=1.0) == hf_greedy(PROMPT, NEW)
+    assert greedy(wrapped, repetition_penalty=None) == generated(wrapped.hf_model), "None is unset"
     assert wrapped.describe()["generation_config"] == "model (applied: repetition_penalty=1.7)"
+
+
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "typical_p": 0.8}
+
+
+@pytest.mark.parametrize("use", ["model", "ignore"])
+def test_a_call_by_name_starts_from_how_the_file_samples(use: str) -> None:
+    """As in transformers: do_sample, temperature and filters, and top_k=50 where it samples and does not say."""
+    wrapped = loaded(3, use, **SAMPLED, max_new_tokens=NEW, repetition_penalty=1.2, stop_strings=["zzzz"])
+    own = SamplingParams(NEW, 0.6, 50, 0.9, typical_p=0.8, repetition_penalty=1.2, stop="zzzz", seed=5)
+    own = own if use == "model" else SamplingParams(seed=5, max_new_tokens=NEW)
+    length = {} if use == "model" else {"max_new_tokens": NEW}
+
+    def tokens(*params: Any, **options: Any) -> list[int]:
+        return list(wrapped.generate(PROMPT, *params, **options)[0].token_ids)
+
+    right = tokens(own)
+    assert tokens(seed=5, **length) == right and len(right) == NEW
+    assert tokens(top_k=3, seed=5, **length) == tokens(replace(own, top_k=3))
+    assert tokens(temperature=0, **length) == tokens(replace(own, temperature=0.0))
+    config = GenerationConfig(max_new_tokens=NEW)
+    assert tokens(config, seed=5) == right
+    (_, named), *_ = wrapped.generate_iter(iter([PROMPT]), seed=5, **length)
+    pairs = dict(wrapped.generate_iter(iter([(PROMPT, None), (PROMPT, SamplingParams(NEW))]), seed=5, **length))
+    assert named.token_ids == pairs[0].token_ids == right and pairs[1].token_ids == hf_greedy(PROMPT, NEW)
+
+
+def test_samples_of_the_file_are_those_of_a_call_by_name() -> None:
+    wrapped = loaded(do_sample=True, num_return_sequences=3)
+    assert len(wrapped.generate(PROMPT, max_new_tokens=2)) == 3
+    assert len(wrapped.generate(PROMPT, max_new_tokens=2, n=1, temperature=0)) == 1
+    assert len(wrapped.generate(PROMPT, SamplingParams(2))) == 1
+
+
+def test_the_command_line_and_batches_have_defaults_of_their_own_and_the_rest_of_the_file() -> None:
+    wrapped = loaded(**SAMPLED, repetition_penalty=1.2)
+    params = filled(SamplingParams(9), wrapped)
+    assert (params.temperature, params.top_k, params.repetition_penalty) == (0.0, 0, 1.2)
+    assert filled(SamplingParams(9), loaded(3, "ignore", repetition_penalty=1.2)) == SamplingParams(9)
+    (answer,) = answered(wrapped, [Task(1, prompt=PROMPT, params=SamplingParams(NEW))])
+    assert answer.completions[0].token_ids == generated(wrapped.hf_model)
 
 
 def test_every_field_that_generate_would_apply_and_that_is_not_served_is_refused() -> None:
@@ -267,7 +316,7 @@ def test_ignore_switches_everything_off_and_says_so(num_drafts: int) -> None:
     wrapped = loaded(num_drafts, "ignore", repetition_penalty=1.7, suppress_tokens=[4])
     assert greedy(wrapped) == hf_greedy(PROMPT, NEW)
     facts = wrapped.describe()["generation_config"]
-    assert "ignore" in facts and "repetition_penalty=1.7" in facts and "suppress_tokens=[4]" in facts
+    assert "ignore" in facts and "repetition_penalty=1.7" in facts and "suppress_tokens=(4,)" in facts
     assert loaded().describe()["generation_config"] == "model"
 
 
@@ -327,8 +376,10 @@ def test_from_model_reads_how_the_file_samples() -> None:
 
 
 def test_stop_strings_of_the_file_may_be_taken_over() -> None:
+    text = "".join(LETTERS[t] for t in hf_greedy(PROMPT, NEW))
+    (done,) = loaded(stop_strings=[text[4:7]]).generate(PROMPT, max_new_tokens=NEW)
+    assert (done.finish_reason, done.text) == ("stop", text[: text.index(text[4:7])])
     wrapped = loaded(stop_strings=["zzzz"])
-    assert greedy(wrapped, stop="zzzz") == hf_greedy(PROMPT, NEW)
     assert SamplingParams.from_model(wrapped).stop == ("zzzz",)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import inspect
 import json
 import pickle
 import re
 import shlex
 import sys
+import tomllib
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,8 +190,6 @@ def test_options_that_pages_name_exist() -> None:
 
 def test_arguments_that_blocks_name_exist() -> None:
     """A call of a page that is not run still has options that there are."""
-    import inspect
-
     known = set(inspect.signature(SpeculativeModel.from_pretrained).parameters)
     tables = pages.read("how-to/own_model.md") + pages.read("concepts/memory.md")
     named = set(re.findall(r"`(\w+)=", tables))
@@ -207,6 +207,58 @@ def test_every_public_method_is_in_the_reference() -> None:
     api = pages.read("reference/api.md")
     members = {name for name in vars(SpeculativeModel) if not name.startswith("_")} - {"in_group"}
     assert [name for name in sorted(members) if not re.search(rf"\b{name}\b", api)] == []
+
+
+def shown_objects() -> Iterator[tuple[Any, list[str]]]:
+    """What the reference shows: each class or function, and the members of a class that are shown with it."""
+    for name, options in re.findall(r"^::: ([\w.]+)\n((?: .*\n)*)", pages.read("reference/api.md"), re.M):
+        module, _, own = name.rpartition(".")
+        found = getattr(importlib.import_module(module), own)
+        members = re.search(r"members: *\[(.*?)\]", options, re.S)
+        shown = members[1].replace("\n", " ").split(",") if members else [n for n in vars(found) if n[0] != "_"]
+        yield found, [] if "members: false" in options else [member.strip() for member in shown]
+
+
+def items(docstring: str | None) -> list[str]:
+    """Names that have a line of their own in a section of parameters or attributes: others are lost on the page."""
+    parts = re.split(r"^(?=\S)", inspect.cleandoc(docstring or ""), flags=re.M)
+    tables = [part for part in parts if part.startswith(("Args:\n", "Attributes:\n"))]
+    return [name for part in tables for name in re.findall(r"^    (\w+)(?: \([^)]*\))?: ", part, re.M)]
+
+
+def parameters(made: Any) -> list[str]:
+    return [name.lstrip("*") for name in inspect.signature(made).parameters if name not in ("self", "cls")]
+
+
+def lost(docstring: str | None, names: list[str]) -> list[str]:
+    """Parameters without a line where there is a table, else those that are neither named nor described elsewhere."""
+    if there := items(docstring):
+        return [name for name in names if name not in there]
+    elsewhere = re.search(r"[Aa]s `|see `", docstring or "")
+    return [] if elsewhere else [name for name in names if not re.search(rf"\b{name}\b", docstring or "")]
+
+
+def test_the_reference_has_every_parameter_of_every_signature() -> None:
+    """Of SpeculativeModel the constructor is not for callers."""
+    found = dict[str, list[str]]()
+    for shown, members in shown_objects():
+        fields = [name for name in getattr(shown, "__dataclass_fields__", ()) if name in shown.__annotations__]
+        own = fields if inspect.isclass(shown) else parameters(shown)
+        found[shown.__name__] = lost(shown.__doc__, list(getattr(shown, "_fields", own)))
+        for member in members if inspect.isclass(shown) else ():
+            method = inspect.getattr_static(shown, member, None)
+            method = getattr(method, "__func__", method)
+            if inspect.isroutine(method):
+                found[f"{shown.__name__}.{member}"] = lost(method.__doc__, parameters(method))
+    assert len(found) > 45 and {name: names for name, names in found.items() if names} == {}
+
+
+def test_signatures_are_broken_into_lines() -> None:
+    """mkdocstrings does so where a formatter is installed."""
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert any(name.startswith("ruff") for name in extra)
+    assert "separate_signature: true" in settings and re.search(r"line_length: \d+", settings)
 
 
 def error_classes(cls: type = specdec.SpecdecError) -> Iterator[type]:

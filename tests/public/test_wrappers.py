@@ -214,7 +214,7 @@ def test_the_generation_config_of_a_wrapper_applies(tmp_path: Path) -> None:
     wrapper.generation_config = GenerationConfig(guidance_scale=1.5)
     wrapper.save_pretrained(tmp_path)
     with load(tmp_path) as model, pytest.raises(InvalidInputError, match=r"guidance_scale=1\.5"):
-        model.generate(prompt, PARAMS)
+        model.generate(prompt, max_new_tokens=NEW)
 
 
 PARTS = (

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import LetterTokenizer, tiny_llama
+from fakes import LetterTokenizer, tiny_llama, wrap
 
 from evals.data.datasets import warn_without_template
 from specdec import SpecdecWarning, SpeculativeModel
+from specdec.user_warnings import busy_cores
 from tests.fp8 import LLAMA, write
 
 ROOT = Path(__file__).parents[2]
@@ -63,3 +64,19 @@ def test_all_warnings_go_that_way() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "warn")
     ]
     assert by_hand == ["specdec/user_warnings.py"]
+
+
+@pytest.mark.parametrize(
+    ("threads", "load", "warns"), [(1, 8.0, False), (4, 0.5, False), (4, 2.9, False), (4, 3.1, True), (2, 9.0, True)]
+)
+def test_more_threads_than_free_cores_are_named_with_the_setting(
+    threads: int, load: float, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    assert ("set OMP_NUM_THREADS=1" in busy_cores(threads)) == warns == bool(busy_cores(threads))
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        wrap(tiny_llama())
+    assert ["4 cores are busy" in str(each.message) for each in found if "cores" in str(each.message)] == [True] * warns

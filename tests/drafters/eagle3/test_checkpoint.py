@@ -13,6 +13,7 @@ import torch
 from fakes import eagle3_spec
 from safetensors.torch import load_file, save_file
 
+from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM, TargetFacts
 from drafters.eagle3.checkpoint import describe_eagle3, load_eagle3, save_eagle3
 from drafters.eagle3.head import Eagle3Head
@@ -342,3 +343,12 @@ def test_describing_needs_no_weights_of_the_target(tmp_path: Path) -> None:
     save_eagle3(make_head(), tmp_path)
     nothing = torch.empty(40, 16, device="meta")
     assert "default, theta 10000" in str(describe_eagle3(tmp_path, TargetFacts(16, 40, 8, nothing, nothing)))
+
+
+@pytest.mark.parametrize("size", [10**12, 2**63, 2**200, -1, 0])
+@pytest.mark.parametrize("name", ["head_dim", "num_attention_heads", "num_key_value_heads", "intermediate_size"])
+def test_sizes_that_no_tensor_has_are_refused_before_any_is_made(name: str, size: int, tmp_path: Path) -> None:
+    folder = save_eagle3(make_head(), tmp_path)
+    path = edit(folder, set_config(**{name: size}))
+    with pytest.raises((HeadLoadError, InvalidInputError), match=r"must be 1 … 16,777,216, not|integer|multiple"):
+        load(path)

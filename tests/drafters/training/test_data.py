@@ -147,3 +147,9 @@ def test_held_out_batches_hold_everything_once() -> None:
 def test_settings_that_no_run_can_use(values: dict[str, float], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         TrainConfig(**values)  # type: ignore[arg-type]
+
+
+def test_a_byte_order_mark_and_fields_that_are_null(tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": null, "question": "a"}\n{"messages": null, "prompt": "b"}\n')
+    assert [messages[0]["content"] for messages in read_questions(file)] == ["a", "b"]

@@ -168,3 +168,10 @@ def test_blank_lines_keep_the_numbers(tmp_path: Path) -> None:
     path = write(tmp_path / "b.jsonl", "", {"prompt": "x"})
     assert [number for number, _ in read_jsonl(path)] == [2]
     assert datasets.load(str(path)).questions[0].id == "0"
+
+
+def test_a_byte_order_mark_and_fields_that_are_null(tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    rows = b'{"prompt": null, "question": "a"}\n{"messages": null, "turns": ["b", "c"]}\n'
+    file.write_bytes(b"\xef\xbb\xbf" + rows)
+    assert [question.turns for question in load(str(file)).questions] == [("a",), ("b", "c")]

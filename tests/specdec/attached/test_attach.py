@@ -105,6 +105,7 @@ CASES: dict[str, dict[str, Any]] = {
     "beginning of text": {"bos_token_id": 4, "max_new_tokens": 6},
     "dict": greedy(return_dict_in_generate=True),
     "scores": greedy(return_dict_in_generate=True, output_scores=True, repetition_penalty=1.5),
+    "renormalized scores": greedy(return_dict_in_generate=True, output_scores=True, renormalize_logits=True),
     "logits": greedy(return_dict_in_generate=True, output_logits=True, logits_processor=LogitsProcessorList([Last()])),
     "no cache": greedy(use_cache=False),
     "one answer": greedy(num_return_sequences=1),

@@ -81,3 +81,11 @@ def test_no_rows() -> None:
 def test_values_become_pythons_own() -> None:
     given = {"a": np.int64(3), "b": None, "c": [np.array([1.5]), {"d": None}]}
     assert plain(given) == {"a": 3, "c": [[1.5], {}]} and type(plain(given)["a"]) is int
+
+
+def test_options_of_the_chat_template_are_among_those_of_a_row() -> None:
+    messages = objects({"role": "user", "content": "a"})
+    batch = {"messages": objects(messages), "params": objects({"continue_final_message": True, "temperature": 0.5})}
+    (found,) = tasks_of(batch, RUN)
+    assert found.error == "" and found.params.temperature == 0.5
+    assert found.prompt.options == {"add_generation_prompt": False, "continue_final_message": True}

@@ -66,6 +66,7 @@ def test_a_chat_of_openais() -> None:
     assert [top["token"] for top in token["top_logprobs"]] == ["b", "e"]
     details = {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 2}
     usage = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7, "completion_tokens_details": details}
+    usage |= {"prompt_tokens_details": {"cached_tokens": 0}}
     assert response["body"]["usage"] == usage and response["body"]["object"] == "chat.completion"
 
 

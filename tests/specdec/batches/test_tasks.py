@@ -127,3 +127,24 @@ def test_a_key_that_is_no_unicode_is_one() -> None:
 def test_a_bias_of_a_huge_key_is_an_error_of_its_row() -> None:
     found = task({"prompt": "a", "logit_bias": {"9" * 5000: 1}})
     assert found.error.startswith("InvalidInputError: logit_bias='999") and len(found.error) < 400
+
+
+CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}]}
+
+
+@pytest.mark.parametrize("make", [chat, lambda **fields: {"messages": MESSAGES, **fields}])
+def test_tool_calls_and_options_of_the_template(make: Any) -> None:
+    """In both forms as in the service."""
+    more = {"continue_final_message": True, "chat_template_kwargs": {"x": 1}}
+    found = task(make(messages=[*MESSAGES, CALLED], **more))
+    assert found.error == "" and found.prompt[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert found.prompt.options == {"x": 1, "add_generation_prompt": False, "continue_final_message": True}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert task(make(messages=parts)).prompt == [{"role": "user", "content": "ab"}]
+    odd = json.loads(json.dumps(CALLED).replace("1}", "1"))
+    assert "arguments that are a JSON object" in task(make(messages=[odd])).error
+
+
+def test_options_of_the_template_belong_to_messages() -> None:
+    assert "continue_final_message: only messages" in task({"prompt": "a", "continue_final_message": True}).error
+    assert "unknown field 'continue_final_message'" in task(text(continue_final_message=True)).error

@@ -90,3 +90,12 @@ def test_specdec_alone_shows_what_one_can_do() -> None:
 def test_the_issue_form_asks_for_it() -> None:
     form = Path(__file__).resolve().parents[3] / ".github" / "ISSUE_TEMPLATE" / "bug.yml"
     assert "specdec doctor" in form.read_text("utf-8")
+
+
+def test_threads_on_busy_cores_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (9.0, 0.0, 0.0))
+    found = doctor.hints({"torch built for": "CPU", "GPUs": [], "CPU threads": 2})
+    assert len(found) == 2 and "set OMP_NUM_THREADS=1" in found[1]
+    assert len(doctor.hints({"torch built for": "CPU", "GPUs": [], "CPU threads": 1})) == 1
+    assert doctor.device_facts()["CPU threads"] >= 1

@@ -11,14 +11,17 @@ from click.testing import CliRunner, Result
 
 from drafters.eagle3.checkpoint import describe_eagle3
 from evals.data.arithmetic import problems
-from specdec.cli.generate import generate
+from specdec.cli.generate import generate, read_prompt_file
 from specdec.cli.inspect import inspect
+from specdec.cli.tables import percentages, stats_table
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError
 from specdec.loading.heads import target_facts
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
+from specdec.requests.stats import RequestStats
 from specdec.wrapped.probing import probe_target
+from tests.specdec.batches.made import completion
 
 QUESTION = "Tom has 3 boxes with 12 eggs in each box. How many eggs does Tom have now?"
 CPU = ["--device", "cpu", "--max-new-tokens", "40"]
@@ -140,3 +143,18 @@ def test_train_eagle3_makes_a_head_that_loads(model: SpeculativeModel, tmp_path:
     assert trained.head is not None and trained.head.draft_vocab_size == 256
     chat, params = [{"role": "user", "content": QUESTION}], SamplingParams(max_new_tokens=20)
     assert trained.generate(chat, params)[0].token_ids == model.generate(chat, params)[0].token_ids
+
+
+def test_statistics_without_a_number_have_a_dash() -> None:
+    """No round, or drafts that no round reached: never "nan%"."""
+    assert percentages((0.5, float("nan"))) == "50%  –"
+    made = stats_table([completion("a", token_ids=[1], stats=RequestStats())])
+    shown = [str(cell) for column in made.columns for cell in column._cells]
+    assert "–" in shown and not any("nan" in cell for cell in shown)
+
+
+def test_a_byte_order_mark_and_fields_that_are_null(tmp_path: Path) -> None:
+    file, text = tmp_path / "p.jsonl", tmp_path / "p.txt"
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": null, "question": "a"}\n{"messages": null, "prompt": "b"}\n')
+    text.write_bytes(b"\xef\xbb\xbf" + b"abc\n")
+    assert read_prompt_file(file) == ["a", "b"] and read_prompt_file(text) == ["abc"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import VOCAB, random_prompts, table_head, tiny_llama, wrap
+from transformers.generation.logits_process import LogitNormalization
 
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import HandoffMismatchError, InvalidInputError
@@ -209,3 +210,17 @@ def test_rows_without_room_for_prompt_tokens_wait(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Scheduler, "schedule", noted)
     assert check(told(0, False, max_num_batched_tokens=200, max_num_seqs=6)) == EXPECTED
     assert all((each.num_new > 0).all() for each in schedules if each is not None)
+
+
+@pytest.mark.parametrize("own", [{"repetition_penalty": 1.5}, {"temperature": 0.8, "top_k": 9, "seed": 1}])
+def test_renormalized_scores_are_log_probabilities(own: dict[str, Any]) -> None:
+    """As transformers' LogitNormalization, the last of its processors, leaves them; logits stay the model's own."""
+    model = wrap(tiny_llama())
+    plain, found = (
+        model.generate("ab", SamplingParams(5, return_scores=True, return_logits=True, renormalize_logits=on, **own))[0]
+        for on in (False, True)
+    )
+    assert plain.scores is not None and found.scores is not None
+    right = LogitNormalization()(None, torch.from_numpy(plain.scores)).numpy()
+    assert np.allclose(found.scores, right, atol=1e-6) and not np.allclose(plain.scores, right, atol=0.1)
+    assert found.token_ids == plain.token_ids and np.array_equal(found.logits, plain.logits)

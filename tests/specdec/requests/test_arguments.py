@@ -105,6 +105,20 @@ def test_chat_makes_texts_what_the_user_says(model: Any) -> None:
         model.generate("abc", chat="yes")
 
 
+def test_options_of_the_chat_template(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    plain = Chatty.apply_chat_template
+    monkeypatch.setattr(Chatty, "apply_chat_template", lambda *a, **own: seen.append(own) or plain(*a))
+    chat = [{"role": "user", "content": "abc"}]
+    given = {"continue_final_message": True, "chat_template_kwargs": {"x": 1}, "max_new_tokens": 1}
+    assert len(model.generate([chat, chat], **given)) == 2 and model.generate("abc", chat=True, **given)
+    assert len(list(model.generate_iter(iter([chat]), **given))) == 1
+    right = {"x": 1, "add_generation_prompt": False, "continue_final_message": True, "return_dict": True}
+    assert seen == [right] * 4
+    with pytest.raises(InvalidInputError, match="continue_final_message: 'abc' is no chat"):
+        model.generate("abc", continue_final_message=True)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "vLLM's max_tokens": (
         {"max_tokens": 16},

@@ -124,3 +124,13 @@ def test_stop_strings() -> None:
     )
     assert [c.text for c in completions] == [text[: text.find(text[6:9])]] * 2
     assert {c.finish_reason for c in completions} == {"stop"}
+
+
+def test_stop_strings_that_begin_in_the_prompt_do_not_count() -> None:
+    """transformers' criterion finds them: the documentation names the difference."""
+    prompt = "".join(LETTERS[t] for t in PROMPT)
+    text = "".join(LETTERS[t] for t in hf_greedy(PROMPT, 20))
+    straddling = prompt[-2:] + text[:2]
+    config = GenerationConfig(max_new_tokens=20, stop_strings=[straddling])
+    (found,) = wrap(tiny_llama()).generate(PROMPT, config)
+    assert straddling not in text and found.text == text and found.finish_reason == "length"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from fakes import EOS, LetterTokenizer, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import specdec
 from specdec.requests.text import TextStream, Vocabulary
 
 UNFINISHED = "\ufffd"
@@ -338,3 +340,59 @@ def test_a_character_after_many_broken_ones_is_not_shown_unfinished() -> None:
 def test_streams_that_once_went_wrong(ids: list[int], stops: list[str], cuts: list[int]) -> None:
     """Where a window moves in the midst of bytes, spaces and beginnings of stop strings; found by planted defects."""
     check("byte_fallback", ids, stops, cuts)
+
+
+def written(tokenizer: Any, ids: Sequence[int]) -> bytes:
+    """The bytes of these tokens, those that leave text."""
+    vocabulary, found = Vocabulary(tokenizer), []
+    for token_id in ids:
+        own, is_special = vocabulary.written(token_id, first=not found)
+        found += [] if is_special else [own]
+    return b"".join(found)
+
+
+@pytest.mark.parametrize("name", ["byte_fallback", "byte_level", "metaspace", "LetterTokenizer"])
+@settings(max_examples=examples(150))
+@given(data=st.data())
+def test_bytes_of_tokens_are_those_of_their_text(name: str, data: st.DataObject) -> None:
+    """Also of tokens that are parts of a character, and of decoders that drop the first space."""
+    tokenizer = TOKENIZERS[name]
+    ids = data.draw(st.lists(st.sampled_from(COMMON[name]), max_size=12))
+    text, found = tokenizer.decode(ids, skip_special_tokens=True), written(tokenizer, ids)
+    if name == "byte_fallback" and UNFINISHED in text:  # it shows a whole run of bytes as U+FFFD where one is wrong
+        return
+    assert found.decode("utf-8", "replace") == text
+    assert UNFINISHED in text or found == text.encode()
+
+
+def test_words_that_are_joined_by_spaces_have_them() -> None:
+    tokenizer = word_piece()
+    tokenizer.clean_up_tokenization_spaces = False
+    ids = [12, 10, 1, 2, 3]
+    assert written(tokenizer, ids) == tokenizer.decode(ids).encode() == b"do##t a##b .".replace(b"##", b"")
+
+
+class Short(LetterTokenizer):
+    """Its decode raises for ids beyond its table, as those of slow tokenizers do."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join("abc"[token_id] for token_id in token_ids)
+
+
+def test_what_leaves_no_text_is_written_out_or_has_no_bytes() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    special = tokenizer.convert_tokens_to_ids(SPECIAL)
+    assert Vocabulary(tokenizer).written(special) == (SPECIAL.encode(), True)
+    assert Vocabulary(tokenizer).written(9999) == (b"", True)
+    assert Vocabulary(Short()).written(9999) == (b"", True), "which its decode refuses"
+
+
+@pytest.mark.parametrize("name", ["byte_fallback", "byte_level", "gsm-llama"])
+def test_grammars_read_the_same_bytes(name: str) -> None:
+    """llguidance has its own function, which its matchers follow; both say the same of every token."""
+    made = pytest.importorskip("llguidance.hf")
+    folder = Path(specdec.__file__).parent / "models" / name
+    tokenizer = TOKENIZERS.get(name) or AutoTokenizer.from_pretrained(folder)
+    other, vocabulary = made.from_tokenizer(tokenizer, eos_token=0), Vocabulary(tokenizer)
+    each = [(vocabulary.written(i)[0], other.decode_bytes([i])) for i in range(len(tokenizer))]
+    assert [pair for pair in each if pair[0] != pair[1]] in ([], [(b"\xff", b"")]), "FF is in no text, and its mark"

@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import pytest
-from fakes import free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
+from fakes import LetterTokenizer, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 
 from specdec import ClosedModelError, InvalidInputError, ModelChangedError, RequestFailedError, SpecdecError
 from specdec.engine.streams import Stream
@@ -507,3 +507,28 @@ def in_child(model: Any, stream: Any) -> None:
         stream.__anext__().send(None)
     found = asyncio.run(model.generate_async(PROMPTS[1], max_new_tokens=NEW))
     assert found[0].token_ids == right(PROMPTS[1]) and not model.engine.has_work
+
+
+def test_other_calls_do_not_wait_until_a_long_prompt_is_tokenised(model: Any) -> None:
+    """Long texts are read on a thread of their own."""
+    began, goes_on = threading.Event(), threading.Event()
+
+    class Slow(LetterTokenizer):
+        def __call__(self, text: str, **options: Any) -> Any:
+            if len(text) > 1000:
+                began.set()
+                assert goes_on.wait(60)
+            return super().__call__(text, **options)
+
+    model.tokenizer = Slow()
+
+    async def run() -> None:
+        long = [{"role": "user", "content": "ab " * 30_000}], "ab " * 30_000, ["a"] * 101 + ["ab " * 500]
+        slow = [asyncio.create_task(model.generate_async(prompt, max_new_tokens=2)) for prompt in long]
+        assert await asyncio.to_thread(began.wait, 60)
+        done = await asyncio.wait_for(model.generate_async("ab", max_new_tokens=2), 60)
+        assert len(done[0].token_ids) == 2
+        goes_on.set()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+    asyncio.run(run())

@@ -10,8 +10,10 @@ import pytest
 
 from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
+from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.sampling import SamplingParams
-from specdec.service.openai_format import body_of, error_of, events, request_of, response_of, streamed
+from specdec.requests.text import Vocabulary
+from specdec.service.openai_format import Pieces, body_of, error_of, events, request_of, response_of, streamed, told
 
 
 @pytest.mark.slow
@@ -74,6 +76,22 @@ def test_an_assistant_that_said_nothing_and_prompts_that_are_none() -> None:
             request_of({"prompt": prompt}, False)
 
 
+CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}]}
+
+
+def test_tool_calls_and_options_of_the_template() -> None:
+    more = {"continue_final_message": True, "chat_template_kwargs": {"x": 1}, "add_generation_prompt": None}
+    prompt, params = request_of({"messages": [*CHAT["messages"], CALLED], **more}, True)
+    assert prompt[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert prompt.options == {"x": 1, "add_generation_prompt": False, "continue_final_message": True}
+    assert params == SamplingParams(temperature=1.0)
+    for body in ({**CHAT, "continue_final_message": "yes"}, {**CHAT, "chat_template_kwargs": {"tokenize": False}}):
+        with pytest.raises(InvalidInputError, match="allowed are"):
+            request_of(body, True)
+    with pytest.raises(InvalidInputError, match="unknown sampling option continue_final_message"):
+        request_of({"prompt": "a", "continue_final_message": True}, False)
+
+
 def test_bodies() -> None:
     assert body_of(b'{"model": null}', "m") == {"model": None} and body_of(b"{}", "m") == {}
     for data, status in ((b"[" * 200_000, 400), (b'{"seed": ' + b"9" * 5000 + b"}", 400), (b'{"model": "n"}', 404)):
@@ -111,3 +129,74 @@ def test_updates_that_are_there_at_once_are_one_text_with_all_of_them() -> None:
     assert parts[-1]["usage"]["completion_tokens"] == 18
     texts = ["".join(c["text"] for part in parts for c in part["choices"] if c["index"] == i) for i in range(3)]
     assert texts == right
+
+
+class Sentences:
+    """As SentencePiece's decoders: the space of the first token is dropped, and two tokens may have one text."""
+
+    names = ("▁a", "b", "<0xE2>", "<0x82>", "<0xAC>", "b", "<s>", "▁")
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return self.names[token_id]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        data = b""
+        for name in (self.names[i] for i in token_ids if not (skip_special_tokens and i == 6)):
+            data += bytes([int(name[3:5], 16)]) if name.startswith("<0x") else name.replace("▁", " ").encode()
+        return data.decode("utf-8", "replace").removeprefix(" ")
+
+
+def with_alternatives(*token_ids: int) -> list[TokenLogprobs]:
+    return [TokenLogprobs(own, -0.5 - own, 0, tuple((i, -0.5 - i) for i in range(8))) for own in token_ids]
+
+
+def test_tokens_are_pieces_of_the_text() -> None:
+    """The bytes of all are the text's, and each begins at its offset: of spaces and parts of characters, too."""
+    ids = [6, 0, 2, 3, 4, 1, 0, 6, 7, 5]
+    text = Sentences().decode(ids, skip_special_tokens=True)
+    found = told(Pieces(Vocabulary(Sentences())), with_alternatives(*ids), chat=True)
+    assert found is not None and text == "a€b a b"
+    assert b"".join(bytes(each["bytes"]) for each in found["content"]) == text.encode()
+    assert [each["token"] for each in found["content"]][:4] == ["<s>", "a", "bytes:\\xe2", "bytes:\\x82"]
+    found = told(Pieces(Vocabulary(Sentences())), with_alternatives(*ids), chat=False)
+    assert found is not None and found["text_offset"] == [0, 0, 1, 1, 1, 2, 3, 5, 5, 6]
+    whole = [pair for pair in zip(found["tokens"], found["text_offset"], strict=True) if pair[0][:1] in ("a", "b", " ")]
+    assert all(text.startswith(token, at) for token, at in whole if not token.startswith("bytes:"))
+
+
+def test_alternatives_of_equal_texts_are_all_there() -> None:
+    """The token that was drawn has its own text and its own value, whichever others have that text."""
+    for own in range(8):
+        found = told(Pieces(Vocabulary(Sentences())), with_alternatives(0, own), chat=False)
+        assert found is not None
+        top, token = found["top_logprobs"][1], found["tokens"][1]
+        assert len(top) == 8 and top[token] == found["token_logprobs"][1] == -0.5 - own
+        assert sorted(top.values()) == [-0.5 - i for i in reversed(range(8))]
+    (one,) = with_alternatives(5)
+    found = told(Pieces(Vocabulary(Sentences())), [one._replace(top=((1, -0.1),))], chat=False)
+    assert found is not None and found["top_logprobs"] == [{"token_id:1": -0.1, "b": -5.5}], "and it is there always"
+    found = told(Pieces(Vocabulary(Sentences())), [one._replace(top=())], chat=False)
+    assert found is not None and found["top_logprobs"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_stream_tells_the_same_of_tokens_as_an_answer(chat: bool) -> None:
+    options: dict[str, Any] = {"temperature": 30.0, "seed": 3, "logprobs": 20, "ignore_eos": True}
+
+    async def read(model: SpeculativeModel, params: SamplingParams) -> list[Any]:
+        each = [text async for text in events(model.stream_async("Tom", params), model.tokenizer, {}, chat, False)]
+        return [json.loads(event.removeprefix("data: ")) for event in "".join(each).split("\n\n")[:-2]]
+
+    with SpeculativeModel.from_pretrained("gsm-llama", device="cpu", max_num_seqs=1, max_model_len=128) as model:
+        parts_of_characters = model.tokenizer.encode("日本 é", add_special_tokens=False)
+        params = SamplingParams(12, allowed_token_ids=parts_of_characters, **options)
+        done = model.generate("Tom", params)
+        right = response_of(done, model.tokenizer, chat)["choices"][0]["logprobs"]
+        parts = [part["choices"][0]["logprobs"] for part in asyncio.run(read(model, params))]
+    assert {name: [one for part in parts for one in part[name]] for name in right} == right
+    if chat:
+        data = b"".join(bytes(one["bytes"]) for one in right["content"])
+        assert data.decode("utf-8", "replace") == done[0].text and "\ufffd" in done[0].text
+    else:
+        assert {len(top) for top in right["top_logprobs"]} <= {20, 21}

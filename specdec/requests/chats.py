@@ -1,0 +1,197 @@
+"""Chats: messages, and options of the template that writes them, to token ids."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from specdec.errors import InvalidInputError
+from specdec.values import flag, short
+
+OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+"""Options of a call, or of a body, that belong to the chat template. Source: transformers, `apply_chat_template`; vLLM,
+"Chat API", extra parameters."""
+_NOT_VARIABLES = {
+    *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("tokenizer_kwargs", "tokenizer", "self"),
+}
+"""Arguments of `apply_chat_template` that are no variables of a template, or are chosen elsewhere."""
+_TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+"""Exceptions of a chat template: jinja's own, and those of its expressions on unexpected values."""
+
+_MEDIA = re.compile(r"(input_)?(image|video|audio|file)(_url)?")
+"""Names of message parts that are no text, by their type or by the field that holds them."""
+
+
+class Chat(list[Any]):
+    """Messages with options of their own. options: arguments of the tokenizer's `apply_chat_template`."""
+
+    options: dict[str, Any]
+
+
+def with_options(messages: Sequence[Any], given: Mapping[str, Any]) -> Sequence[Any]:
+    """The messages with these of the `OPTIONS`; as they are where none is set.
+
+    continue_final_message: the model goes on with the last message, which stays open. chat_template_kwargs: variables
+    of the template (`enable_thinking`, `tools`, …).
+
+    Raises:
+        InvalidInputError: a value that is not allowed, or both a message that is continued and one that begins.
+    """
+    own = {name: value for name, value in given.items() if value is not None}
+    if not own:
+        return messages
+    continued = flag("continue_final_message", own.get("continue_final_message", False))
+    begun = flag("add_generation_prompt", own.get("add_generation_prompt", not continued))
+    if continued and begun:
+        raise InvalidInputError(
+            "continue_final_message=True and add_generation_prompt=True: either the last message goes on, or another "
+            "one begins; leave add_generation_prompt out"
+        )
+    variables = own.get("chat_template_kwargs", {})
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise InvalidInputError(f"chat_template_kwargs={short(variables)}: allowed is a dict of variables by name")
+    if odd := sorted(_NOT_VARIABLES & set(variables)):
+        raise InvalidInputError(f"chat_template_kwargs has {', '.join(odd)}: allowed are variables of the template")
+    chat = Chat(messages)
+    chat.options = {**variables, "add_generation_prompt": begun}
+    chat.options |= {"continue_final_message": True} if continued else {}
+    return chat
+
+
+def with_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of OpenAI's form as templates read it: arguments of its tool calls are objects, not their JSON.
+
+    Raises:
+        InvalidInputError: tool calls of another form, or arguments that are no JSON object.
+    """
+    calls = message.get("tool_calls")
+    each = calls if isinstance(calls, list) else [calls]
+    return dict(message) if calls is None else {**message, "tool_calls": [_read_call(call) for call in each]}
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    try:
+        function = {"arguments": {}, **call["function"]}
+        given = function["arguments"] or "{}"  # a call without arguments may have "" or null
+        read = json.loads(given) if isinstance(given, str) else given
+        function |= {"name": function["name"], "arguments": {**read}}
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise InvalidInputError(
+            f"messages: tool call {short(call)}: a function with a name, and arguments that are a JSON object, is "
+            f"needed ({type(error).__name__}: {error})"
+        ) from None
+    return {**call, "function": function}
+
+
+def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
+    """Token ids of a conversation, with a generation prompt, or as the options of a `Chat` have it.
+
+    Args:
+        messages: {"role": str, "content": str, or a list of parts for a template that reads parts}, at least one.
+
+    Raises:
+        InvalidInputError: the tokenizer has no template, a message is no message or has an image in it, or the template
+            refuses them.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise InvalidInputError("chat messages were given, but the tokenizer has no chat template; give text instead")
+    for number, message in enumerate(messages, 1):
+        _check(number, message)
+    try:
+        options = messages.options if isinstance(messages, Chat) else {"add_generation_prompt": True}
+        ids = tokenizer.apply_chat_template(for_template(messages, tokenizer), return_dict=True, **options)
+        return list(ids["input_ids"])
+    except _TEMPLATE_ERRORS as error:
+        odd = [f"{i}, {short(one)}," for i, one in enumerate(messages, 1) if not _is_unicode(one)]
+        if odd:
+            raise InvalidInputError(f"chat message {odd[0]} is not valid Unicode: half a surrogate pair") from error
+        raise InvalidInputError(
+            f"the chat template refuses these {len(messages)} messages "
+            f"({type(error).__name__}: {error}); change the messages, or give text"
+        ) from error
+
+
+def texts_of(messages: Sequence[Any]) -> str:
+    """The texts of all messages, joined."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for own in contents for part in (own if isinstance(own, list) else [{"text": own}])]
+    return "".join(text for part in parts if isinstance(part, Mapping) and isinstance(text := part.get("text"), str))
+
+
+def _is_unicode(message: Any) -> bool:
+    try:
+        json.dumps(message, ensure_ascii=False, default=repr).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def for_template(messages: Sequence[Any], tokenizer: Any) -> list[Any]:
+    """The messages as the tokenizer's template reads them: texts in parts where it passes over a plain str."""
+    return [_in_parts(message) for message in messages] if _reads_parts_only(tokenizer) else list(messages)
+
+
+_PROBE = "Anna"
+_parts_only: dict[str, bool] = {}
+"""Results of `_reads_parts_only`, by template."""
+
+
+def _reads_parts_only(tokenizer: Any) -> bool:
+    """Whether a template reads texts in parts and passes over a plain str, as many do of models that read images too.
+
+    (`content | selectattr("type", …)` on a str selects none of its letters: the text disappears without an error.)
+    """
+    template = tokenizer.chat_template
+    if not isinstance(template, str):
+        return False
+    if template not in _parts_only:
+        plain = {"role": "user", "content": _PROBE}
+        _parts_only[template] = not _shows(tokenizer, plain) and _shows(tokenizer, _in_parts(plain))
+    return _parts_only[template]
+
+
+def _shows(tokenizer: Any, message: dict[str, Any]) -> bool:
+    try:
+        return _PROBE in tokenizer.apply_chat_template([message], tokenize=False)
+    except _TEMPLATE_ERRORS:
+        return False
+
+
+def _in_parts(message: Any) -> Any:
+    """A message whose text is a list of one part."""
+    text = message.get("content")
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
+
+
+def _check(number: int, message: Any) -> None:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise InvalidInputError(
+            f"chat message {number} has role={short(role)}; every message is a dict with a role (system, user, "
+            "assistant, …) and content"
+        )
+    parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+    called = content is None and "tool_calls" in message
+    if not isinstance(content, str) and not parts and not called:
+        raise InvalidInputError(
+            f"chat message {number} (role {short(role)}) has content={short(content)}; allowed is a str, or a list of "
+            "parts (dicts) where the template reads them"
+        )
+    for part in content if parts else ():
+        _check_text(number, part)
+
+
+def _check_text(number: int, part: Mapping[str, Any]) -> None:
+    """Refuse a part that is no text, in the form of transformers ({"type": "image", "url": …}) or of OpenAI."""
+    kind = next((word for word in (part.get("type"), *part) if isinstance(word, str) and _MEDIA.fullmatch(word)), None)
+    if kind is not None:
+        raise InvalidInputError(
+            f"chat message {number} has a part of type {kind!r}; only text is served: leave it out, or use the model's "
+            "own generate (model.hf_model)"
+        )
