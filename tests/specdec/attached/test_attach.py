@@ -38,6 +38,7 @@ from specdec.attached.asked import row_wise
 from specdec.attached.attach import Attachment, attach
 from specdec.errors import ClosedModelError, InvalidInputError
 from specdec.loading.builtin import builtin_path
+from specdec.requests.sampling import SamplingParams
 
 A, B, C = ([token or 1 for token in prompt] for prompt in random_prompts((9, 5, 14)))  # 0 is the pad token
 IDS = torch.tensor([A])
@@ -226,6 +227,19 @@ def test_sampled_calls_repeat_by_torchs_seed_and_follow_the_distribution(attache
     expected = 400 * probs[probs > 0]
     chi_square = float(((counts[probs > 0] - expected) ** 2 / expected).sum())
     assert chi_square < 20.5  # 5 degrees of freedom: exceeded once in 1,000
+
+
+def test_samples_lie_in_order_and_each_row_has_a_seed_of_its_own(attached: Any, target: Any) -> None:
+    options: dict[str, Any] = {"do_sample": True, "top_k": 9, "max_new_tokens": 4, "num_return_sequences": 2}
+    found = call(attached, {"inputs": PADDED, "attention_mask": MASK, **options})
+    torch.manual_seed(5)
+    seeds = torch.randint(0, 2**62, (2,)).tolist()
+    params = [SamplingParams(temperature=1.0, top_k=9, max_new_tokens=4, n=2, seed=seed) for seed in seeds]
+    right = target.handle.model.generate([B, C], params)
+    assert found[:, :14].tolist() == [row for row in PADDED.tolist() for _ in range(2)]
+    assert found[:, 14:].tolist() == [each.token_ids for each in right]
+    alike = call(attached, {"inputs": IDS.repeat(2, 1), **options, "max_new_tokens": 9})[:, 9:].tolist()
+    assert len({*map(tuple, alike)}) == 4
 
 
 def test_scores_of_a_batch(attached: Any, target: Any) -> None:
