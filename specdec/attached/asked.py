@@ -296,7 +296,8 @@ def check_arguments(model_arguments: Mapping[str, Any], prepared: Collection[str
     odd = [name for name, given in model_arguments.items() if name not in known and _says_something(name, given)]
     if odd:
         raise InvalidInputError(
-            f"{', '.join(sorted(odd))}: only token ids and their attention_mask are read; {WAY_OUT}"
+            f"{', '.join(sorted(odd))}: only token ids and their attention_mask are read, and only tokens, scores and "
+            f"logits given back; {WAY_OUT}"
         )
 
 
