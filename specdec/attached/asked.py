@@ -87,7 +87,7 @@ class Asked:
         """
         generator = torch.get_rng_state()
         try:
-            self._check(model.device.type)
+            self.check(model.hf_model)
             pairs = zip(self.ids.tolist(), self.mask.tolist(), strict=True)
             rows = [[token for token, on in zip(*pair, strict=True) if on] for pair in pairs]
             prompts = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
@@ -101,7 +101,7 @@ class Asked:
     def _samples(self) -> int:
         return self.config.num_return_sequences or 1
 
-    def _check(self, device: str) -> None:
+    def check(self, model: PreTrainedModel) -> None:
         """Refuse what would come out otherwise than in transformers. Raises InvalidInputError."""
         shapes, several = (tuple(self.ids.shape), tuple(self.mask.shape)), len(self.ids) * self._samples
         if len(shapes[0]) != 2 or shapes[0] != shapes[1]:
@@ -111,7 +111,9 @@ class Asked:
                 "attention_mask has a 0 after a 1: only padding on the left is served (transformers continues a row "
                 f'after its last place, padding or not); set tokenizer.padding_side="left", or {_FALL_BACK}'
             )
-        if torch.is_autocast_enabled(device):
+        if has_adapter_for_each_row(model):
+            raise InvalidInputError(f"peft's adapter_names: rounds have one adapter for all rows; {WAY_OUT}")
+        if torch.is_autocast_enabled(model.device.type):
             raise InvalidInputError(
                 f"torch.autocast is on, and rounds run without it; leave its block, or {_FALL_BACK}"
             )
@@ -285,6 +287,12 @@ def _of_row(code: Any, row: int) -> Any:
     if hasattr(own, "batch_size"):
         own.batch_size = 1
     return own
+
+
+def has_adapter_for_each_row(model: PreTrainedModel) -> bool:
+    """Whether a call of peft's with `adapter_names` runs, which gives the model hooks for its own batch."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    return any(isinstance(hook, partial) and {"adapter_names", "alora_offsets"} & {*hook.keywords} for hook in hooks)
 
 
 def check_arguments(model_arguments: Mapping[str, Any], prepared: Collection[str] = ()) -> None:

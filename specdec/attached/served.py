@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 
-from specdec.attached.asked import CACHES, WAY_OUT, Asked, check_arguments
+from specdec.attached.asked import CACHES, WAY_OUT, Asked, check_arguments, has_adapter_for_each_row
 from specdec.attached.manager import Manager
 from specdec.errors import InvalidInputError, ModelChangedError
 from specdec.model import SpeculativeModel
@@ -92,12 +91,8 @@ class Calls:
 
     def _is_another_way(self, named: dict[str, Any]) -> bool:
         """Whether the model's own path is the call's: another way of decoding, or an adapter of peft's for each row."""
-        if named.get("custom_generate") is not None or named.get("cache_implementation") == "paged":
-            return True
-        hooks = [hook for module in self.hf_model.modules() for hook in module._forward_pre_hooks.values()]
-        return any(
-            isinstance(hook, partial) and {"adapter_names", "alora_offsets"} & {*hook.keywords} for hook in hooks
-        )
+        another = named.get("custom_generate") is not None or named.get("cache_implementation") == "paged"
+        return another or has_adapter_for_each_row(self.hf_model)
 
     def _asked(self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Asked:
         """Prepare the arguments with the model's own methods.
