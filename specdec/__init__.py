@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.shadowing import check_sibling
 
 if TYPE_CHECKING:
+    from specdec.attached.asked import row_wise
     from specdec.attached.attach import Attachment, attach
     from specdec.attached.custom import custom_generate
     from specdec.engine.streams import StreamUpdate
@@ -89,6 +90,7 @@ __all__ = [
     "attach",
     "custom_generate",
     "draft_vocab_of",
+    "row_wise",
 ]
 
 _HOMES = {
@@ -96,6 +98,7 @@ _HOMES = {
     "attach": "specdec.attached.attach",
     "custom_generate": "specdec.attached.custom",
     "draft_vocab_of": "specdec.loading.draft_vocabulary",
+    "row_wise": "specdec.attached.asked",
     "Completion": "specdec.requests.request",
     "Grammar": "specdec.requests.grammar",
     "Handoff": "specdec.handoff.moved",

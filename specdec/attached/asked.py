@@ -6,32 +6,48 @@ returned, and what a streamer gets).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specdec.engine.streams import Stream, collected, completed
-from specdec.errors import InvalidInputError
+from specdec.engine.streams import Stream, StreamUpdate, collected
+from specdec.errors import InvalidInputError, SpecdecError
 from specdec.model import SpeculativeModel
-from specdec.requests.generation_config import sampling_fields
+from specdec.requests.generation_config import eos_ids, sampling_fields
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
-from specdec.requests.user_code import overlapping
+from specdec.requests.user_code import STATELESS, overlapping
 from specdec.user_warnings import warn_user
+from specdec.values import short
 
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
-WAY_OUT = "leave it out, or attach(…, fallback=True), which runs such calls as transformers does"
+_FALL_BACK = "attach(…, fallback=True), which runs such calls as transformers does"
+WAY_OUT = f"leave it out, or {_FALL_BACK}"
 _UNREAD = {"use_cache", "logits_to_keep", "return_dict"}
-PREPARED = {"position_ids", "past_key_values", "cache", "cache_position"}
+CACHES = {"past_key_values", "cache", "cache_params"}
+PREPARED = {"position_ids", "cache_position", *CACHES}
 """Arguments of the model that transformers prepares for its own loop: rounds have theirs."""
+_OF_PROMPTS = (
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+)
+"""transformers' processors that hold a prompt of each row."""
+_BY_ROW = STATELESS | {
+    stopping_criteria.EosTokenCriteria,
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria,
+    stopping_criteria.StopStringCriteria,
+}
 
 
 @dataclass(frozen=True)
@@ -59,14 +75,65 @@ class Asked:
         asked = {name for name in _OUTPUTS if getattr(self.config, name, None)}
         return frozenset(asked) if "return_dict_in_generate" in asked else frozenset()
 
-    def params(self, model: PreTrainedModel) -> list[SamplingParams]:
-        """One for each row.
+    def started(self, model: SpeculativeModel) -> Started:
+        """Its requests, after their first round. Whatever stands against the call is found here.
 
-        Sampled rows get seeds from torch's generator, so that `torch.manual_seed` repeats a call.
+        Sampled rows get seeds from torch's generator, so that `torch.manual_seed` repeats a call; the generator of a
+        call that is refused is as it was.
 
         Raises:
-            InvalidInputError: it asks for what this library does not do, by name.
+            InvalidInputError: it asks for what rounds do in another way than transformers, by name. ModelChangedError,
+                QueueFullError and their like: as `SpeculativeModel.stream`. ValueError: as transformers.
         """
+        generator = torch.get_rng_state()
+        try:
+            self.check(model.hf_model)
+            pairs = zip(self.ids.tolist(), self.mask.tolist(), strict=True)
+            rows = [[token for token, on in zip(*pair, strict=True) if on] for pair in pairs]
+            prompts = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+            stream = model.stream(prompts, self.params(model.hf_model))
+            return Started(self, stream, next(stream))  # rounds from graphs find a changed model in their first
+        except SpecdecError:
+            torch.set_rng_state(generator)
+            raise
+
+    @property
+    def _samples(self) -> int:
+        return self.config.num_return_sequences or 1
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Refuse what would come out otherwise than in transformers. Raises InvalidInputError."""
+        shapes, several = (tuple(self.ids.shape), tuple(self.mask.shape)), len(self.ids) * self._samples
+        if len(shapes[0]) != 2 or shapes[0] != shapes[1]:
+            raise InvalidInputError(f"input_ids {shapes[0]}, attention_mask {shapes[1]}: both are [B, L]; {WAY_OUT}")
+        if (self.mask[:, 1:] < self.mask[:, :-1]).any():
+            raise InvalidInputError(
+                "attention_mask has a 0 after a 1: only padding on the left is served (transformers continues a row "
+                f'after its last place, padding or not); set tokenizer.padding_side="left", or {_FALL_BACK}'
+            )
+        if has_adapter_for_each_row(model):
+            raise InvalidInputError(f"peft's adapter_names: rounds have one adapter for all rows; {WAY_OUT}")
+        if torch.is_autocast_enabled(model.device.type):
+            raise InvalidInputError(
+                f"torch.autocast is on, and rounds run without it; leave its block, or {_FALL_BACK}"
+            )
+        if self.streamer is not None and several > 1:
+            raise InvalidInputError(f"a streamer takes one sequence, not {several}; {WAY_OUT}")
+        odd = [type(one).__name__ for one in (*self.processors, *self.criteria) if not self._is_by_row(one)]
+        if odd and several > 1:
+            raise InvalidInputError(
+                f"{', '.join(odd)}: this code may read all {several} sequences of the call at once, and is shown one, "
+                "[1, L]; if it treats each row by that row alone, pass specdec.row_wise(it); otherwise generate one "
+                f"sequence a call, or {_FALL_BACK}"
+            )
+
+    def _is_by_row(self, code: Any) -> bool:
+        if type(code) in _OF_PROMPTS:
+            return self._samples == 1 and len(_prompts_of(code)) == len(self.ids)
+        return isinstance(code, RowWise) or type(code) in _BY_ROW
+
+    def params(self, model: PreTrainedModel) -> list[SamplingParams]:
+        """One for each row. Raises InvalidInputError: it asks for what this library does not do, by name."""
         length, config = self.ids.shape[1], self._config()
         found = sampling_fields(config, model, length, "ignore")  # the model's own is in it, or was switched off
         if config.eos_token_id is None:
@@ -78,6 +145,7 @@ class Asked:
             del found[option]
         base = SamplingParams(
             **found,
+            strict_length=True,
             return_logits="output_logits" in self.outputs,
             return_scores="output_scores" in self.outputs,
         )
@@ -89,7 +157,7 @@ class Asked:
 
     def _code(self, row: int, criteria: tuple[Any, ...]) -> dict[str, Any]:
         """The caller's own for a row, which sees its padding, too."""
-        processors, function = self.processors, self.prefix_function
+        processors, function = tuple(_of_row(one, row) for one in self.processors), self.prefix_function
         if not self.mask[row].all():
             seen = partial(_Padded, self.ids[row : row + 1], int(self.mask[row].sum()))
             processors, criteria = tuple(map(seen, processors)), tuple(map(seen, criteria))
@@ -106,8 +174,8 @@ class Asked:
         least = max((config.min_length or 0) - length, config.min_new_tokens or 0)
         config.max_new_tokens, config.max_length = (config.max_length or 0) - length, None
         config.min_new_tokens, config.min_length = least or None, None
-        config.stop_strings = None
-        for name in _OUTPUTS:
+        config.eos_token_id = [token for token in eos_ids(self.config) if token >= 0] or None
+        for name in ("stop_strings", "bos_token_id", "pad_token_id", *_OUTPUTS):
             setattr(config, name, None)
         return config
 
@@ -121,36 +189,15 @@ class Asked:
                 "there are stop strings, in the arguments to `generate` or in the model's generation config, and no "
                 "tokenizer: pass the model's tokenizer to the `tokenizer` argument of `generate`"
             )
-        return (_Shared(StopStringCriteria(stop_strings=stops, tokenizer=self.tokenizer)),)
+        return (_Shared(stopping_criteria.StopStringCriteria(stop_strings=stops, tokenizer=self.tokenizer)),)
 
-    def answer(self, model: SpeculativeModel, params: Sequence[SamplingParams]) -> torch.Tensor | Any:
-        """Generate: [B·n, L + new] int64 on the inputs' device, or transformers' output class."""
-        pairs = zip(self.ids.tolist(), self.mask.tolist(), strict=True)
-        rows = [[token for token, on in zip(*pair, strict=True) if on] for pair in pairs]
-        prompts = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
-        stream, samples = model.stream(prompts, list(params)), params[0].n
-        done = collected(completed(stream) if self.streamer is None else self._streamed(stream))
-        return self._result(done, samples)
-
-    def _streamed(self, stream: Stream) -> Iterator[tuple[int, Completion]]:
-        """The one completion; the streamer gets the prompt, then every token."""
-        with closing(stream):  # also where the streamer raises
-            if stream.num_requests > 1:
-                raise ValueError(f"a streamer takes one sequence, not {stream.num_requests}")
-            self.streamer.put(self.ids.cpu())
-            for update in stream:
-                for token in update.token_ids:
-                    self.streamer.put(torch.tensor([token]))
-                if update.completion is not None:
-                    yield update.index, update.completion
-            self.streamer.end()
-
-    def _result(self, done: Sequence[Completion], samples: int) -> torch.Tensor | Any:
+    def result(self, done: Sequence[Completion]) -> torch.Tensor | Any:
+        """[B·n, L + new] int64 on the inputs' device, or transformers' output class."""
         pad, device = self._pad, self.ids.device
         most = max(len(each.token_ids) for each in done)
         new = [[*each.token_ids, *[pad] * (most - len(each.token_ids))] for each in done]
-        tokens = torch.tensor(new, dtype=self.ids.dtype, device=device).reshape(len(done), most)
-        sequences = torch.cat([self.ids.repeat_interleave(samples, dim=0), tokens], 1)
+        tokens = torch.tensor(new, dtype=torch.int64, device=device).reshape(len(done), most)
+        sequences = torch.cat([self.ids.repeat_interleave(self._samples, dim=0), tokens], 1)
         if not self.outputs:
             return sequences
         logits = _steps([each.logits for each in done], most, device)
@@ -161,10 +208,91 @@ class Asked:
     @property
     def _pad(self) -> int:
         """What stands after the end of a shorter row."""
-        pad, eos = self.config.pad_token_id, self.config.eos_token_id
-        if pad is None:
-            pad = eos[0] if isinstance(eos, (list, tuple)) else eos
-        return 0 if pad is None else int(pad)
+        pad = self.config.pad_token_id
+        return int(pad) if pad is not None else next(iter(eos_ids(self.config)), 0)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A call whose requests run. first: what their first round has brought."""
+
+    asked: Asked
+    stream: Stream
+    first: StreamUpdate
+
+    def result(self) -> torch.Tensor | Any:
+        """Generate to the end: see `Asked.result`."""
+        return self.asked.result(collected(self._completed()))
+
+    def _completed(self) -> Iterator[tuple[int, Completion]]:
+        """Each completion with its place; the streamer gets the prompt, then every token."""
+        streamer = self.asked.streamer
+        with closing(self.stream):  # also where the streamer raises
+            if streamer is not None:
+                streamer.put(self.asked.ids.cpu())
+            for update in chain((self.first,), self.stream):
+                for token in () if streamer is None else update.token_ids:
+                    streamer.put(torch.tensor([token]))
+                if update.completion is not None:
+                    yield update.index, update.completion
+            if streamer is not None:
+                streamer.end()
+
+
+def row_wise(code: Any) -> RowWise:
+    """Declare that a logits processor or a stopping criterion treats each row by that row alone.
+
+    An attached model's `generate` shows such code one sequence, [1, L] and [1, V], at a time, copied for each. Other
+    code of yours is refused where a call has several sequences: it may take row b of a batch for prompt b.
+
+    >>> banned = row_wise(lambda ids, scores: scores.scatter(1, ids[:, -1:], float("-inf")))
+    >>> banned(torch.tensor([[0], [1]]), torch.zeros(2, 2)).tolist()
+    [[-inf, 0.0], [0.0, -inf]]
+
+    Args:
+        code: a callable, as transformers calls it. What is returned can be passed in its place, attached or not.
+
+    Raises:
+        InvalidInputError: it cannot be called, or is a list: declare its members.
+    """
+    if not callable(code) or isinstance(code, list):
+        raise InvalidInputError(f"row_wise({short(code)}): give one logits processor or one stopping criterion")
+    return RowWise(code)
+
+
+@dataclass(frozen=True)
+class RowWise:
+    """A caller's processor or criterion, declared by `row_wise`."""
+
+    code: Any
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """As the code."""
+        return self.code(*given, **named)
+
+
+def _prompts_of(code: Any) -> Sequence[Any]:
+    """A prompt, or what was found in it, of each row."""
+    return vars(code).get("generated_ngrams", vars(code).get("encoder_input_ids", ()))
+
+
+def _of_row(code: Any, row: int) -> Any:
+    """A processor that sees one row alone."""
+    if type(code) not in _OF_PROMPTS or len(_prompts_of(code)) == 1:
+        return code
+    own = copy.copy(code)
+    for name in ("generated_ngrams", "encoder_input_ids"):
+        if name in vars(own):
+            setattr(own, name, vars(own)[name][row : row + 1])
+    if hasattr(own, "batch_size"):
+        own.batch_size = 1
+    return own
+
+
+def has_adapter_for_each_row(model: PreTrainedModel) -> bool:
+    """Whether a call of peft's with `adapter_names` runs, which gives the model hooks for its own batch."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    return any(isinstance(hook, partial) and {"adapter_names", "alora_offsets"} & {*hook.keywords} for hook in hooks)
 
 
 def check_arguments(model_arguments: Mapping[str, Any], prepared: Collection[str] = ()) -> None:
@@ -176,7 +304,8 @@ def check_arguments(model_arguments: Mapping[str, Any], prepared: Collection[str
     odd = [name for name, given in model_arguments.items() if name not in known and _says_something(name, given)]
     if odd:
         raise InvalidInputError(
-            f"{', '.join(sorted(odd))}: only token ids and their attention_mask are read; {WAY_OUT}"
+            f"{', '.join(sorted(odd))}: only token ids and their attention_mask are read, and only tokens, scores and "
+            f"logits given back; {WAY_OUT}"
         )
 
 

@@ -19,7 +19,7 @@ from specdec.errors import InvalidInputError
 from specdec.values import short
 
 _PLACE = "_specdec_attachment"
-_METHODS = ("generate", "init_continuous_batching")
+_METHODS = ("generate", "generate_batch", "init_continuous_batching")
 _lock = threading.RLock()
 _replaced: dict[type, tuple[dict[str, Any], weakref.WeakSet[Attachment]]] = {}
 """Of each class whose methods are replaced: what it had itself, and its attachments."""
@@ -81,15 +81,16 @@ def attach(model: Any, draft: Any = None, *, fallback: bool = False, **options: 
             model.generate(**inputs, max_new_tokens=100)
 
     Differences: padding is no text (transformers' penalties count pad tokens of the prompt); scores and logits of
-    sequences that have ended are 0; a streamer gets several tokens after each round; `past_key_values` is None.
+    sequences that have ended are 0; a streamer gets several tokens after each round; `past_key_values` is None. Calls
+    with an adapter for each prompt (`adapter_names`) or a `custom_generate` of their own run as before.
 
     Args:
         model: a loaded model, or a PeftModel, whose own `generate` calls its inner one; copies, and what is saved of
             it, are plain models. It stays attached when nobody keeps the handle, until it is garbage itself.
         draft: as for `SpeculativeModel.from_pretrained`.
         options: likewise.
-        fallback: calls that are not served (beams, input embeddings, assistants, …) run as transformers does; else they
-            raise InvalidInputError, which names the argument.
+        fallback: calls that are not served (docs/what_is_done.md has the list) run as transformers does; else they
+            raise InvalidInputError, or ModelChangedError, which names the cause, before anything changes.
 
     Raises:
         InvalidInputError: no transformers model, or one that is attached. Others: as

@@ -61,8 +61,8 @@ class CustomGenerate:
         own, function = _of_caller(model, config, input_ids, logits_processor or ())
         criteria = [one for one in stopping_criteria or () if not _of_config(one, config)]
         asked = Asked(input_ids, mask, config, own, tuple(criteria), function, self.streamer, self.tokenizer)
-        wrapping = self.wrapping(model)
-        return asked.answer(wrapping, asked.params(model))
+        asked.check(model)  # before the model is wrapped, which takes long
+        return asked.started(self.wrapping(model)).result()
 
     def close(self) -> None:
         """Free what wraps models. Idempotent; a later call wraps its model anew."""

@@ -74,7 +74,8 @@ class Manager:
         """
         self.model, self.generation_config, self.continuous_batching_config = model, generation_config, options
         self.background_thread_status = SimpleNamespace(fatal_error=None)
-        self._params = from_generation_config(_without_absolute(generation_config), model.hf_model, 0)
+        params = from_generation_config(_without_absolute(generation_config), model.hf_model, 0)
+        self._params = replace(params, strict_length=True)
         if getattr(options, "return_logprobs", False):
             self._params = replace(self._params, logprobs=0, logprobs_mode="processed")
         self.num_return_sequences = self._params.n
@@ -184,6 +185,15 @@ class Manager:
             self._change.notify_all()
         return name
 
+    def check(self, inputs: Sequence[Sequence[int]], max_new_tokens: int | None = None, **options: Any) -> None:
+        """Whether such requests can be served.
+
+        Raises:
+            InvalidInputError: an option or a prompt that cannot. ModelChangedError: as `SpeculativeModel.stream`.
+        """
+        params = self._of_request(max_new_tokens, None, options)
+        self.model.stream([list(ids) for ids in inputs], params).close()
+
     def add_requests(
         self,
         inputs: Sequence[Sequence[int]],
@@ -192,7 +202,8 @@ class Manager:
         record_timestamps: bool = False,
         **options: Any,
     ) -> list[str]:
-        """`add_request` for each; returns their ids in order."""
+        """`add_request` for each; returns their ids in order. Raises as `check`; nothing is queued then."""
+        self.check(inputs, max_new_tokens, **options)
         own = (None, max_new_tokens, streaming, record_timestamps)
         return [self.add_request(ids, *own, **options) for ids in inputs]
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 
-from specdec.attached.asked import WAY_OUT, Asked, check_arguments
+from specdec.attached.asked import CACHES, WAY_OUT, Asked, check_arguments, has_adapter_for_each_row
 from specdec.attached.manager import Manager
-from specdec.errors import InvalidInputError
+from specdec.errors import InvalidInputError, ModelChangedError
 from specdec.model import SpeculativeModel
+
+_REFUSALS = (ModelChangedError, ValueError)
+"""What says that a call is not served, InvalidInputError among them; transformers' own ValueErrors it raises again."""
+_own_path = ContextVar("_own_path", default=False)
+"""Whether a model's own `generate_batch` runs, whose manager is the model's own then."""
 
 
 class Calls:
@@ -36,52 +42,80 @@ class Calls:
 
     @torch.no_grad()
     def generate(self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The call of the model's own `generate` with these arguments. original: the model's own."""
+        """The call of the model's own `generate` with these arguments. original: the model's own.
+
+        Raises:
+            InvalidInputError, ModelChangedError: it is not served, and runs as transformers does where `fallback` is
+                set. Others: as transformers, or as `SpeculativeModel.generate`.
+        """
+        if self._is_another_way(named):
+            return original(*given, **named)
+        started = self._unless_refused(lambda: self._asked(original, given, named).started(self.model))
+        return original(*given, **named) if started is None else started.result()
+
+    @torch.no_grad()
+    def generate_batch(self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The model's own `generate_batch`, over a `Manager` unless a prompt or the config is not served."""
+        arguments = inspect.signature(original).bind(*given, **named).arguments
+        config = arguments.get("generation_config") or self.hf_model.generation_config
+        new_tokens = arguments.get("kwargs", {}).get("max_new_tokens", config.max_new_tokens)
+
+        def is_served() -> bool:
+            Manager(self.model, config).check(arguments["inputs"], new_tokens)
+            return True
+
+        token = _own_path.set(not self._unless_refused(is_served))
         try:
-            arguments = _bound(original, given, named)
-            if arguments["custom_generate"] is not None:  # another way of decoding, of the caller's
-                return original(*given, **named)
-            asked = self._asked(**arguments)
-            params = asked.params(self.hf_model)
-        except InvalidInputError:
-            if self.fallback:
-                return original(*given, **named)
-            raise
-        return asked.answer(self.model, params)
+            return original(*given, **named)
+        finally:
+            _own_path.reset(token)
 
     def init_continuous_batching(
         self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]
-    ) -> Manager:
-        """A manager with the interface of transformers' own."""
+    ) -> Any:
+        """A manager with the interface of transformers' own, or that itself."""
         arguments = _bound(original, given, named)
         config, options = arguments["generation_config"], arguments.get("continuous_batching_config")
-        return Manager(self.model, config or self.hf_model.generation_config, options)
+        own = config or self.hf_model.generation_config
+        manager = None if _own_path.get() else self._unless_refused(lambda: Manager(self.model, own, options))
+        return original(*given, **named) if manager is None else manager
 
-    def _asked(
-        self,
-        inputs: torch.Tensor | None,
-        generation_config: GenerationConfig | None,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        prefix_allowed_tokens_fn: Any,
-        streamer: Any,
-        kwargs: dict[str, Any],
-        **others: Any,
-    ) -> Asked:
+    def _unless_refused(self, decide: Callable[[], Any]) -> Any:
+        """What `decide` finds; None where the call is to run as transformers does. Raises as `generate`."""
+        try:
+            return decide()
+        except _REFUSALS:
+            if not self.fallback:
+                raise
+        return None
+
+    def _is_another_way(self, named: dict[str, Any]) -> bool:
+        """Whether the model's own path is the call's: another way of decoding, or an adapter of peft's for each row."""
+        another = named.get("custom_generate") is not None or named.get("cache_implementation") == "paged"
+        return another or has_adapter_for_each_row(self.hf_model)
+
+    def _asked(self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Asked:
         """Prepare the arguments with the model's own methods.
 
         Raises:
             InvalidInputError: an argument that is not served. ValueError: as transformers.
         """
-        odd = [name for name, value in others.items() if value is not None]
-        if odd:
-            raise InvalidInputError(f"generate({', '.join(sorted(odd))}=…) is not served by specdec.attach: {WAY_OUT}")
         model: Any = self.hf_model
-        kwargs = dict(kwargs)
+        if inspect.unwrap(getattr(original, "__func__", original)) is not inspect.unwrap(GenerationMixin.generate):
+            raise InvalidInputError(f"{type(model).__name__} has a generate of its own, in place of transformers'")
+        arguments = _bound(original, given, named)
+        kwargs = dict(arguments.pop("kwargs"))
+        inputs, generation_config = arguments.pop("inputs"), arguments.pop("generation_config")
+        streamer, function = arguments.pop("streamer"), arguments.pop("prefix_allowed_tokens_fn")
+        processors, criteria = arguments.pop("logits_processor"), arguments.pop("stopping_criteria")
+        odd = {**arguments, **{name: kwargs.pop(name) for name in CACHES & set(kwargs)}}
+        names = sorted(name for name, value in odd.items() if value is not None and value is not False)
+        if names:
+            raise InvalidInputError(f"generate({', '.join(names)}=…) is not served by specdec.attach: {WAY_OUT}")
         tokenizer, _ = kwargs.pop("tokenizer", None), kwargs.pop("trust_remote_code", None)
         kwargs.pop("assistant_tokenizer", None)
-        given = [kwargs, vars(generation_config or GenerationConfig()), vars(model.generation_config)]
-        by_default = [all(each.get(name) is None for each in given) for name in ("max_length", "min_length")]
+        configs = [kwargs, vars(generation_config or GenerationConfig()), vars(model.generation_config)]
+        by_default = [all(each.get(name) is None for each in configs) for name in ("max_length", "min_length")]
         config, rest = model._prepare_generation_config(generation_config, **kwargs)
         model._validate_model_kwargs(rest.copy())
         has_mask = rest.get("attention_mask") is not None
@@ -95,10 +129,9 @@ class Calls:
         check_arguments(rest)
         if config.max_length is None:
             config.max_length = 20
-        config = model._prepare_generated_length(config, *by_default, name, ids.shape[1], ids)
-        model._validate_generated_length(config, ids.shape[1], by_default[0])
-        own = (tuple(logits_processor or ()), tuple(stopping_criteria or ()), prefix_allowed_tokens_fn)
-        return Asked(ids, mask, config, *own, streamer, tokenizer)
+        config = model._prepare_generated_length(config, *by_default, name, ids.shape[-1], ids)
+        model._validate_generated_length(config, ids.shape[-1], by_default[0])
+        return Asked(ids, mask, config, tuple(processors or ()), tuple(criteria or ()), function, streamer, tokenizer)
 
 
 class NoTokenizer:

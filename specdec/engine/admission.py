@@ -69,8 +69,8 @@ class Admission:
         if params.strict_length and limit < len(token_ids) + params.max_new_tokens:
             raise InvalidInputError(
                 f"max_new_tokens={params.max_new_tokens} after a prompt of {len(token_ids)} tokens: with max_model_len="
-                f"{self.config.max_model_len} there is room for {limit - len(token_ids)}; lower max_new_tokens, or "
-                "leave strict_length out: then the request ends there"
+                f"{self.config.max_model_len} there is room for {limit - len(token_ids)}; lower max_new_tokens, "
+                "load with a larger max_model_len, or leave strict_length out: then the request ends there"
             )
         self._check_rows(params, limit - len(token_ids))
         self._with_grammar(params, self._eos)

@@ -55,11 +55,12 @@ OPTIONS_OF: dict[type, str] = {
 }
 """transformers' processors without a state, by exact class, and the options that make `generate` build one itself."""
 
-_PURE: frozenset[type] = frozenset(OPTIONS_OF) | {
+STATELESS: frozenset[type] = frozenset(OPTIONS_OF) | {
     *(hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.LogitNormalization, hf.MinPLogitsWarper),
     *(hf.TemperatureLogitsWarper, hf.TopHLogitsWarper, hf.TopKLogitsWarper),
     *(hf.TopPLogitsWarper, hf.TypicalLogitsWarper, hf.WatermarkLogitsProcessor),
 }
+"""transformers' processors that calls do not change, by exact class; each treats every row by that row alone."""
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _RUN_A_MODEL = (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,)
 
@@ -304,7 +305,7 @@ def _is_pure(processor: Any) -> bool:
         return all(_is_pure(part) for part in (processor.func, *processor.args, *processor.keywords.values()))
     if isinstance(processor, Constrained):
         return _is_pure(processor.function)
-    return type(processor) in _PURE or isinstance(processor, (*_FUNCTIONS, int, str, float, NoneType))
+    return type(processor) in STATELESS or isinstance(processor, (*_FUNCTIONS, int, str, float, NoneType))
 
 
 def _checked(processor: Processor, found: Any, scores: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,8 @@ from transformers import (
     AsyncTextIteratorStreamer,
     AutoModelForCausalLM,
     AutoTokenizer,
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -32,9 +34,11 @@ from transformers import (
     TextStreamer,
 )
 
+from specdec.attached.asked import row_wise
 from specdec.attached.attach import Attachment, attach
 from specdec.errors import ClosedModelError, InvalidInputError
 from specdec.loading.builtin import builtin_path
+from specdec.requests.sampling import SamplingParams
 
 A, B, C = ([token or 1 for token in prompt] for prompt in random_prompts((9, 5, 14)))  # 0 is the pad token
 IDS = torch.tensor([A])
@@ -91,10 +95,25 @@ CASES: dict[str, dict[str, Any]] = {
     "processor": greedy(logits_processor=LogitsProcessorList([Last()])),
     "processor of theirs": greedy(logits_processor=LogitsProcessorList([MinLengthLogitsProcessor(15, 54, "cpu")])),
     "processor of a padded batch": greedy(
-        inputs=PADDED, attention_mask=MASK, logits_processor=LogitsProcessorList([Last(), Longest()])
+        inputs=PADDED,
+        attention_mask=MASK,
+        logits_processor=LogitsProcessorList([row_wise(Last()), row_wise(Longest())]),
     ),
     "criterion of a padded batch": greedy(
-        inputs=PADDED, attention_mask=MASK, stopping_criteria=StoppingCriteriaList([Longer()])
+        inputs=PADDED, attention_mask=MASK, stopping_criteria=StoppingCriteriaList([row_wise(Longer())])
+    ),
+    "prompts of a padded batch, in processors": greedy(
+        inputs=PADDED,
+        attention_mask=MASK,
+        logits_processor=LogitsProcessorList(
+            [
+                EncoderRepetitionPenaltyLogitsProcessor(3.0, PADDED),
+                EncoderNoRepeatNGramLogitsProcessor(1, PADDED[:, ::2]),
+            ]
+        ),
+    ),
+    "criterion of theirs, of a batch": greedy(
+        inputs=PADDED, attention_mask=MASK, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(18)])
     ),
     "prefix function of a padded batch": greedy(
         inputs=PADDED, attention_mask=MASK, prefix_allowed_tokens_fn=lambda batch_id, ids: [batch_id + len(ids), 4]
@@ -109,6 +128,12 @@ CASES: dict[str, dict[str, Any]] = {
     "logits": greedy(return_dict_in_generate=True, output_logits=True, logits_processor=LogitsProcessorList([Last()])),
     "no cache": greedy(use_cache=False),
     "one answer": greedy(num_return_sequences=1),
+    "32 bits": greedy(inputs=IDS.int()),
+    "neutral arguments": greedy(synced_gpus=False, assistant_model=None, negative_prompt_ids=None, cache=None),
+    "no end": greedy(eos_token_id=-1),
+    "no end, and one": greedy(inputs=PADDED, attention_mask=MASK, eos_token_id=[-1, 54], pad_token_id=0),
+    "end as a tensor": greedy(eos_token_id=torch.tensor(54)),
+    "ends as a tensor": greedy(inputs=PADDED, attention_mask=MASK, eos_token_id=torch.tensor([47, 54, 10])),
 }
 WRONG: dict[str, dict[str, Any]] = {
     "unknown": greedy(max_nwe_tokens=3),
@@ -117,6 +142,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "samples of greedy": greedy(num_return_sequences=3),
     "temperature": greedy(do_sample=True, temperature=-1.0),
     "stop strings without a tokenizer": greedy(stop_strings=["a"]),
+    "mask of 4 dimensions": greedy(attention_mask=torch.ones(1, 1, 9, 9)),
 }
 REFUSED: dict[str, dict[str, Any]] = {
     "beams": greedy(num_beams=3),
@@ -202,6 +228,19 @@ def test_sampled_calls_repeat_by_torchs_seed_and_follow_the_distribution(attache
     expected = 400 * probs[probs > 0]
     chi_square = float(((counts[probs > 0] - expected) ** 2 / expected).sum())
     assert chi_square < 20.5  # 5 degrees of freedom: exceeded once in 1,000
+
+
+def test_samples_lie_in_order_and_each_row_has_a_seed_of_its_own(attached: Any, target: Any) -> None:
+    options: dict[str, Any] = {"do_sample": True, "top_k": 9, "max_new_tokens": 4, "num_return_sequences": 2}
+    found = call(attached, {"inputs": PADDED, "attention_mask": MASK, **options})
+    torch.manual_seed(5)
+    seeds = torch.randint(0, 2**62, (2,)).tolist()
+    params = [SamplingParams(temperature=1.0, top_k=9, max_new_tokens=4, n=2, seed=seed) for seed in seeds]
+    right = target.handle.model.generate([B, C], params)
+    assert found[:, :14].tolist() == [row for row in PADDED.tolist() for _ in range(2)]
+    assert found[:, 14:].tolist() == [each.token_ids for each in right]
+    alike = call(attached, {"inputs": IDS.repeat(2, 1), **options, "max_new_tokens": 9})[:, 9:].tolist()
+    assert len({*map(tuple, alike)}) == 4
 
 
 def test_scores_of_a_batch(attached: Any, target: Any) -> None:
@@ -353,7 +392,7 @@ def test_detaching_ends_calls_on_other_threads() -> None:
 
     def run() -> None:
         try:
-            target.generate(IDS, max_new_tokens=500, logits_processor=[noted], eos_token_id=None)
+            target.generate(IDS, max_new_tokens=110, logits_processor=[noted], eos_token_id=None)
         except BaseException as error:
             errors.append(error)
 

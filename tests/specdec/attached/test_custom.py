@@ -20,7 +20,8 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, 
 from specdec.attached.custom import CustomGenerate, custom_generate
 from specdec.cli.main import cli
 from specdec.errors import InvalidInputError, SpecdecWarning
-from tests.specdec.attached.test_attach import CASES, SIZES, Letters, call, greedy, same
+from tests.specdec.attached.test_attach import CASES, MASK, PADDED, SIZES, Last, Letters, call, greedy, same
+from tests.specdec.attached.test_served import peft_model
 
 NOT_PREPARED = {"beginning of text"}
 """transformers prepares these for a callable in another way: a cache that needs a prompt."""
@@ -69,6 +70,19 @@ def test_a_processor_in_place_of_an_option_is_the_callers(own: CustomGenerate, t
     with pytest.warns(Warning, match="RepetitionPenaltyLogitsProcessor is used in place"):
         found = call(target.generate, {**case, "custom_generate": own})
     same(found, call(target.generate, case))
+
+
+def test_an_adapter_for_each_prompt_is_refused_by_name() -> None:
+    model, own = peft_model(), custom_generate(**SIZES)
+    with pytest.raises(InvalidInputError, match="peft's adapter_names: rounds have one adapter for all rows"):
+        model.generate(input_ids=PADDED, adapter_names=["default", "other"], custom_generate=own)
+    own.close()
+
+
+def test_code_that_may_read_a_batch_is_refused(own: CustomGenerate, target: Any) -> None:
+    case = greedy(inputs=PADDED, attention_mask=MASK, logits_processor=LogitsProcessorList([Last()]))
+    with pytest.raises(InvalidInputError, match=r"Last: this code may read all 2 sequences.*specdec\.row_wise"):
+        target.generate(**case, custom_generate=own)
 
 
 def test_what_is_not_served_is_refused(own: CustomGenerate, target: Any) -> None:

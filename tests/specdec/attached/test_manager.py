@@ -94,6 +94,39 @@ def test_a_cancelled_request_ends_with_its_tokens(manager: Manager) -> None:
     assert result is not None and result.generated_tokens == hf_greedy(PROMPTS[1], NEW)
 
 
+def test_samples_of_a_cancelled_request_end_with_it(attached: Any) -> None:
+    config = GenerationConfig(max_new_tokens=100, do_sample=True, num_return_sequences=3)
+    manager = attached.init_continuous_batching(config)
+    names = [
+        manager.add_request(prompt, request_id=name)
+        for prompt, name in zip(PROMPTS[:2], ("mine", "other"), strict=True)
+    ]
+    manager.cancel_request(names[0])
+    manager.start()
+    manager.stop()
+    found = {output.request_id: len(output.generated_tokens) for output in manager}
+    ids = {name: [name, f"{name}__child#0", f"{name}__child#1"] for name in names}
+    assert found.keys() == {*ids["mine"], *ids["other"]}
+    assert all(found[name] < 100 for name in ids["mine"]) and all(found[name] == 100 for name in ids["other"])
+
+
+@pytest.mark.parametrize("whose", ["config", "model"])
+def test_a_request_ends_at_its_own_end_or_the_managers(
+    attached: Any, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = hf_greedy(PROMPTS[1], NEW)
+    _, early, *_, late = (i for i, token in enumerate(right) if token not in right[:i])
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False)
+    monkeypatch.setattr(config if whose == "config" else attached.generation_config, "eos_token_id", right[early])
+    manager = attached.init_continuous_batching(config)
+    names = [manager.add_request(PROMPTS[1], eos_token_id=end) for end in (None, right[late], [1, right[late]], -1)]
+    manager.start()
+    manager.stop()
+    found = {output.request_id: output.generated_tokens for output in manager}
+    lengths = (early + 1, late + 1, late + 1, NEW)
+    assert [found[name] for name in names] == [right[:length] for length in lengths]
+
+
 @pytest.mark.slow
 def test_requests_are_cancelled_before_they_run_and_ids_may_come_again(attached: Any) -> None:
     manager = attached.init_continuous_batching(CONFIG)
