@@ -173,6 +173,25 @@ def test_half_precision_and_a_ring_of_fewer_heads() -> None:
     checked(gated_delta, oracle.gated_delta, case, StateRows.of(ROUND), 1e-3, 1e-6)
 
 
+SHORT_AND_LONG = [(2, 1, 9, 2, 1), (14, 2, 7, 4, 1), (18, 3, 5, 1, 17)]
+"""Read as one chunk, token by token, and in chunks of 64."""
+
+
+def test_value_heads_take_neighbouring_key_heads() -> None:
+    """Four value heads of two key heads, by each of the kernels; replayed keys are those of their head."""
+    torch.manual_seed(0)
+    case = delta_case(35, (2, 4), (8, 8), False, ring_size=21)
+    checked(gated_delta, oracle.gated_delta, case, StateRows.of(SHORT_AND_LONG), 1e-5, 1e-5)
+
+
+def test_keys_of_zeros_change_nothing() -> None:
+    """They have no length to be divided by."""
+    torch.manual_seed(0)
+    case = delta_case(35, (1, 1), (8, 8), False, ring_size=21)
+    case["k"][[1, 5, 20]] = case["q"][[1, 5, 20]] = 0.0
+    checked(gated_delta, oracle.gated_delta, case, StateRows.of(SHORT_AND_LONG), 1e-5, 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("one_chunk", [False, True])
 def test_rounds_follow_each_other(one_chunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,39 @@ def test_the_kernel_that_quantises(width: int) -> None:
 
 
 @interpreted
+def test_the_kernel_keeps_a_group_of_zeros() -> None:
+    from specdec.ops.fp8_kernel import launch_quantise
+
+    x = torch.randn(2, 256).half()
+    x[0, :128] = 0
+    values, scales = launch_quantise(x)
+    assert scales[0, 0] == 0 and not values[0, :128].float().any() and bool(scales[0, 1:].all() and scales[1].all())
+
+
+@interpreted
+@pytest.mark.parametrize("width", [96, 1160])
+def test_kernels_that_end_in_8_bits_are_the_two_they_are_made_of(width: int) -> None:
+    """To the bit: norms of an input and of a sum, gated activations; groups that are cut, more than one program has."""
+    from specdec.ops.elementwise_kernel import launch_norm, launch_silu_product
+    from specdec.ops.fp8_fused_kernel import launch_norm_fp8, launch_silu_product_fp8
+    from specdec.ops.fp8_kernel import launch_quantise
+
+    x, other = torch.randn(3, 2 * width, dtype=torch.float16).split(width, 1)
+    weight = torch.randn(width, dtype=torch.float16)
+
+    def same(ours: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> bool:
+        return torch.equal(ours[0].view(torch.uint8), right[0].view(torch.uint8)) and torch.equal(ours[1], right[1])
+
+    assert same(launch_silu_product_fp8(x, other), launch_quantise(launch_silu_product(x, other)))
+    for residual in (None, other):
+        (total, *ours), (sums, normed) = (
+            launch_norm_fp8(x, residual, weight, 1e-5),
+            launch_norm(x, residual, weight, 1e-5),
+        )
+        assert torch.equal(total, sums) and same((ours[0], ours[1]), launch_quantise(normed))
+
+
+@interpreted
 @pytest.mark.parametrize(("tokens", "rows", "width"), [(3, 100, 256), (18, 160, 200)])
 @pytest.mark.parametrize("weight_first", [False, True])
 def test_the_kernel_that_multiplies(tokens: int, rows: int, width: int, weight_first: bool) -> None:
@@ -145,6 +178,20 @@ def test_many_tokens_leave_no_multiprocessor_idle(tokens: int) -> None:
         assert programs >= 128 and (parts == 1 or tile.share(blocks) >= 24)
         each = (227 << 10) // (tile.stages * 128 * (tile.tokens + tile.rows))
         assert each >= 3 or -(-programs // (2 * 132)) == -(-programs // (3 * 132))
+
+
+@interpreted
+def test_more_pairs_of_an_expert_than_a_tile_and_than_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 pairs of each of two experts, sixteen at a time, in launches of 60 and 20 pairs."""
+    from specdec.ops import experts_kernel
+
+    monkeypatch.setattr(experts_kernel, "LAUNCH_PAIRS", 60)
+    x, x_scale, _, _ = operands(40, 1, 128)
+    stack, scales = torch.randn(2, 160, 128).to(FP8), torch.rand(2, 2, 1) + 0.2
+    index = torch.tensor([[1, 0]] * 40)
+    out = torch.full((40, 2, 160), torch.nan)
+    experts_kernel.launch_fp8_expert_matmul(x[:, None], x_scale[:, None], stack, scales, index, out)
+    assert error(out, fp8_expert_matmul(x[:, None], x_scale[:, None], stack, scales, index, torch.float32)) < 1e-6
 
 
 @pytest.mark.slow
