@@ -76,7 +76,9 @@ def test_texts_of_openais() -> None:
     assert first["text"] == "a" and first["logprobs"]["tokens"] == ["b", "c"]
     assert first["logprobs"]["text_offset"] == [0, 1] and first["logprobs"]["token_logprobs"] == [-0.5, LEAST]
     assert (second["index"], second["finish_reason"], second["logprobs"]) == (1, "length", None)
-    assert found["response"]["body"]["usage"]["completion_tokens"] == 6
+    usage = found["response"]["body"]["usage"]
+    counts = (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"])
+    assert counts == (4, 6, 10), "a prompt counts once, whatever n is"
 
 
 @pytest.mark.parametrize(
