@@ -347,6 +347,14 @@ def test_linear(tokens: int) -> None:
     torch.testing.assert_close(launch_linear(x, weight).double(), x.double() @ weight.double().T, rtol=2e-3, atol=2e-2)
 
 
+def test_rows_that_are_no_whole_tiles_do_not_fit() -> None:
+    x, weight = torch.randn(2, 192).half(), torch.randn(8, 192).half()
+    assert fits(x[:, :128], weight[:, :128]) and not fits(x, weight)
+    assert not fits(x[:, :128], torch.randn(128, 8).half().T) and not fits(
+        torch.randn(128, 2).half().T, weight[:, :128]
+    )
+
+
 @pytest.mark.parametrize("vocab", [5, 4096, 9000])
 def test_greedy(vocab: int) -> None:
     """Few distinct values: the first of equal ones counts."""
@@ -360,6 +368,13 @@ def test_greedy_takes_a_nan_for_the_largest() -> None:
     logits[0, 17], logits[1, [40, 8000]], logits[2, [3, 8999]] = torch.nan, torch.nan, torch.inf
     logits[0, 20] = logits[1, 8500] = torch.inf
     assert torch.equal(launch_greedy(logits), logits.float().argmax(-1))
+
+
+def test_greedy_finds_the_largest_in_any_part() -> None:
+    logits = torch.randn(4, 9000).half()
+    at = torch.tensor([5, 4095, 4096, 8999])
+    logits[torch.arange(4), at] = 20.0
+    assert torch.equal(launch_greedy(logits), at)
 
 
 @pytest.mark.parametrize("mapped", [True, False])

@@ -50,6 +50,8 @@ def test_samples_and_what_was_asked_for() -> None:
     assert [one["text"] for one in found["completions"]] == ["a", "b"] and "text" not in found
     more = record(Task(1), completion(logprobs=TOLD, drafts=((1, 2),), prompt_logprobs=(None, TOLD[0])))
     assert more["logprobs"][1] == {"token_id": 2, "logprob": LEAST, "rank": 3, "top": [[1, -0.1], [4, -2.0]]}
+    never = (TokenLogprobs(1, -0.5, 0, ((1, -0.5), (2, float("-inf")))),)
+    assert record(Task(1), completion(logprobs=never))["logprobs"][0]["top"] == [[1, -0.5], [2, LEAST]]
     assert more["drafts"] == [[1, 2]] and more["prompt_logprobs"][0] is None
 
 

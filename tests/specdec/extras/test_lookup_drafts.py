@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -383,6 +384,26 @@ def test_targets_with_recurrent_layers(kind: str) -> None:
     assert [c.token_ids for c in found] == [c.token_ids for c in plain.generate(prompts, params)]
     accepted, drafted = acceptance(found)
     assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize(
+    ("greedy", "temperature", "drafts", "has"),
+    [
+        (False, 0.0, True, True),
+        (False, 1.0, True, True),
+        (True, 0.0, True, True),
+        (True, 1.0, True, False),
+        (False, 0.0, False, False),
+    ],
+)
+def test_which_requests_have_an_index(greedy: bool, temperature: float, drafts: bool, has: bool) -> None:
+    """Those that draft; beside a head's graphs greedy ones alone."""
+    columns = LookupColumns(LookupDrafts(LEAST, LONGEST, greedy=greedy), 1)
+    table: Any = SimpleNamespace(drafts=np.array([4 * drafts]), computed=np.zeros(1, int), prefill=np.array([3]))
+    table.tokens = np.array([[1, 2, 3]])
+    columns.open(table, 0, SamplingParams(temperature=temperature))
+    assert (columns.indexes[0] is not None) == has
+    assert columns._lookup.facts() == {"lookup": {"min": LEAST, "max": LONGEST, "shared": False}}
 
 
 @pytest.mark.parametrize(

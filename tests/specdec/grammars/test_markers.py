@@ -23,6 +23,8 @@ def test_a_marker_is_found_where_it_first_ends(marker: bytes, ids: list[int]) ->
     ("marker", "ids"),
     [
         (b"aab", [0, 0, 0, 1]),
+        (b"aabaaaa", [3, 0, 0, 0, 1, 0, 0, 0, 0]),
+        (b"ba", [0, 1, 3]),
         (b"abab", [0, 1, 0, 0, 1, 0, 1]),
         (b"aabaaa", [3, 3, 0, 0]),
         (b"abaabab", [2, 0, 2, 0, 0, 4, 1]),

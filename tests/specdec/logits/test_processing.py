@@ -127,11 +127,11 @@ def test_allowed_tokens_keep_their_logits_and_ids_beyond_the_vocabulary_are_none
 
 def test_filters_leave_logits_that_the_round_divides_by_the_temperature() -> None:
     """And rows without a token as they are, beside others."""
-    filters = Filters(0.5, None, 0, 1.0, 0.0, 0.9, None, None)
+    filters = Filters(0.5, 0.7, 0, 1.0, 0.0, 0.9, None, None)
     own = subject({}, 3, filters=filters)
     empty = subject({"suppress_tokens": tuple(range(VOCAB))}, 3, filters=filters)
     left, none = processed((own, TEXT), (empty, TEXT))
-    warped = hf.TypicalLogitsWarper(0.9)(None, SCORES[None] / 0.5)[0]
+    warped = hf.TypicalLogitsWarper(0.9)(None, hf.TopHLogitsWarper(0.7)(None, SCORES[None] / 0.5))[0]
     assert torch.allclose(left / 0.5, warped) and (left == NEVER).any()
     assert (none == NEVER).all()
 
