@@ -25,8 +25,9 @@ from tests.attention.oracle import Rig, Variant
 CPU = torch.device("cpu")
 PLAIN = AttentionSpec(4, 2, 16, 16, 0.25)
 WIDE = AttentionSpec(4, 2, 24, 16, 0.2)
-EDGES = Batch((1, 4, 16, 17), (127, 125, 112, 240))
-"""Queries that fill a tile of 32 with two heads each and one more; 128, 129, 128 and 257 keys in tiles of 128."""
+EDGES = Batch((1, 4, 16, 17), (127, 125, 113, 113))
+"""128 to 130 keys in tiles of 128; queries that fill a tile of 32 with two heads each, the last of which sees the first
+key of a tile; and one more."""
 
 
 def attended(given: Rig, **changed: Any) -> torch.Tensor:

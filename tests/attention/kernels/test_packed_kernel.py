@@ -83,6 +83,16 @@ def test_keys_of_a_row_in_one_part_and_in_several(layout: KVLayout, monkeypatch:
     check(lengths, table, layer_of(int(table.max()) + 1, layout), None, None)
 
 
+def test_rows_in_one_part_take_no_place_for_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are as many places as the parts of rows that have several, however many rows stand before these."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("attention.kernels.packed_kernel.tiling", lambda *_: Tiling(16, 2, 1, 4, 16))
+    monkeypatch.setattr("attention.kernels.packed_kernel._MOST_HEADS", 0)
+    lengths = [3] * 6 + [200]
+    table = table_of(lengths)
+    check(lengths, table, layer_of(int(table.max()) + 1, "NHD"), None, None)
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_shared_pages_are_attended_once(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the rows that share them, not the first; a prefix that ends inside a tile, in a part or several, of which the
@@ -91,7 +101,7 @@ def test_shared_pages_are_attended_once(parts: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("attention.kernels.packed_kernel.tiling", lambda *_: Tiling(16, 2, 1, 6, 16))
     tile = PrefixTile(0, 0, 16, 16, 2, 1, 1, 1.0)
     for pages in (5, 4):
-        lengths = [20, 8 * pages + 3, 8 * pages + 30]
+        lengths = [20, 8 * pages + 3, 8 * pages + 90]
         table = table_of(lengths)
         table[2, :pages] = table[1, :pages]
         layer = layer_of(int(table.max()) + 1, "NHD")

@@ -457,23 +457,3 @@ def test_masks_of_a_chain() -> None:
     compiler.fill(rows.chains, masks)
     found = [{i for i in range(64) if row[i // 32] >> i % 32 & 1} for row in masks]
     assert found == [{b, SPELLED.index("c")}, {d}, set(range(64)), set(range(64))]
-
-
-def test_a_mask_without_some_tokens_has_all_others() -> None:
-    from specdec.grammars.compiled import compiler_of
-
-    mask = compiler_of(tokenizer(), 64, END).without([0, 5, 31, 32, 63])
-    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-    assert np.flatnonzero(bits == 0).tolist() == [0, 5, 31, 32, 63]
-
-
-def test_the_last_grammars_that_were_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdec.grammars import compiled
-
-    monkeypatch.setattr(compiled, "_KEPT", 2)
-    compiler, made = compiled.GrammarCompiler(tokenizer(), 64, END), list[str]()
-    plain = compiler._compile
-    monkeypatch.setattr(compiler, "_compile", lambda grammar: (made.append(grammar.source), plain(grammar))[1])
-    for text in ("a", "b", "a", "c", "a", "b"):
-        compiler.compiled(Grammar.regex(text))
-    assert made == ["a", "b", "c", "b"] and len(compiler._kept) == 2

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import specdec.ops.draws_kernel
 import specdec.ops.filters_kernel
-from specdec.ops.draws import DraftPlaces, Filtered, draw_drafts, filter_rows
+from specdec.ops.draws import DraftPlaces, Filtered, draw_drafts, filter_rows, inverse_map
 from specdec.requests.target_probs import draw, target_probs
 from tests.specdec.ops.test_filters import CPU, assert_decided, check, filtered, parameters
 
@@ -51,7 +51,7 @@ def test_min_p_decides_where_it_leaves_less_than_the_others() -> None:
 
 
 def test_a_nan_counts_for_nothing() -> None:
-    logits, rows = torch.randn(1, VOCAB), parameters([(1.0, 5, 0.9, 0.0)])
+    logits, rows = torch.randn(1, VOCAB), parameters([(1.0, 0, 0.7, 0.1)])
     logits[:, 40], without = torch.nan, logits.clone()
     without[:, 40] = BANNED
     peaks, out = without.argmax(-1), Filtered.empty(1, device=CPU)
@@ -94,7 +94,12 @@ def test_drafts_after_accepted_ones_have_their_own_uniforms_and_places() -> None
     assert torch.equal(copies[:, :VOCAB], logits) and not copies[:, VOCAB:].any()
 
 
+def test_the_draft_ids_of_all_tokens() -> None:
+    inverse = inverse_map(torch.tensor([1, 3, 4]), 6)
+    assert inverse.tolist() == [-1, 0, -1, 1, 2, -1] and inverse.dtype == torch.int32
+
+
 @pytest.mark.slow
 def test_a_verification_of_few_tokens() -> None:
     """Accepted, rejected and none; q of a head that knows some tokens, in another order of rows."""
-    assert_decided(1, VOCAB, 20)
+    assert_decided(2, VOCAB, 20)

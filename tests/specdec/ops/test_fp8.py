@@ -3,6 +3,7 @@ Triton's interpreter, which loses the carry of an 8-bit float that is rounded up
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -178,6 +179,20 @@ def test_many_tokens_leave_no_multiprocessor_idle(tokens: int) -> None:
         assert programs >= 128 and (parts == 1 or tile.share(blocks) >= 24)
         each = (227 << 10) // (tile.stages * 128 * (tile.tokens + tile.rows))
         assert each >= 3 or -(-programs // (2 * 132)) == -(-programs // (3 * 132))
+
+
+def test_experts_of_pairs_with_inputs_of_their_own() -> None:
+    """Each pair is one matmul; of the second matmul of a mixture every pair has its own input."""
+    x, x_scale, _, _ = operands(6, 1, 200)
+    stack, scales = torch.randn(3, 160, 200).to(FP8), torch.rand(3, 2, 2) + 0.2
+    index = torch.tensor([[0, 2], [2, 1], [0, 1]])
+    for own in (1, 2):
+        given, given_scale = (each.unflatten(0, (-1, 2))[:, :own] for each in (x, x_scale))
+        found = fp8_expert_matmul(given, given_scale, stack, scales, index, torch.float32)
+        for token, place in itertools.product(range(3), range(2)):
+            at, expert = place if own == 2 else 0, int(index[token, place])
+            pair = given[token, at][None], given_scale[token, at][None]
+            assert error(found[token, place], reference_matmul(*pair, stack[expert], scales[expert])[0]) < 1e-6
 
 
 @interpreted
