@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.edits import EditedCopy, EditedFinder, edit
+from tests.mutants.edits import PACKAGES, EditedCopy, EditedFinder, edit, has_kernels
 from tests.mutants.entries import ROOT, Mutant, WrongEntryError, read
 from tests.mutants.run import Judged, Judging, Ran, Task, table
 
@@ -38,6 +38,14 @@ def test_every_edit_finds_its_place_and_is_judged() -> None:
     assert counts["quick"] >= 0.85 * counts.total()
     files = {mutant.file for mutant in mutants}
     assert {"/".join(file.split("/")[:2]) for file in files} >= ROOMS and any(f.startswith("evals/") for f in files)
+
+
+def test_every_file_of_kernels_is_edited() -> None:
+    """By several edits: issue 56 asks for 60 in all."""
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    kernels = {path.relative_to(ROOT).as_posix() for path in files if has_kernels(path.read_text("utf-8"))}
+    counts = Counter(mutant.file for mutant in read() if mutant.file in kernels)
+    assert counts.keys() == kernels and min(counts.values()) >= 2 and counts.total() >= 60
 
 
 @pytest.mark.parametrize(

@@ -75,11 +75,16 @@ class EditedCopy:
 
 def edit(mutant: Mutant, folder: Path) -> EditedFinder | EditedCopy:
     """Make this process import the edited file. folder: an empty one, for as long as the process lives."""
-    if _KERNEL.search(mutant.source()):
+    if has_kernels(mutant.source()):
         return EditedCopy(mutant, folder)
     finder = EditedFinder(mutant)
     sys.meta_path.insert(0, finder)
     return finder
+
+
+def has_kernels(text: str) -> bool:
+    """Whether a module has kernels or device functions of Triton or Gluon."""
+    return _KERNEL.search(text) is not None
 
 
 def module_of(file: str) -> str:
