@@ -26,7 +26,7 @@ test-all: $(DEV)
 test-quick: $(DEV)
 	$(PYTEST) -m "not slow and not long"
 
-# Edits of tests/mutants/mutants.toml, each made in memory: the tests named for it must fail.
+# Edits of tests/mutants/mutants.toml, each on its own: the tests named for it must fail.
 mutants: $(DEV)
 	$(BIN)/python -m tests.mutants.run --jobs $(JOBS) --json build/mutants.json
 

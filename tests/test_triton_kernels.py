@@ -22,7 +22,7 @@ from attention.backends.invariant import InvariantBackend
 from attention.batch.host import rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
 from attention.batch.transforms.cascade import shared_prefix
-from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
+from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, KVLayout, LayerKV, allocate
 from attention.checking import check_mode
 from attention.kernels.cache_write import write_kv, write_latent
 from attention.kernels.cascade_kernel import PrefixTiling, SharedKeys, launch_prefix, prefix_tiling, sum_shapes
@@ -301,6 +301,8 @@ def test_norm(width: int) -> None:
     expected = add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, expected[0])
     torch.testing.assert_close(normed, expected[1], rtol=2 * step, atol=0)
+    for ours, right in ((normed, expected[1]), (launch_norm(x, None, weight, 1e-5)[1], rms_norm(x, weight, 1e-5))):
+        assert (ours != right).float().mean() < 0.02, "rounded before the weight, as torch does"
 
 
 @pytest.mark.parametrize(("heads", "dim"), [((32, 8), 16), ((3, 1), 24)])
@@ -345,11 +347,34 @@ def test_linear(tokens: int) -> None:
     torch.testing.assert_close(launch_linear(x, weight).double(), x.double() @ weight.double().T, rtol=2e-3, atol=2e-2)
 
 
+def test_rows_that_are_no_whole_tiles_do_not_fit() -> None:
+    x, weight = torch.randn(2, 192).half(), torch.randn(8, 192).half()
+    assert fits(x[:, :128], weight[:, :128]) and not fits(x, weight)
+    assert not fits(x[:, :128], torch.randn(128, 8).half().T) and not fits(
+        torch.randn(128, 2).half().T, weight[:, :128]
+    )
+
+
 @pytest.mark.parametrize("vocab", [5, 4096, 9000])
 def test_greedy(vocab: int) -> None:
     """Few distinct values: the first of equal ones counts."""
     logits = torch.randint(0, 50, (3, vocab + 7)).half()[:, :vocab]
     assert torch.equal(launch_greedy(logits), logits.float().argmax(-1))
+
+
+def test_greedy_takes_a_nan_for_the_largest() -> None:
+    """As torch's arg max does: the first one, also after an infinity and in a later part."""
+    logits = torch.randn(3, 9000).half()
+    logits[0, 17], logits[1, [40, 8000]], logits[2, [3, 8999]] = torch.nan, torch.nan, torch.inf
+    logits[0, 20] = logits[1, 8500] = torch.inf
+    assert torch.equal(launch_greedy(logits), logits.float().argmax(-1))
+
+
+def test_greedy_finds_the_largest_in_any_part() -> None:
+    logits = torch.randn(4, 9000).half()
+    at = torch.tensor([5, 4095, 4096, 8999])
+    logits[torch.arange(4), at] = 20.0
+    assert torch.equal(launch_greedy(logits), at)
 
 
 @pytest.mark.parametrize("mapped", [True, False])
@@ -378,6 +403,32 @@ def test_cache_writes(layout: KVLayout) -> None:
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_cache_writes_of_values_of_another_width(layout: KVLayout) -> None:
+    """Wider ones as well: what lies beside a slot stays."""
+    for dim_k, dim_v in ((24, 16), (8, 40)):
+        layer = allocate(
+            CacheGroup("test", (AttentionSpec(4, 3, dim_k, dim_v, 1.0),), 3, 4, layout), torch.float16, CPU
+        )[0]
+        key, value, slots = torch.randn(2, 3, dim_k).half(), torch.randn(2, 3, dim_v).half(), torch.tensor([9, 6])
+        write_kv(layer, key, value, slots)
+        for pages, new in ((layer.keys, key), (layer.values, value)):
+            expected = torch.zeros_like(by_slot(pages, layout))
+            expected[slots] = new
+            assert torch.equal(by_slot(pages, layout), expected)
+
+
+def test_cache_writes_in_8_bits() -> None:
+    """Numbers that 8 bits hold, as the interpreter cuts others off: keys and values by their own scale, clamped."""
+    group = CacheGroup("test", (AttentionSpec(4, 2, 16, 16, 1.0),), 2, 4, format=KVFormat(FP8, ((0.5, 0.125),)))
+    (layer,) = allocate(group, torch.float16, CPU)
+    states = torch.tensor([1.0, -2.0, 0.25, 96.0, -96.0, 0.0, 6000.0, -6000.0]).half().repeat(2, 2, 2)
+    write_kv(layer, states, states, torch.tensor([5, 6]))
+    for pages, scale in ((layer.keys, 0.5), (layer.values, 0.125)):
+        right = (states.float() / scale).clamp(-448, 448).to(FP8).float()
+        assert torch.equal(by_slot(pages, "NHD")[[5, 6]].float(), right)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_latent_writes(layout: KVLayout) -> None:
     key = AttentionSpec(4, 1, 72, 64, 1.0, value_in_key=True)
     layer = allocate(CacheGroup("test", (key,), 4, 8, layout), torch.float16, CPU)[0]
@@ -394,5 +445,14 @@ def test_matmuls_of_experts(tokens: int, same: bool) -> None:
     stack, index = torch.randn(8, 40, 72, dtype=torch.float16), torch.randint(0, 8, (tokens, 3))
     x = torch.randn(tokens, 1 if same else 3, 72, dtype=torch.float16)
     out = x.new_empty(tokens, 3, 40)
+    launch_expert_matmul(x, stack, index, out)
+    torch.testing.assert_close(out, expert_matmul(x, stack, index), rtol=2e-3, atol=2e-2)
+
+
+def test_more_pairs_of_an_expert_than_a_tile() -> None:
+    """Of 40 pairs of each expert 16 are multiplied at a time."""
+    stack, x = torch.randn(2, 40, 72, dtype=torch.float16), torch.randn(40, 1, 72, dtype=torch.float16)
+    index = torch.tensor([[0, 1]] * 40)
+    out = x.new_full((40, 2, 40), torch.nan)
     launch_expert_matmul(x, stack, index, out)
     torch.testing.assert_close(out, expert_matmul(x, stack, index), rtol=2e-3, atol=2e-2)

@@ -203,6 +203,19 @@ def test_few_tokens_in_four_bits_equal_tiles(tokens: int, chosen: int, experts: 
         assert not torch.equal(found, launch_routed(*given))
 
 
+@pytest.mark.parametrize("width", [32, 96, 352])
+def test_a_token_that_is_no_number_changes_no_other(width: int) -> None:
+    """In four bits: rows end inside a step of four blocks, and what lies behind them is the next token's."""
+    torch.manual_seed(width)
+    x, index = torch.randn(3, width, device=CUDA).bfloat16(), torch.tensor([[0], [1], [2]], device=CUDA)
+    stacks = [torch.randint(256, (4, *s), device=CUDA).byte() for s in ((64, width // 2), (width, 16))]
+    scales = [torch.randint(118, 121, (4, *s), device=CUDA).byte() for s in ((64, width // 32), (width, 1))]
+    right = routed_experts(x, index, *stacks, *scales, None, None, False, 1.0, None)
+    x[1] = torch.nan
+    found = routed_experts(x, index, *stacks, *scales, None, None, False, 1.0, None)
+    assert torch.equal(found[[0, 2]], right[[0, 2]]) and right.isfinite().all() and found[1].isnan().all()
+
+
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 128, 8), (40, 512, 10), (3000, 32, 4), (2, 1000, 32)])
 @pytest.mark.parametrize("normalise", ["", SUM, SOFTMAX])
 def test_the_routers_choice(tokens: int, experts: int, chosen: int, normalise: str) -> None:

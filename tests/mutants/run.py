@@ -1,8 +1,9 @@
-"""The mutation run: every edit of the list is made in memory, and the tests named for it must fail.
+"""The mutation run: every edit of the list is made on its own, and the tests named for it must fail.
 
 One process imports torch, transformers and pytest, and nothing of this repository. For each mutant it forks a child,
-which imports the edited file from memory and runs the tests: nothing is written to the source tree. Processes that
-tests start themselves import the file from disk, unedited.
+which imports the edited file and runs the tests: from memory, or, as Triton reads the source of its kernels from disk,
+from a copy of the packages in a temporary folder. Nothing is written to the source tree. Processes that tests start
+themselves import the file from there, unedited.
 
     python -m tests.mutants.run [--jobs 2] [--only PATTERN …] [--json PATH]
 """
@@ -22,13 +23,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from os import _exit
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
+from tests.mutants.edits import edit
 from tests.mutants.entries import LIST, PLACES, ROOT, Mutant, WrongEntryError, read
 
 MARKERS = {"quick": "not slow and not long", "test": "not long"}
@@ -97,41 +96,6 @@ class Judged:
     seconds: float
 
 
-class EditedLoader(SourceFileLoader):
-    """Loads one module from a text instead of its file, never from or to a .pyc file."""
-
-    def __init__(self, fullname: str, path: str, text: str) -> None:
-        super().__init__(fullname, path)
-        self._text = text
-
-    def get_code(self, fullname: str) -> CodeType | None:
-        """See `SourceLoader.get_code`."""
-        return self.source_to_code(self._text.encode(), self.path)
-
-    def get_source(self, fullname: str) -> str:
-        """See `SourceLoader.get_source`."""
-        return self._text
-
-
-class EditedFinder(MetaPathFinder):
-    """Finds the one module that is edited; `used` once it was imported."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self.used = False
-        self._name = mutant.file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-        self._text = mutant.source()
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder.find_spec`."""
-        if fullname != self._name:
-            return None
-        spec = PathFinder.find_spec(fullname, path)
-        assert spec is not None and spec.origin is not None, f"{fullname} is not found"
-        spec.loader = EditedLoader(fullname, spec.origin, self._text)
-        self.used = True
-        return spec
-
-
 class FirstFailure:
     """A pytest plugin that notes the first failing test."""
 
@@ -168,7 +132,7 @@ def _in_child(task: Task, folder: Path) -> None:
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.chdir(ROOT)
-    finder, failure, code = None, FirstFailure(), 3
+    edited, failure, code = None, FirstFailure(), 3
     try:
         import pytest
         from hypothesis import Phase, settings
@@ -179,12 +143,11 @@ def _in_child(task: Task, folder: Path) -> None:
         settings.register_profile("mutants", database=None, derandomize=True, phases=phases)
         settings.load_profile("mutants")
         if task.mutant is not None:
-            finder = EditedFinder(task.mutant)
-            sys.meta_path.insert(0, finder)
+            edited = edit(task.mutant, folder / "edited")
         options = ["-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-m", MARKERS[task.place]]
         code = int(pytest.main([*options, *task.tests], plugins=[failure]))
     finally:
-        used = finder is None or finder.used
+        used = edited is None or edited.used
         (folder / "result").write_text(json.dumps({"code": code, "by": failure.name, "used": used}))
         sys.stdout.flush()
         _exit(0)

@@ -37,6 +37,15 @@ def test_a_round(
     checked(short_conv, oracle.short_conv, case, StateRows.of(ROUND), 1e-6 if dtype == torch.float32 else 1e-3, 0)
 
 
+def test_the_sum_is_rounded_before_silu_as_torch_does() -> None:
+    torch.manual_seed(3)
+    case = conv_case(40, 20, 4, torch.float16)
+    total = oracle.short_conv(**apart(case) | {"silu": False}, rows=StateRows.of([(40, 1, 9, 0, 1)]))
+    ours = short_conv(**apart(case), rows=StateRows.of([(40, 1, 9, 0, 1)]))
+    right = torch.nn.functional.silu(total.half().float()).half()
+    assert (ours != right).float().mean() < 0.01
+
+
 def test_a_prompt_and_what_follows() -> None:
     """40 tokens at once, longer than the ring, then drafts, of which one is accepted, then a shorter chunk."""
     torch.manual_seed(1)

@@ -173,6 +173,32 @@ def test_half_precision_and_a_ring_of_fewer_heads() -> None:
     checked(gated_delta, oracle.gated_delta, case, StateRows.of(ROUND), 1e-3, 1e-6)
 
 
+EVERY_KERNEL = [
+    *((2, 1, 9, 2, 1), (1, 4, 2, 2, 1), (2, 6, 9, 3, 0)),  # as one chunk: of the second nothing is stored before
+    *((15, 2, 7, 2, 1), (16, 7, 5, 2, 1)),  # token by token: an input more than a chunk has; the longest
+    (17, 3, 5, 1, 16),  # in chunks of 64
+]
+"""Rows at the limits between the kernels, see `attention.recurrence.delta_kernel`."""
+
+
+def test_value_heads_take_neighbouring_key_heads() -> None:
+    """Four value heads of two key heads, by each of the kernels; replayed keys are those of their head."""
+    torch.manual_seed(0)
+    case, rows = (
+        delta_case(23, (2, 4), (8, 8), False, ring_size=29),
+        [(2, 1, 9, 2, 1), (3, 2, 17, 14, 1), EVERY_KERNEL[-1]],
+    )
+    checked(gated_delta, oracle.gated_delta, case, StateRows.of(rows), 1e-5, 1e-5)
+
+
+def test_keys_of_zeros_change_nothing() -> None:
+    """They have no length to be divided by."""
+    torch.manual_seed(0)
+    case = delta_case(55, (1, 1), (8, 8), False, ring_size=21)
+    case["k"][[1, 9, 25, 40]] = case["q"][[1, 9, 25, 40]] = 0.0
+    checked(gated_delta, oracle.gated_delta, case, StateRows.of(EVERY_KERNEL), 1e-5, 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("one_chunk", [False, True])
 def test_rounds_follow_each_other(one_chunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,3 +56,11 @@ def test_chunks_of_rows() -> None:
     _cut_kernel[(10,)](rows.query_start_loc, rows.num_new, out, len(LONG), ROWS=4, CHUNK=CHUNK)
     expected = [[0, 0, 64], [0, 64, 70], [2, 0, 1], [2, 1, 65], [2, 65, 67], [3, 0, 18], [3, 18, 20]]
     assert out.tolist() == expected + [[4, -1, -1]] * 3
+
+
+def test_a_row_commits_no_more_tokens_than_it_has() -> None:
+    """And one of just so many tokens as there must be has chunks."""
+    rows = StateRows.of([(20, 1, 0, 0, 99), (17, 2, 0, 0, 17), (16, 3, 0, 0, 16)])
+    out = torch.full((4, 3), -1, dtype=torch.int32)
+    _cut_kernel[(4,)](rows.query_start_loc, rows.num_new, out, 3, ROWS=4, CHUNK=CHUNK)
+    assert out.tolist() == [[0, 0, 20], [1, 0, 17], [3, -1, -1], [3, -1, -1]]

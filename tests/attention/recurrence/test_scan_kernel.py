@@ -57,6 +57,17 @@ def test_mamba2_long_rows_and_short(
     checked(ssd_scan, oracle.ssd_scan, case | ({} if has_d else {"D": None}), StateRows.of(LONG), limit, 1e-5)
 
 
+def test_mamba2_groups_of_heads_in_rows_of_both_kernels() -> None:
+    """Four heads of two groups: B and C of a group are those of neighbouring heads. The longest of the short rows, the
+    shortest of those that are read in chunks, and a single token."""
+    torch.manual_seed(0)
+    case, rows = (
+        ssd_case(36, (2, 4), (16, 8), ring_size=LONG_RING),
+        [(16, 4, 3, 1, 14), (17, 1, 9, 2, 15), (1, 2, 3, 0, 1)],
+    )
+    checked(ssd_scan, oracle.ssd_scan, case, StateRows.of(rows), 1e-5, 1e-5)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "has_d"), [((40, 16), torch.float32, True), ((16, 6), torch.float16, False)]
 )

@@ -106,3 +106,11 @@ def test_time_and_memory_of_a_token_do_not_grow_with_the_text() -> None:
             sizes.append(sum(map(sys.getsizeof, vars(index).values())))
         assert min(spent[5:]) < 3 * max(min(spent[:5]), 0.02), spent
         assert sizes[-1] < 200 * 100_000
+
+
+def test_of_equal_matches_in_two_texts_the_later_texts_counts() -> None:
+    texts = SharedTexts(2, 8, 20)
+    for text in ([1, 2, 3, 4, 5, 6, 7], [1, 2, 9]):  # two indexes of ten tokens at most
+        texts.add(text)
+    assert texts.num_tokens == 12 and texts.propose(1, [8, 1, 2], 0) == [9]
+    assert texts.propose(1, [1, 2, 3], 0) == [4], "a longer match in the older one"

@@ -15,9 +15,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from fakes import table_head
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TextIteratorStreamer
+from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TextIteratorStreamer
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from specdec.attached.custom import CustomGenerate, custom_generate
+from specdec.attached.custom import CustomGenerate, _of_config, custom_generate
 from specdec.cli.main import cli
 from specdec.errors import InvalidInputError, SpecdecWarning
 from tests.specdec.attached.test_attach import CASES, MASK, PADDED, SIZES, Last, Letters, call, greedy, same
@@ -155,3 +156,11 @@ def test_without_the_targets_files_only_the_folder_is_written(tmp_path: Path) ->
     assert CliRunner().invoke(cli, words).exit_code == 0
     assert [path.name for path in out.iterdir()] == ["custom_generate"]
     assert {path.name for path in (out / "custom_generate").iterdir()} == {"generate.py", "head", "requirements.txt"}
+
+
+def test_which_criteria_are_those_of_the_config() -> None:
+    """Others are the caller's own, and count: a shorter length, another time."""
+    config = GenerationConfig(max_length=20, max_time=3.0)
+    own = [MaxLengthCriteria(20), MaxLengthCriteria(21), MaxTimeCriteria(3.0), EosTokenCriteria([1])]
+    others: list[Any] = [MaxLengthCriteria(19), MaxTimeCriteria(2.0), lambda ids, scores: False]
+    assert [_of_config(one, config) for one in [*own, *others]] == [True] * 4 + [False] * 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specdec.batches import lines
-from specdec.batches.lines import Line, fields_of, key_of, lines_of, look_through
+from specdec.batches.lines import Line, digest, fields_of, key_of, lines_of, look_through
 from specdec.errors import InvalidInputError
 
 ROW = b'{"prompt": "a"}'
@@ -29,6 +29,7 @@ def found(path: Path, data: bytes) -> list[tuple[int, bytes]]:
         (b"", []),
         (b"\n\n", []),
         (b"\x00\n" + ROW, [(1, b"\x00"), (2, ROW)]),
+        (ROW + b"\n[\n\x1f\x8b", [(1, ROW), (2, b"["), (3, b"\x1f\x8b")]),  # the first line alone tells a file's kind
     ],
 )
 def test_lines_are_numbered_as_editors_do(tmp_path: Path, data: bytes, expected: list[tuple[int, bytes]]) -> None:
@@ -94,6 +95,12 @@ def test_keys_of_which_only_the_digests_are_equal_are_two(tmp_path: Path, monkey
     monkeypatch.setattr(lines, "digest", lambda key: 7)
     (tmp_path / "in.jsonl").write_bytes(b'{"id": 1}\n{"id": 2}\n')
     assert look_through(tmp_path / "in.jsonl").rows == 2
+
+
+def test_a_digest_is_of_its_parts() -> None:
+    """Seeds 1 and 11 of runs draw otherwise for every key."""
+    assert len({digest(1, "1 key"), digest(11, " key"), digest("11 key"), digest(1, "1", " key")}) == 4
+    assert digest(1, "a") == digest("1", "a")
 
 
 def test_a_file_that_is_not_there_and_a_pipe(tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ def test_answers_are_found_again_and_none_is_added_twice(path: Path) -> None:
     assert [each["line"] for each in read(path)] == [2, 4, 1]
 
 
+def test_an_error_that_is_there_twice_counts_once(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(record(4, failed=True).data + record(2, failed=True).data)
+    with opened(path) as again:
+        assert (list(again.done), again.failed) == ([0, 0, 1, 0, 1, 0], 1)
+
+
 @pytest.mark.parametrize("size", range(1, len(record(5).data)))
 def test_a_last_line_that_was_cut_off_is_asked_again(path: Path, size: int) -> None:
     with path.open("ab") as file:

@@ -50,6 +50,8 @@ def test_samples_and_what_was_asked_for() -> None:
     assert [one["text"] for one in found["completions"]] == ["a", "b"] and "text" not in found
     more = record(Task(1), completion(logprobs=TOLD, drafts=((1, 2),), prompt_logprobs=(None, TOLD[0])))
     assert more["logprobs"][1] == {"token_id": 2, "logprob": LEAST, "rank": 3, "top": [[1, -0.1], [4, -2.0]]}
+    never = (TokenLogprobs(1, -0.5, 0, ((1, -0.5), (2, float("-inf")))),)
+    assert record(Task(1), completion(logprobs=never))["logprobs"][0]["top"] == [[1, -0.5], [2, LEAST]]
     assert more["drafts"] == [[1, 2]] and more["prompt_logprobs"][0] is None
 
 
@@ -77,7 +79,9 @@ def test_texts_of_openais() -> None:
     assert first["text"] == "a" and first["logprobs"]["tokens"] == ["b", "c"]
     assert first["logprobs"]["text_offset"] == [0, 1] and first["logprobs"]["token_logprobs"] == [-0.5, LEAST]
     assert (second["index"], second["finish_reason"], second["logprobs"]) == (1, "length", None)
-    assert found["response"]["body"]["usage"]["completion_tokens"] == 6
+    usage = found["response"]["body"]["usage"]
+    counts = (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"])
+    assert counts == (4, 6, 10), "a prompt counts once, whatever n is"
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,17 @@ def test_prompts(row: Any, prompt: Any) -> None:
     assert (found.params.max_new_tokens, found.params.temperature) == (9, 0.5)
 
 
+def test_seeds_are_of_keys_of_lines_or_of_the_run() -> None:
+    """A row without a key does not draw as the row whose key is its number."""
+    row = {"prompt": "a"}
+    by_line, by_key = task(row, 7).params.seed, task(row | {"id": 7}, 1).params.seed
+    assert by_line not in (None, by_key) and by_key is not None
+    assert task(row | {"id": "7"}, 2).params.seed == by_key and task(row, 8).params.seed != by_line
+    own = Asking(SamplingParams(temperature=0.5, seed=11), seed=3)
+    assert task(row, 7, own).params.seed == task(row | {"id": 1}, 1, own).params.seed == 11
+    assert task(row | {"seed": 5}, 7, own).params.seed == task(row | {"seed": 5}).params.seed == 5
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

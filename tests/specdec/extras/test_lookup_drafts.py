@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from drafters.loops.lookup import TokenIndex
 from specdec.acceptance import judge
 from specdec.errors import HandoffMismatchError, HeadLoadError, InvalidInputError
 from specdec.execution import eager
-from specdec.extras.lookup_drafts import LookupColumns
+from specdec.extras.lookup_drafts import LookupColumns, LookupDrafts
 from specdec.requests.sampling import SamplingParams
 from tests.hybrids import tiny_hybrid
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
@@ -383,6 +384,47 @@ def test_targets_with_recurrent_layers(kind: str) -> None:
     assert [c.token_ids for c in found] == [c.token_ids for c in plain.generate(prompts, params)]
     accepted, drafted = acceptance(found)
     assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize(
+    ("greedy", "temperature", "drafts", "has"),
+    [
+        (False, 0.0, True, True),
+        (False, 1.0, True, True),
+        (True, 0.0, True, True),
+        (True, 1.0, True, False),
+        (False, 0.0, False, False),
+    ],
+)
+def test_which_requests_have_an_index(greedy: bool, temperature: float, drafts: bool, has: bool) -> None:
+    """Those that draft; beside a head's graphs greedy ones alone."""
+    columns = LookupColumns(LookupDrafts(LEAST, LONGEST, greedy=greedy), 1)
+    table: Any = SimpleNamespace(drafts=np.array([4 * drafts]), computed=np.zeros(1, int), prefill=np.array([3]))
+    table.tokens = np.array([[1, 2, 3]])
+    columns.open(table, 0, SamplingParams(temperature=temperature))
+    assert (columns.indexes[0] is not None) == has
+    assert columns._lookup.facts() == {"lookup": {"min": LEAST, "max": LONGEST, "shared": False}}
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "drafts"),
+    [
+        ([1, 2, 3, 4, 9, 1, 2, 3], [2, 3, 7], [4, 9, 1]),  # a longer match of its own
+        ([2, 3, 4, 9, 2, 3], [2, 3, 7], [4, 9]),  # as long a match
+        ([2, 3, 4, 9, 1, 2, 3], [1, 2, 3, 7, 8], [7, 8]),  # a longer match in another text
+        ([9, 1, 2, 3], [2, 3, 7], [7]),  # no match of its own
+    ],
+)
+def test_of_matches_in_its_own_text_and_in_others_the_longer_counts(
+    own: list[int], others: list[int], drafts: list[int]
+) -> None:
+    """Of equal ones its own; drafts, one for each token of the match, end with their text."""
+    columns = LookupColumns(LookupDrafts(LEAST, LONGEST, shared=True), 1)
+    assert columns._shared is not None
+    columns._shared.add(others)
+    index = TokenIndex(LEAST, LONGEST)
+    index.extend(own)
+    assert columns._found(index, 3) == drafts
 
 
 @pytest.mark.slow

@@ -76,9 +76,22 @@ def test_off_does_nothing_and_none_is_unset() -> None:
 def test_ids_that_cannot_be_generated_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="no token could be generated"):
         SamplingParams(allowed_token_ids=[3, 4], suppress_tokens=[3, 4, 5])
+    with pytest.raises(InvalidInputError, match="no token could be generated"):
+        SamplingParams(allowed_token_ids=[3, 4], suppress_tokens=[4, 3])
     SamplingParams(allowed_token_ids=[3], bad_words_ids=[[3]])  # 3 may end the request: then it is no bad word
     SamplingParams(allowed_token_ids=[3, 4], suppress_tokens=[3], bad_words_ids=[[4, 4]])
     assert SamplingParams(allowed_token_ids=[3, 4], suppress_tokens=[3]).token_ids == {3, 4}
+    assert SamplingParams(forced_bos_token_id=9, begin_suppress_tokens=[2], forced_eos_token_id=7).token_ids == {
+        2,
+        7,
+        9,
+    }
+    assert SamplingParams(sequence_bias={(1, 2): 1.0}, logit_bias={5: 1.0}, bad_words_ids=[[8]]).token_ids == {
+        1,
+        2,
+        5,
+        8,
+    }
 
 
 @pytest.mark.parametrize(

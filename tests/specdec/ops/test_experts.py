@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,3 +178,12 @@ def test_a_model_without_experts_is_left_alone() -> None:
     assert mixtures(layer) == []
     with using_capturable_experts(layer):
         pass
+
+
+@pytest.mark.parametrize(
+    "other", [{}, {"swiglu_alpha": 1.7}, {"limit": 7.0}, {"gate_softcap": 5.0}, {"act_fn": torch.nn.GELU()}]
+)
+def test_mixtures_in_8_bits_that_are_plain_swiglu(other: dict[str, Any]) -> None:
+    """Clamps, caps and other activations are left to the operators of the module itself."""
+    names = {"act_fn": torch.nn.SiLU(), "swiglu_alpha": None, "limit": None, "gate_softcap": None}
+    assert experts._is_plain_fp8(SimpleNamespace(**names | other)) == (not other)

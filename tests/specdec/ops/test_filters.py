@@ -208,7 +208,12 @@ class Round:
 @pytest.mark.parametrize("n", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_acceptance(n: int) -> None:
     """One-hot q, the head's, and both in one batch; greedy rows keep their verdict."""
-    case = Round([FOUR[0], EDGES[0], FOUR[1], FOUR[3]], n, 300, 90)
+    assert_decided(n, 300, 90)
+
+
+def assert_decided(n: int, vocab: int, draft_vocab: int) -> None:
+    """By the kernels as by their reference: rows with n drafts each of a head that knows `draft_vocab` tokens."""
+    case = Round([FOUR[0], EDGES[0], FOUR[1], FOUR[3]], n, vocab, draft_vocab)
     head = "none"
     stats_of_p, p = case.filtered(), case.probs()
     if n:

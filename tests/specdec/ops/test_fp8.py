@@ -3,6 +3,7 @@ Triton's interpreter, which loses the carry of an 8-bit float that is rounded up
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -69,6 +70,39 @@ def test_the_kernel_that_quantises(width: int) -> None:
     rounded_up = right.view(torch.uint8) % 8 == 0
     assert not (lost[~rounded_up] > 0).any(), "only a carry into the exponent is lost, which the interpreter forgets"
     assert set(lost.unique().tolist()) <= {-1, 0, 8} and (lost != 0).float().mean() < 0.04  # -1: a tie, rounded up
+
+
+@interpreted
+def test_the_kernel_keeps_a_group_of_zeros() -> None:
+    from specdec.ops.fp8_kernel import launch_quantise
+
+    x = torch.randn(2, 256).half()
+    x[0, :128] = 0
+    values, scales = launch_quantise(x)
+    assert scales[0, 0] == 0 and not values[0, :128].float().any() and bool(scales[0, 1:].all() and scales[1].all())
+
+
+@interpreted
+@pytest.mark.parametrize("width", [96, 1160])
+def test_kernels_that_end_in_8_bits_are_the_two_they_are_made_of(width: int) -> None:
+    """To the bit: norms of an input and of a sum, gated activations; groups that are cut, more than one program has."""
+    from specdec.ops.elementwise_kernel import launch_norm, launch_silu_product
+    from specdec.ops.fp8_fused_kernel import launch_norm_fp8, launch_silu_product_fp8
+    from specdec.ops.fp8_kernel import launch_quantise
+
+    x, other = torch.randn(3, 2 * width, dtype=torch.float16).split(width, 1)
+    weight = torch.randn(width, dtype=torch.float16)
+
+    def same(ours: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> bool:
+        return torch.equal(ours[0].view(torch.uint8), right[0].view(torch.uint8)) and torch.equal(ours[1], right[1])
+
+    assert same(launch_silu_product_fp8(x, other), launch_quantise(launch_silu_product(x, other)))
+    for residual in (None, other):
+        (total, *ours), (sums, normed) = (
+            launch_norm_fp8(x, residual, weight, 1e-5),
+            launch_norm(x, residual, weight, 1e-5),
+        )
+        assert torch.equal(total, sums) and same((ours[0], ours[1]), launch_quantise(normed))
 
 
 @interpreted
@@ -145,6 +179,34 @@ def test_many_tokens_leave_no_multiprocessor_idle(tokens: int) -> None:
         assert programs >= 128 and (parts == 1 or tile.share(blocks) >= 24)
         each = (227 << 10) // (tile.stages * 128 * (tile.tokens + tile.rows))
         assert each >= 3 or -(-programs // (2 * 132)) == -(-programs // (3 * 132))
+
+
+def test_experts_of_pairs_with_inputs_of_their_own() -> None:
+    """Each pair is one matmul; of the second matmul of a mixture every pair has its own input."""
+    x, x_scale, _, _ = operands(6, 1, 200)
+    stack, scales = torch.randn(3, 160, 200).to(FP8), torch.rand(3, 2, 2) + 0.2
+    index = torch.tensor([[0, 2], [2, 1], [0, 1]])
+    for own in (1, 2):
+        given, given_scale = (each.unflatten(0, (-1, 2))[:, :own] for each in (x, x_scale))
+        found = fp8_expert_matmul(given, given_scale, stack, scales, index, torch.float32)
+        for token, place in itertools.product(range(3), range(2)):
+            at, expert = place if own == 2 else 0, int(index[token, place])
+            pair = given[token, at][None], given_scale[token, at][None]
+            assert error(found[token, place], reference_matmul(*pair, stack[expert], scales[expert])[0]) < 1e-6
+
+
+@interpreted
+def test_more_pairs_of_an_expert_than_a_tile_and_than_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 pairs of each of two experts, sixteen at a time, in launches of 60 and 20 pairs."""
+    from specdec.ops import experts_kernel
+
+    monkeypatch.setattr(experts_kernel, "LAUNCH_PAIRS", 60)
+    x, x_scale, _, _ = operands(40, 1, 128)
+    stack, scales = torch.randn(2, 160, 128).to(FP8), torch.rand(2, 2, 1) + 0.2
+    index = torch.tensor([[1, 0]] * 40)
+    out = torch.full((40, 2, 160), torch.nan)
+    experts_kernel.launch_fp8_expert_matmul(x[:, None], x_scale[:, None], stack, scales, index, out)
+    assert error(out, fp8_expert_matmul(x[:, None], x_scale[:, None], stack, scales, index, torch.float32)) < 1e-6
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import specdec.acceptance.judge
 from drafters.loops.base import Draft
 from specdec.acceptance.judge import fill_drafts, fill_from_loop, in_order, judge_from_loop, judge_greedy
+from specdec.ops.greedy_rows import accept_greedily
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.transfer import DeviceRound
 from tests.specdec.execution.test_graphs import (  # noqa: F401 (fixtures)
@@ -127,6 +128,15 @@ def test_all_and_none_and_a_few_are_accepted(by_kernels: None) -> None:
     assert result.num_accepted.tolist() == [4, 0, 1]
     assert result.tokens.tolist() == [[1, 2, 3, 4, 50], [8, 9, 9, 9, 0], [5, 6, 7, 8, 0]]
     assert result.drafts.tolist() == [[1, 2, 3, 4], [9, 9, 9, 9], [5, 6, 7, 8]]
+
+
+def test_no_more_drafts_are_accepted_than_there_are_places() -> None:
+    """Whatever the count says: what a rehearsal finds there is any number. The last target's token is 0, as what stands
+    where there is no draft."""
+    greedy, drafts = torch.tensor([4, 5, 0]), torch.tensor([[4, 5]])
+    out = torch.full((1,), -1), torch.full((1, 3), -1), torch.full((1, 2), -1)
+    accept_greedily(greedy, torch.arange(3)[None], torch.tensor([99]), drafts, torch.tensor([0]), out)
+    assert [each.tolist() for each in out] == [[2], [[4, 5, 0]], [[4, 5]]]
 
 
 def test_a_round_without_decided_rows(by_kernels: None) -> None:

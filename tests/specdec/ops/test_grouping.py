@@ -67,9 +67,9 @@ def test_what_a_rehearsal_finds_is_no_place(tiled: bool) -> None:
 
 @pytest.mark.parametrize("tiled", [False, True])
 def test_padding_takes_the_experts_of_the_first_token(tiled: bool) -> None:
-    index = torch.tensor([[0, 4], [2, 3], [5, 1], [3, 4]])
-    groups = group_pairs(index, 6, (torch.tensor([40, 41, 3, 16]), 16), tiled)
-    assert [expert for expert in groups.active.tolist() if expert >= 0] == [0, 2, 3, 4]
+    index = torch.tensor([[0, 4], [2, 3], [5, 6], [1, 4]])
+    groups = group_pairs(index, 7, (torch.tensor([40, 41, 3, 16]), 16), tiled)
+    assert [expert for expert in groups.active.tolist() if expert >= 0] == [0, 1, 2, 3, 4]
     offsets = groups.offsets.tolist()
     assert sorted(groups.order[offsets[4] : offsets[5]].tolist()) == [1, 5, 7]
 

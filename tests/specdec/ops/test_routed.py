@@ -74,6 +74,37 @@ def test_every_token_on_one_expert_and_nan_in_the_others(tokens: int) -> None:
     assert error(launch_routed(x, gate_up, down, index), right) < 1e-3
 
 
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_the_last_blocks_of_four_bit_rows(chosen: int) -> None:
+    """Tiles of two blocks, rows of three and of one: what lies past a row's end, infinities of the next expert or no
+    memory at all, counts for nothing."""
+    torch.manual_seed(0)
+    x, index = torch.randn(2, 96).half(), torch.full((2, 1), chosen)
+    gate_up, down = torch.randint(256, (2, 64, 48)).byte(), torch.randint(256, (2, 96, 16)).byte()
+    scales = torch.randint(118, 122, (2, 64, 3)).byte(), torch.randint(118, 122, (2, 96, 1)).byte()
+    for each in scales:
+        each[1 - chosen] = 255
+    right = routed_experts(x, index, gate_up, down, *scales, None, None, False, 1.0, None)
+    own = Tiling(16, 32, 64, 4, 2)
+    assert error(launch_routed(x, gate_up, down, index, scales, tilings=(own, own)), right) < 2e-3
+
+
+def test_biases_and_blocks_of_every_expert_are_its_own() -> None:
+    """In half precision and in 8 bits, whose columns have several scales."""
+    x, gate_up, down, index = made(3, 2, 4, 64, 32)
+    biases = torch.randn(4, 64).half(), torch.randn(4, 64).half()
+    right = routed_experts(x, index, gate_up, down, None, None, *biases, False, 1.0, None)
+    assert error(launch_routed(x, gate_up, down, index, (None, None), biases, tilings=small(6, 4)), right) < 1e-3
+    x, gate_up, down, index = made(1, 1, 4, 256, 32)
+    scales = torch.rand(4, 1, 2) + 0.5, torch.rand(4, 2, 1) + 0.5
+    stacks = gate_up.to(FP8), down.to(FP8)
+    right = routed_experts(x, index, *stacks, *scales, None, None, False, 1.0, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routed_kernel, "launch_quantise", fp8_quantise)
+        found = launch_routed(x, *stacks, index, scales, tilings=small(1, 4, 128))
+    assert error(found, right) < 2e-3
+
+
 def test_transposed_stacks() -> None:
     x, gate_up, down, index = made(7, 2, 4, 48, 32)
     right = launch_routed(x, gate_up, down, index)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from fakes import free_everywhere, hf_greedy, random_prompts, tiny_llama, wrap
 
 from specdec import ClosedModelError, DrainingError, InvalidInputError, QueueFullError
 from specdec.requests.sampling import SamplingParams
+from specdec.service.draining import drained
 
 PROMPTS = random_prompts((5, 9, 3, 7, 6, 4))
 ENDLESS = SamplingParams(300, ignore_eos=True)
@@ -46,6 +49,29 @@ def test_drain_runs_what_nobody_reads_to_its_end_and_refuses_new_calls() -> None
     assert model.generate(PROMPTS[5], SamplingParams(8))[0].token_ids == hf_greedy(PROMPTS[5], 8), (
         "afterwards it serves"
     )
+
+
+def test_those_that_were_cancelled_are_counted_once_however_long_they_take_to_end() -> None:
+    """With those that wait for a row."""
+    cancelled, left = list[list[int]](), [3]
+    requests = [SimpleNamespace(id=i) for i in range(4)]
+
+    class Engine:
+        scheduler = SimpleNamespace(waiting=requests[:1], running=requests[1:])
+        deadlines = SimpleNamespace(cancel=cancelled.append)
+
+        @property
+        def has_work(self) -> bool:
+            left[0] -= 1
+            return left[0] >= 0
+
+    def help_() -> None:
+        Engine.scheduler = SimpleNamespace(waiting=[], running=requests[1:2])
+
+    shared = SimpleNamespace(between_rounds=nullcontext, num_drains=0, check_open=lambda: None, help=help_)
+    with drained(SimpleNamespace(_shared=shared, engine=Engine()), 0.0) as count:
+        assert (count, cancelled, shared.num_drains) == (4, [[0, 1, 2, 3]], 1)
+    assert shared.num_drains == 0
 
 
 def test_what_has_not_ended_at_the_limit_is_cancelled_and_reported() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -43,6 +44,17 @@ def test_they_agree_with_what_was_served(model: Any) -> None:
     assert found["decode_seconds_total"] == pytest.approx(sum(c.stats.decode_s for c in done))
     assert 0 < found["lifetime_tokens_per_second"] < 1e6 and found["uptime_seconds"] > 0
     assert "rows=3" in repr(found)
+
+
+def test_rates_are_of_a_second(model: Any) -> None:
+    """Over the last seconds, and since the model was loaded."""
+    counters, now = model.engine.counters, time.perf_counter()
+    counters.made = now - 100.0
+    counters.add_reported([Update(0, [1] * 5000, "")], now - 2.0)
+    found = model.metrics()
+    assert found["tokens_per_second"] == 5000 / LATELY
+    assert found["lifetime_tokens_per_second"] == pytest.approx(50.0, rel=0.1)
+    assert found["uptime_seconds"] == pytest.approx(100.0, rel=0.1)
 
 
 def test_running_cancelled_dropped_and_failed_requests(model: Any) -> None:
