@@ -11,7 +11,7 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from attention.cached import cached_property
 from specdec.errors import InvalidInputError
 from specdec.grammars.markers import MarkerFinder
+from specdec.grammars.schemas import readable, strings_of
 from specdec.requests.grammar import Grammar, Marker
 from specdec.user_warnings import warn_user
 from specdec.values import short
@@ -149,7 +150,7 @@ class GrammarCompiler:
         self.fill([(first, 0, [])], mask)
         texts: list[str] = []
         if grammar.kind == "json":
-            texts = [_JSON_TEXT, *_strings_of(json.loads(grammar.source))]
+            texts = [_JSON_TEXT, *strings_of(json.loads(grammar.source))]
         elif grammar.kind == "choice":
             texts = json.loads(grammar.source)
         markers = (grammar.begin, grammar.end)
@@ -222,12 +223,12 @@ class GrammarCompiler:
     def _body(self, grammar: Grammar) -> str:
         make = self._lib.LLMatcher
         if grammar.kind == "json":
-            own = json.loads(grammar.source)
+            own = readable(json.loads(grammar.source), self._lib)
             told = own.get("x-guidance") if isinstance(own, dict) else None
             space: Any = {"whitespace_pattern": MOST_SPACE}
             if isinstance(told, dict) and {"whitespace_flexible", "whitespace_pattern"} & set(told):
                 space = {}
-            return str(make.grammar_from_json_schema(grammar.source, defaults=space))
+            return str(make.grammar_from_json_schema(json.dumps(own), defaults=space))
         if grammar.kind == "regex":
             return str(make.grammar_from_regex(grammar.source))
         if grammar.kind == "choice":
@@ -251,28 +252,6 @@ class GrammarCompiler:
 def _one_of(texts: Sequence[str]) -> str:
     """A regular expression of these texts."""
     return "|".join(map(re.escape, texts))
-
-
-_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_BY_NAME = ("properties", "$defs", "definitions", "patternProperties")
-
-
-def _strings_of(schema: Any) -> Iterator[str]:
-    """Names of properties and constant strings: what a schema's JSON has word for word."""
-    if not isinstance(schema, dict):
-        return
-    names = schema.get("properties")
-    yield from names if isinstance(names, dict) else ()
-    values = schema.get("enum")
-    constants = [schema.get("const"), *(values if isinstance(values, list) else ())]
-    yield from (own for own in constants if isinstance(own, str))
-    below = [schema.get("items"), schema.get("additionalProperties")]
-    for key in _OF_SCHEMAS:
-        below += schema[key] if isinstance(schema.get(key), list) else []
-    for key in _BY_NAME:
-        below += schema[key].values() if isinstance(schema.get(key), dict) else []
-    for each in below:
-        yield from _strings_of(each)
 
 
 _compilers: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], GrammarCompiler]] = weakref.WeakKeyDictionary()
