@@ -5,6 +5,7 @@ Source: guidance-ai/llguidance, python/llguidance/_lib.pyi; docs/syntax.md ("@na
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -31,6 +32,8 @@ MOST_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 _KEPT = 256
 _MOST_ITEMS = 100_000
 """Of llguidance's parser in one step: its default of 2,000 is less than a schema of 1,200 properties takes."""
+_QUOTED = re.compile(r'//.*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')
+"""Texts and regular expressions of a Lark grammar, and its comments."""
 _JSON_TEXT = '{}[]":, 0123456789truefalsn'
 Ids = list[int]
 
@@ -98,9 +101,13 @@ class GrammarCompiler:
         size = max(vocab_size, len(tokenizer))
         self.words = -(-size // 32)
         self.tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=eos)
-        self._special = {
-            text: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if (text := str(token))
+        added = {
+            text: (token_id, token)
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if (text := str(token))
         }
+        self._special = {text: token_id for text, (token_id, _) in added.items()}
+        self._hidden = [text for text, (token_id, token) in added.items() if token.special or token_id == eos]
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._lock, self._before_end = threading.Lock(), dict[int, Ids]()
         self._executors: dict[int, Any] = {}
@@ -141,8 +148,30 @@ class GrammarCompiler:
         for warning in matcher.get_grammar_warnings():
             warn_user(f"{named}: {warning}")
         self._check_spelled(grammar, matcher, named)
+        self._check_special(grammar, text, named)
         begin = None if grammar.begin is None else self._finder(grammar.begin)
         return CompiledGrammar(self, matcher, begin, grammar.end is not None)
+
+    def _check_special(self, grammar: Grammar, text: str, named: str) -> None:
+        """text: the grammar for llguidance. Raises InvalidInputError: a special token is part of its text.
+
+        Where such a text must come, llguidance allows the tokenizer's own way to write it, which is that token: it ends
+        the request, or is no part of its text.
+        """
+        try:
+            larks = [own.get("lark_grammar") or "" for own in json.loads(text)["grammars"]]
+        except ValueError:
+            larks = [text]
+        quoted = [each for own in larks for each in _QUOTED.findall(own) if not each.startswith("//")]
+        texts = [re.sub(r"\\(.)", r"\1", each) for each in quoted]
+        if grammar.kind == "json":
+            texts += strings_of(json.loads(grammar.source))
+        for each, hidden in itertools.product(texts, self._hidden):
+            if hidden in each:
+                raise InvalidInputError(
+                    f"{named}: {short(each)} has {hidden}, a special token, which no text of a grammar can have; in "
+                    "Lark write it without quotes, as begin or end give its id"
+                )
 
     def _check_spelled(self, grammar: Grammar, matcher: Any, named: str) -> None:
         """Raises InvalidInputError: the vocabulary has no tokens for it."""
@@ -209,9 +238,9 @@ class GrammarCompiler:
         if grammar.begin is None:
             return body
         if isinstance(grammar.end, str) and grammar.end not in self._special and grammar.kind in ("regex", "choice"):
-            once = grammar.source if grammar.kind == "regex" else _one_of(json.loads(grammar.source))
-            whole = re.sub(r"(?<!\\)/", r"\\/", f"(?:{once})(?:{re.escape(grammar.end)})")
-            return f"start: whole\nwhole[lazy]: /{whole}/\n"  # up to the first end: greedy terms take it as text
+            own = json.loads(body)["grammars"][0]["lark_grammar"].replace("start:", "BODY:", 1)
+            end = json.dumps(grammar.end)  # a term of its own: the regular expression may have flags, | and $
+            return f"start: whole\nwhole[lazy]: BODY END\n{own}\nEND: {end}\n"  # greedy terms take an end as text
         try:
             own = json.loads(body)["grammars"][0]
         except ValueError:
