@@ -73,7 +73,7 @@ class Admission:
                 "load with a larger max_model_len, or leave strict_length out: then the request ends there"
             )
         self._check_rows(params, limit - len(token_ids))
-        self._with_grammar(params, self._eos)
+        self._with_grammar(params, self._eos, ())
         self.check_cache(len(token_ids), len(token_ids) if prompt_alone else limit)
         return limit
 
@@ -106,7 +106,7 @@ class Admission:
         config = self.config
         seed, index = (config.seed, request_id) if params.seed is None else (params.seed, sample_index)
         eos = self._eos if eos_token_ids is None else tuple(eos_token_ids)
-        params = self._with_grammar(params.of_request(0, self._target.hf_model.device), eos)
+        params = self._with_grammar(params.of_request(0, self._target.hf_model.device), eos, token_ids)
         asked = 0 if params.not_drafted else params.num_speculative_tokens
         return Request(
             id=request_id,
@@ -122,7 +122,9 @@ class Admission:
             times=Times(time.perf_counter()),
         )
 
-    def _with_grammar(self, params: SamplingParams, eos_token_ids: Sequence[int]) -> SamplingParams:
+    def _with_grammar(
+        self, params: SamplingParams, eos_token_ids: Sequence[int], token_ids: Sequence[int]
+    ) -> SamplingParams:
         """With the grammar as the request follows it.
 
         Raises:
@@ -134,7 +136,7 @@ class Admission:
 
         ends = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
         vocabulary = self.vocabulary.tokenizer, self._target.vocab_size
-        return replace(params, grammar=followed(params.grammar, *vocabulary, ends, params.ignore_eos))
+        return replace(params, grammar=followed(params.grammar, *vocabulary, ends, params.ignore_eos, token_ids))
 
     def _check_rows(self, params: SamplingParams, new_tokens: int) -> None:
         """Raises InvalidInputError: the logits and scores that it asks for are too large."""

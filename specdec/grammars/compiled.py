@@ -29,6 +29,8 @@ from specdec.values import short
 
 MOST_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 """Between two parts of JSON."""
+_MOST_SPACES = 64
+"""Tokens of white space between a begin marker and the end of a prompt."""
 _KEPT = 256
 _MOST_ITEMS = 100_000
 """Of llguidance's parser in one step: its default of 2,000 is less than a schema of 1,200 properties takes."""
@@ -54,6 +56,16 @@ class CompiledGrammar:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_free", {})
+
+    def begins_after(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether it begins with the first new token: without a marker, or where the prompt ends with the marker's text
+        and nothing but white space after it, of at most 64 tokens."""
+        if self.begin is None:
+            return True
+        texts, symbols = self.vocabulary.spellings, self.begin.symbols
+        marker = bytes(symbols) if self.begin.is_text else b"".join(texts[i] for i in symbols)
+        prompt = b"".join(texts[i] for i in prompt_ids[-len(marker) - _MOST_SPACES :])
+        return bool(marker) and marker in prompt and not prompt.rpartition(marker)[2].strip()
 
     def matcher(self, begun: bytes = b"") -> Any | None:
         """A new one, after this text; None where that cannot begin it."""
@@ -237,14 +249,14 @@ class GrammarCompiler:
         body = self._body(grammar)
         if grammar.begin is None:
             return body
-        if isinstance(grammar.end, str) and grammar.end not in self._special and grammar.kind in ("regex", "choice"):
-            own = json.loads(body)["grammars"][0]["lark_grammar"].replace("start:", "BODY:", 1)
-            end = json.dumps(grammar.end)  # a term of its own: the regular expression may have flags, | and $
-            return f"start: whole\nwhole[lazy]: BODY END\n{own}\nEND: {end}\n"  # greedy terms take an end as text
         try:
             own = json.loads(body)["grammars"][0]
         except ValueError:
             own = {"lark_grammar": body}
+        if isinstance(grammar.end, str) and grammar.end not in self._special and grammar.kind in ("regex", "choice"):
+            term = own["lark_grammar"].replace("start:", "BODY:", 1)  # of its own: it may have flags, | and $
+            end = json.dumps(grammar.end)
+            return f"start: whole\nwhole[lazy]: BODY END\n{term}\nEND: {end}\n"  # greedy terms take an end as text
         space = "SPACE " if grammar.kind == "json" else ""
         lark = f"start: {space}@body {self._written(grammar.end)}\nSPACE: /[ \\t\\r\\n]{{0,8}}/\n"
         return json.dumps({"grammars": [{"name": "main", "lark_grammar": lark}, own | {"name": "body"}]})
@@ -261,7 +273,7 @@ class GrammarCompiler:
         if grammar.kind == "regex":
             return str(make.grammar_from_regex(grammar.source))
         if grammar.kind == "choice":
-            return str(make.grammar_from_regex(_one_of(json.loads(grammar.source))))
+            return str(make.grammar_from_regex("|".join(map(re.escape, json.loads(grammar.source)))))
         if grammar.kind == "lark":
             return str(make.grammar_from_lark(grammar.source))
         tags = [self._lib.StructTag(grammar=tag.pop("schema"), **tag) for tag in json.loads(grammar.source)]
@@ -276,11 +288,6 @@ class GrammarCompiler:
             special = self._special.get(marker)
             return json.dumps(marker) if special is None else f"<[{special}]>"
         return " ".join(f"<[{token_id}]>" for token_id in marker)
-
-
-def _one_of(texts: Sequence[str]) -> str:
-    """A regular expression of these texts."""
-    return "|".join(map(re.escape, texts))
 
 
 _compilers: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], GrammarCompiler]] = weakref.WeakKeyDictionary()

@@ -71,6 +71,10 @@ class RequestGrammar:
         """Tokens that must come next, as the tokenizer writes them; [] where there is a choice."""
         return []
 
+    def started(self, new_ids: Sequence[int]) -> bool:
+        """Whether it has begun in these new tokens, all of the request: with a begin marker it may not have."""
+        return True
+
     def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:
         """The first position of a row at which nothing may come, and why; None where there is none.
 
@@ -99,15 +103,27 @@ class RequestGrammar:
 class FollowedGrammar(RequestGrammar):
     """A compiled grammar."""
 
-    def __init__(self, compiled: CompiledGrammar, ends: Sequence[int] = ()) -> None:
-        """ends: ids that end the request."""
+    def __init__(self, compiled: CompiledGrammar, ends: Sequence[int] = (), prompt_ids: Sequence[int] = ()) -> None:
+        """ends: ids that end the request. prompt_ids: its prompt, which may end with the begin marker."""
         super().__init__()
         self._ends = {compiled.vocabulary.eos, *ends}
         self._compiled, self.vocabulary = compiled, compiled.vocabulary
+        self._begins = compiled.begins_after(prompt_ids)
         self._restart()
 
     def _restart(self) -> None:
-        self._matcher, self._state = None if self._compiled.begin else self._compiled.matcher(), 0
+        self._matcher, self._state = self._compiled.matcher() if self._begins else None, 0
+
+    def started(self, new_ids: Sequence[int]) -> bool:
+        """See `RequestGrammar.started`."""
+        state, begin = 0, self._compiled.begin
+        if self._begins or begin is None:
+            return True
+        for token_id in new_ids:
+            state, rest = begin.after(state, token_id)
+            if rest is not None:
+                return True
+        return False
 
     def _take(self, token_id: int) -> bool:
         matcher = self._matcher
@@ -223,13 +239,18 @@ class UserGrammar(RequestGrammar):
 
 
 def followed(
-    given: Grammar | TokenMatcher | RequestGrammar, tokenizer: Any, vocab_size: int, ends: Sequence[int], endless: bool
+    given: Grammar | TokenMatcher | RequestGrammar,
+    tokenizer: Any,
+    vocab_size: int,
+    ends: Sequence[int],
+    endless: bool,
+    prompt_ids: Sequence[int] = (),
 ) -> RequestGrammar:
     """The grammar of one request, with a state of its own.
 
     Args:
         tokenizer: of the texts. vocab_size: logits of the model. ends: ids that end the request. endless: the model's
-            own eos ids do not end it.
+            own eos ids do not end it. prompt_ids: its prompt.
 
     Raises:
         InvalidInputError: it is no grammar, cannot be matched or spelled, or its request could not end with it.
@@ -246,7 +267,7 @@ def followed(
             "a grammar needs an id that ends its request, and neither the model's generation_config nor its tokenizer "
             "has an eos id: give stop_token_ids"
         )
-    return FollowedGrammar(compiler_of(tokenizer, vocab_size, int(eos)).compiled(given), ends)
+    return FollowedGrammar(compiler_of(tokenizer, vocab_size, int(eos)).compiled(given), ends, prompt_ids)
 
 
 def _allows(mask: np.ndarray, token_id: int) -> bool:

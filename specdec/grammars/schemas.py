@@ -28,9 +28,9 @@ def readable(schema: Any, llguidance: Any) -> Any:
         ValueError: an answer could break it even so, or come to a place where nothing can follow.
     """
     schemas = list(_schemas(schema))
-    for number in _numbers([[own.get("const"), own.get("enum")] for own in schemas]):
-        if not _is_exact(number):
-            raise ValueError(f"const or enum has {number}: allowed are whole numbers up to 2**53, others of 15 digits")
+    for value in _leaves([[own.get("const"), own.get("enum")] for own in schemas]):
+        if _is_number(value) and not _is_exact(value):
+            raise ValueError(f"const or enum has {value}: allowed are whole numbers up to 2**53, others of 15 digits")
     _set_bounds(schemas)
     within = {id(part) for own in schemas for part in _joined(own) if part is not own}
     for own in schemas:
@@ -43,8 +43,7 @@ def strings_of(schema: Any) -> Iterator[str]:
     """Names of properties and constant strings: what a schema's JSON has word for word."""
     for own in _schemas(schema):
         yield from _texts(own.get("properties"))
-        yield from _texts(own.get("enum"))
-        yield from _texts([own.get("const")])
+        yield from _texts(list(_leaves([own.get("const"), own.get("enum")])))
 
 
 def _schemas(given: Any, by_name: bool = False) -> Iterator[dict[str, Any]]:
@@ -150,10 +149,10 @@ def _is_number(given: Any) -> bool:
     return isinstance(given, (int, float)) and not isinstance(given, bool) and abs(given) < 1e300
 
 
-def _numbers(given: Any) -> Iterator[float]:
-    """All in a value."""
+def _leaves(given: Any) -> Iterator[Any]:
+    """Names and values in a value of JSON."""
     if isinstance(given, (dict, list)):
-        for each in given.values() if isinstance(given, dict) else given:
-            yield from _numbers(each)
-    elif _is_number(given):
+        for each in [*given, *given.values()] if isinstance(given, dict) else given:
+            yield from _leaves(each)
+    else:
         yield given

@@ -38,6 +38,8 @@ class Completion:
         logits: [new tokens, V] float32, when return_logits was set.
         scores: the same, when return_scores was set.
         truncated_by: "max_model_len" where the request ended there, before its own max_new_tokens; else None.
+        grammar_started: whether its grammar applied to any token: False where its begin marker never came; None without
+            a grammar.
     """
 
     text: str
@@ -52,6 +54,7 @@ class Completion:
     logits: np.ndarray | None = field(default=None, repr=False, compare=False)
     scores: np.ndarray | None = field(default=None, repr=False, compare=False)
     truncated_by: Literal["max_model_len"] | None = None
+    grammar_started: bool | None = None
 
     @property
     def pooled(self) -> AcceptanceStats:
@@ -280,6 +283,7 @@ class Request:
         assert self.finish_reason is not None
         params, count = self.params, len(self.new_tokens)
         asked, rows = params.prompt_logprobs, (params.return_logits, params.return_scores)
+        started = getattr(params.grammar, "started", None)  # what decides in another process does not say it
         cut = self.finish_reason == "length" and count < params.max_new_tokens
         logits, scores = (r.stacked(self.prompt_len, count) if isinstance(r, TokenRows) else None for r in rows)
         if scores is not None and params.renormalize_logits:
@@ -297,4 +301,5 @@ class Request:
             logits=logits,
             scores=scores,
             truncated_by="max_model_len" if cut else None,
+            grammar_started=None if started is None else started(self.new_tokens),
         )

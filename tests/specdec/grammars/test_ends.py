@@ -60,7 +60,7 @@ def test_markers_and_texts_of_any_characters(grammar: Grammar, text: str) -> Non
     for at, token_id in enumerate(ids):
         assert token_id in allowed(own, ids[:at]), text[:at]
     if grammar.end is not None:
-        assert 1 < at and len(allowed(own, ids[:-1])) < 20 < len(allowed(own, ids))
+        assert at > 1 and len(allowed(own, ids[:-1])) < 20 < len(allowed(own, ids))
 
 
 def test_an_end_that_has_a_backslash() -> None:
@@ -105,3 +105,48 @@ def test_special_tokens_that_are_meant_as_such() -> None:
         Grammar.regex("[<]?[end]*>"),
     ):
         assert compiler.compiled(grammar)
+
+
+@pytest.mark.parametrize(
+    ("begin", "behind", "before"),
+    [
+        ("e>", ["e>", "e>\n", "ae> \n\n ", "e>e>"], ["e", "e>.", "e>\n.", ".", "\n"]),
+        ("e>\n", ["e>\n", "e>\n\n", "e>\n  "], ["e>", "e> \n"]),
+        ([MARK], ["<mark>", "ab<mark>\n "], ["<mark>a", "ab", "\n"]),
+        ("<mark>", ["<mark>", "<mark>\n"], ["<mark><"]),
+        (ids_of("e>"), ["e>", "e> "], ["e>a"]),
+        ("e<mark>.", ["e<mark>.", "e<mark>.\n"], ["<mark>."]),
+        ("\n", ["\n", "\n\n", "a\n "], ["a", " "]),
+    ],
+)
+def test_a_grammar_begins_at_once_where_the_prompt_ends_behind_its_marker(
+    begin: Any, behind: Sequence[str], before: Sequence[str]
+) -> None:
+    """White space may be between; the end marker frees what follows, and another begin marker binds it again."""
+    compiled = compiler_of(tokenizer(), 64, END).compiled(Grammar.regex("[0-9]{2}", begin=begin, end="."))
+    for inside, prompts in ((True, behind), (False, before)):
+        for prompt in prompts:
+            own = FollowedGrammar(compiled, (), tokenizer().encode(prompt, add_special_tokens=False))
+            assert (len(allowed(own, [])) < 20) == own.started([]) == inside, prompt
+            if inside:
+                assert len(allowed(own, ids_of("1"))) < len(allowed(own, ids_of("12."))) and own.started(ids_of("12."))
+                assert len(allowed(own, [])) < 20, "begun anew"
+    assert not compiled.begins_after([]) and not compiled.begins_after(ids_of("\n" * 500)[: 400 * (begin != "\n")])
+
+
+def test_completions_say_whether_their_grammar_started() -> None:
+    """A marker that never comes leaves an answer free, which nothing else would tell."""
+    model, own = made(), Grammar.json({"const": 12}, begin="e>")
+    unlikely = {i: -50.0 for i, text in enumerate(SPELLED) if ">" in text}
+    (free,) = model.generate([3], params(own, logit_bias=unlikely))
+    assert free.grammar_started is False and not free.text.startswith("12")
+    for prompt in ("e>", "ae>\n\n"):
+        for k in (0, 1, 4):
+            (bound,) = model.generate(ids_of(prompt), params(own, num_speculative_tokens=k))
+            assert bound.grammar_started is True and bound.text.strip() == "12" and bound.finish_reason == "stop"
+    likely = {SPELLED.index("e>"): 50.0}
+    (late,) = model.generate([3], params(own, logit_bias=likely))
+    assert late.grammar_started is True and late.text.startswith("e>")
+    (always,) = model.generate([3], params(Grammar.choice(["ab"])))
+    (without,) = model.generate([3], replace(params(None), max_new_tokens=2))
+    assert (always.grammar_started, without.grammar_started) == (True, None)
