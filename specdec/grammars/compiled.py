@@ -151,7 +151,7 @@ class GrammarCompiler:
         named = f"grammar {grammar.kind} {short(grammar.source)}"
         try:
             text = self._text(grammar)
-        except (ValueError, TypeError, AssertionError, RecursionError) as error:
+        except (ValueError, TypeError, AssertionError, RecursionError, OverflowError) as error:
             raise InvalidInputError(f"{named}: {error}") from None
         limits = self._lib.LLParserLimits(max_items_in_row=_MOST_ITEMS, step_max_items=10 * _MOST_ITEMS)
         matcher = self._lib.LLMatcher(self.tokenizer, text, log_level=0, limits=limits)

@@ -102,8 +102,8 @@ def _set_bounds(schemas: Sequence[dict[str, Any]]) -> None:
     """Write bounds that llguidance reads as others, in place: as the next number inside of them that it reads right.
 
     It takes 1 itself for more than 1 and at most 1.25, and -1 for less than -1 and at least -1.25; has whole numbers as
-    floats, so that 2**53 + 1 is 2**53; and refuses those of more than 64 bits. A bound of one schema may join another's
-    (allOf, $ref), so those of all schemas count.
+    floats, so that 2**53 + 1 is 2**53; refuses those of more than 64 bits, or has a segmentation fault: integers from
+    -10**20 to -10**19. A bound of one schema may join another's (allOf, $ref), so those of all schemas count.
     """
     each = [(own, *end) for own in schemas for end in (_LOWER, _UPPER)]
     sizes = {abs(own[name]) for own, *names, _ in each for name in names if _is_number(own.get(name))}
@@ -146,7 +146,7 @@ def _is_exact(number: float) -> bool:
 
 
 def _is_number(given: Any) -> bool:
-    return isinstance(given, (int, float)) and not isinstance(given, bool) and abs(given) < 1e300
+    return isinstance(given, (int, float)) and not isinstance(given, bool) and abs(given) < math.inf
 
 
 def _leaves(given: Any) -> Iterator[Any]:

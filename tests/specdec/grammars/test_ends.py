@@ -93,7 +93,7 @@ def wide() -> Any:
 def test_texts_with_a_special_token_are_refused_by_name(grammar: Grammar) -> None:
     """As such a token it would end the request, or be missing in its text."""
     with pytest.raises(InvalidInputError, match=r"has <(?:end|mark)>, a special token"):
-        made(None, num_speculative_tokens=0).generate([3], params(grammar))
+        compiler_of(tokenizer(), 64, END).compiled(grammar)
 
 
 def test_special_tokens_that_are_meant_as_such() -> None:
@@ -134,6 +134,7 @@ def test_a_grammar_begins_at_once_where_the_prompt_ends_behind_its_marker(
     assert not compiled.begins_after([]) and not compiled.begins_after(ids_of("\n" * 500)[: 400 * (begin != "\n")])
 
 
+@pytest.mark.slow
 def test_completions_say_whether_their_grammar_started() -> None:
     """A marker that never comes leaves an answer free, which nothing else would tell."""
     model, own = made(), Grammar.json({"const": 12}, begin="e>")
