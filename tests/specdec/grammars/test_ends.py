@@ -151,3 +151,10 @@ def test_completions_say_whether_their_grammar_started() -> None:
     (always,) = model.generate([3], params(Grammar.choice(["ab"])))
     (without,) = model.generate([3], replace(params(None), max_new_tokens=2))
     assert (always.grammar_started, without.grammar_started) == (True, None)
+
+
+def test_tokens_that_end_a_marker_and_go_on_as_the_grammar_cannot() -> None:
+    own = FollowedGrammar(compiler_of(tokenizer(), 64, END).compiled(Grammar.regex("[0-9]{2}", begin="e>")))
+    assert len(allowed(own, [])) == 64
+    assert set(range(64)) - allowed(own, ids_of("e")) == {SPELLED.index(">{")}
+    assert allowed(own, [*ids_of("e"), SPELLED.index(">7")]) == set(ids_of("0123456789"))

@@ -97,7 +97,7 @@ def test_every_two_bounds(keys: tuple[str, str], kind: str) -> None:
         try:
             found = wrong(schema)
         except AssertionError as error:  # no whole number is between them
-            assert kind == "integer" and "no integer values" in str(error)
+            assert kind == "integer" and ("no integer values" in str(error) or "integer range" in str(error))
             continue
         assert found == [], schema
 
