@@ -144,7 +144,7 @@ def walked(seeds: Iterable[int], walks: int) -> Counter[str]:
         try:
             compiled = compiler.compiled(Grammar.json(own))
         except InvalidInputError as error:
-            named = ("Unsatisfiable", "const or enum has", "integer range")
+            named = ("Unsatisfiable", "const or enum has", "integer range", "its first character")
             assert any(words in str(error) for words in named), (own, error)
             found["refused"] += 1
             continue
