@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import threading
 import weakref
@@ -23,6 +22,7 @@ from attention.cached import cached_property
 from specdec.errors import InvalidInputError
 from specdec.grammars.markers import MarkerFinder
 from specdec.grammars.schemas import readable, strings_of
+from specdec.grammars.worker import Workers
 from specdec.requests.grammar import Grammar, Marker
 from specdec.user_warnings import warn_user
 from specdec.values import short
@@ -32,6 +32,13 @@ MOST_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 _MOST_SPACES = 64
 """Tokens of white space between a begin marker and the end of a prompt."""
 _KEPT = 256
+COMPILE_SECONDS, FILL_SECONDS = 30.0, 4.0
+"""Time for llguidance to compile a grammar, and to say which tokens may come next (tens of microseconds usually)."""
+_MOST_LOST = 8
+STUCK = (
+    f"llguidance did not say within {FILL_SECONDS:g} s which tokens may come next: a part that repeats may take all of "
+    'what must follow it, as in Lark /a*/ "a"'
+)
 _MOST_ITEMS = 100_000
 """Of llguidance's parser in one step: its default of 2,000 is less than a schema of 1,200 properties takes."""
 _QUOTED = re.compile(r'//.*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')
@@ -46,13 +53,15 @@ class CompiledGrammar:
 
     Attributes:
         vocabulary: of its tokens. template: an llguidance matcher, to be copied. begin: its marker, if it has one;
-            returns: whether text is free again after its end.
+            returns: whether text is free again after its end. can_loop: whether llguidance might never say which tokens
+            must come, in a call that holds the GIL, so it is not asked.
     """
 
     vocabulary: GrammarCompiler
     template: Any
     begin: MarkerFinder | None
     returns: bool
+    can_loop: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_free", {})
@@ -92,6 +101,7 @@ class GrammarCompiler:
 
     Attributes:
         tokenizer: llguidance's. words: W of a mask, 32 tokens each. eos: the id that stands for the end in masks.
+        given_up: grammars from which llguidance did not return; their requests end, and new ones are refused.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: int) -> None:
@@ -122,24 +132,24 @@ class GrammarCompiler:
         self._hidden = [text for text, (token_id, token) in added.items() if token.special or token_id == eos]
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._lock, self._before_end = threading.Lock(), dict[int, Ids]()
-        self._executors: dict[int, Any] = {}
-
-    @property
-    def executor(self) -> Any:
-        """llguidance's threads; a forked process has none of its parent's."""
-        pid = os.getpid()
-        if pid not in self._executors:
-            self._executors = {pid: self._lib.LLExecutor()}
-        return self._executors[pid]
+        self._workers, self.given_up = Workers(llguidance), set[CompiledGrammar]()
 
     def compiled(self, grammar: Grammar) -> CompiledGrammar:
         """The grammar, compiled or as it was kept.
 
         Raises:
-            InvalidInputError: it is none; it has what is not supported; nothing can match it, or no tokens spell it.
+            InvalidInputError: it is none; it has what is not supported; nothing can match it, or no tokens spell it;
+                llguidance did not return from it, or from too many others.
         """
         with self._lock:
             found = self._kept.get(grammar)
+            if found in self.given_up:
+                raise InvalidInputError(f"grammar {grammar.kind} {short(grammar.source)}: {STUCK}")
+            if found is None and self._workers.lost >= _MOST_LOST:
+                raise InvalidInputError(
+                    f"llguidance did not return from {self._workers.lost} calls, and each keeps a thread busy: no new "
+                    "grammar is taken until the process is started again"
+                )
             if found is None:
                 found = self._kept[grammar] = self._compile(grammar)
             self._kept.move_to_end(grammar)
@@ -153,8 +163,7 @@ class GrammarCompiler:
             text = self._text(grammar)
         except (ValueError, TypeError, AssertionError, RecursionError, OverflowError) as error:
             raise InvalidInputError(f"{named}: {error}") from None
-        limits = self._lib.LLParserLimits(max_items_in_row=_MOST_ITEMS, step_max_items=10 * _MOST_ITEMS)
-        matcher = self._lib.LLMatcher(self.tokenizer, text, log_level=0, limits=limits)
+        matcher = self._matcher(text, named)
         if matcher.is_error():
             raise InvalidInputError(f"{named}: {str(matcher.get_error()).strip()}")
         for warning in matcher.get_grammar_warnings():
@@ -162,7 +171,19 @@ class GrammarCompiler:
         self._check_spelled(grammar, matcher, named)
         self._check_special(grammar, text, named)
         begin = None if grammar.begin is None else self._finder(grammar.begin)
-        return CompiledGrammar(self, matcher, begin, grammar.end is not None)
+        return CompiledGrammar(self, matcher, begin, grammar.end is not None, _can_loop(grammar))
+
+    def _matcher(self, text: str, named: str) -> Any:
+        """A matcher of a grammar in llguidance's form. Raises InvalidInputError: it takes too long."""
+        limits = self._lib.LLParserLimits(max_items_in_row=_MOST_ITEMS, step_max_items=10 * _MOST_ITEMS)
+        made: list[Any] = []
+
+        def make(_: Any) -> None:
+            made.append(self._lib.LLMatcher(self.tokenizer, text, log_level=0, limits=limits))
+
+        if not self._workers.returns(make, COMPILE_SECONDS):
+            raise InvalidInputError(f"{named}: llguidance did not compile it within {COMPILE_SECONDS:g} s")
+        return made[0]
 
     def _check_special(self, grammar: Grammar, text: str, named: str) -> None:
         """text: the grammar for llguidance. Raises InvalidInputError: a special token is part of its text.
@@ -188,7 +209,8 @@ class GrammarCompiler:
     def _check_spelled(self, grammar: Grammar, matcher: Any, named: str) -> None:
         """Raises InvalidInputError: the vocabulary has no tokens for it."""
         first, mask = matcher.deep_copy(), np.zeros((1, self.words), np.int32)
-        self.fill([(first, 0, [])], mask)
+        if not self.fill([(first, 0, [])], mask):
+            raise InvalidInputError(f"{named}: {STUCK}")
         texts: list[str] = []
         if grammar.kind == "json":
             texts = [_JSON_TEXT, *strings_of(json.loads(grammar.source))]
@@ -206,19 +228,28 @@ class GrammarCompiler:
     def _spells(self, text: bytes) -> bool:
         return bool(self.tokenizer.decode_bytes(self.tokenizer.tokenize_bytes(text)) == text)
 
-    def fill(self, chains: Sequence[tuple[Any, int, Ids]], masks: np.ndarray) -> None:
+    def fill(self, chains: Sequence[tuple[Any, int, Ids]], masks: np.ndarray) -> bool:
         """Write the masks [N, W] of chains (matcher, first row, drafts): one row before each draft and one after the
         last. Rows behind a draft that may not come are left as they are.
 
-        All in one call, but those without drafts, which have a call of their own.
+        All in one call, but those without drafts, which have a call of their own. The matchers must not be used again
+        unless they are copies: llguidance takes drafts back afterwards, and a matcher that was taken back over a token
+        given by its id (`<[id]>`) has a wrong mask for good.
+
+        Returns:
+            Whether llguidance returned within `FILL_SECONDS`; else the matchers are lost, and masks unfinished.
         """
         numbers = self._lib.numpy
         drafted = [chain for chain in chains if chain[2]]
         alone = [(matcher, row) for matcher, row, drafts in chains if not drafts]
-        if drafted:
-            numbers.fill_next_token_bitmask_par_with_draft_tokens(self.executor, drafted, masks)
-        if alone:
-            numbers.fill_next_token_bitmask_par(self.executor, alone, masks)
+
+        def write(executor: Any) -> None:
+            if drafted:
+                numbers.fill_next_token_bitmask_par_with_draft_tokens(executor, drafted, masks)
+            if alone:
+                numbers.fill_next_token_bitmask_par(executor, alone, masks)
+
+        return not chains or self._workers.returns(write, FILL_SECONDS)
 
     def without(self, banned: Ids) -> np.ndarray:
         """A mask [W] int32 of all tokens but these."""
@@ -226,6 +257,11 @@ class GrammarCompiler:
         for token_id in banned:
             mask[token_id // 32] &= ~np.int32(np.uint32(1 << token_id % 32).view(np.int32))
         return mask
+
+    @cached_property
+    def only_end(self) -> np.ndarray:
+        """A mask [W] int32 of the id that stands for the end."""
+        return ~self.without([self.eos])
 
     def tokens_before_end(self, symbol: int) -> Ids:
         """Tokens whose text has this byte before its end."""
@@ -288,6 +324,13 @@ class GrammarCompiler:
             special = self._special.get(marker)
             return json.dumps(marker) if special is None else f"<[{special}]>"
         return " ".join(f"<[{token_id}]>" for token_id in marker)
+
+
+def _can_loop(grammar: Grammar) -> bool:
+    """Whether a part that repeats may take what must follow it: users' Lark, and a number before an end of digits."""
+    tags = json.loads(grammar.source) if grammar.kind == "structural_tag" else []
+    ends = [end for end in (grammar.end, *(tag["end"] for tag in tags)) if isinstance(end, str)]
+    return grammar.kind == "lark" or (grammar.kind != "regex" and any(end[:1] in "+-.0123456789eE" for end in ends))
 
 
 _compilers: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], GrammarCompiler]] = weakref.WeakKeyDictionary()

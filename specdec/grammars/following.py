@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import InvalidInputError, SpecdecError
-from specdec.grammars.compiled import CompiledGrammar, GrammarCompiler, Ids, compiler_of
+from specdec.grammars.compiled import STUCK, CompiledGrammar, GrammarCompiler, Ids, compiler_of
 from specdec.requests.grammar import Grammar, TokenMatcher
 
 
@@ -24,11 +24,13 @@ class RowMasks:
     Positions in neither are behind a draft that may not come: it is rejected, so nothing is read of them.
 
     Attributes:
-        drafts: of the row. chains: (matcher, first position, drafts) for `GrammarCompiler.fill`.
+        drafts: of the row. chains: (matcher, first position, drafts) for `GrammarCompiler.fill`, the matchers copies.
         ready: position -> mask [W] int32, None: any token.
+        within: positions at which the grammar decides; after its end nothing but the end may come there.
     """
 
     drafts: Ids
+    within: list[int] = field(default_factory=list)
     chains: list[tuple[Any, int, Ids]] = field(default_factory=list)
     ready: dict[int, np.ndarray | None] = field(default_factory=dict)
 
@@ -78,7 +80,7 @@ class RequestGrammar:
     def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:
         """The first position of a row at which nothing may come, and why; None where there is none.
 
-        Asked where a matcher of the row has failed: it says nothing more then, not even once drafts are taken back.
+        Asked where a matcher of the row has failed, or one of the round did not return.
 
         masks: [n+1, W] of the row, written anew.
         """
@@ -127,6 +129,8 @@ class FollowedGrammar(RequestGrammar):
 
     def _take(self, token_id: int) -> bool:
         matcher = self._matcher
+        if self._is_given_up:  # its calls would hold the GIL for ever
+            return True
         fits = matcher is None or token_id in self._ends or bool(matcher.validate_tokens([token_id]))
         self._matcher, self._state = self._after(matcher, self._state, token_id)
         return fits
@@ -146,11 +150,15 @@ class FollowedGrammar(RequestGrammar):
     def masks(self, drafts: Ids, words: int) -> RowMasks:
         """See `RequestGrammar.masks`."""
         found, at, matcher, state = RowMasks(drafts), 0, self._matcher, self._state
+        if self._is_given_up:
+            raise SpecdecError(f"the grammar cannot go on: {STUCK}")
         while True:
             if matcher is not None:
                 taken = self._taken_to_the_end(matcher, drafts[at:]) if self._compiled.returns else None
                 chain = drafts[at:] if taken is None else drafts[at : at + taken - 1]
-                found.chains.append((matcher, at, [] if matcher.is_stopped() else chain))
+                found.within += range(at, at + len(chain) + 1)
+                if not matcher.is_stopped():
+                    found.chains.append((matcher.deep_copy(), at, chain))
                 if taken is None:
                     return found
                 matcher, state, at = None, 0, at + taken
@@ -165,22 +173,26 @@ class FollowedGrammar(RequestGrammar):
         """See `RequestGrammar.is_over`."""
         return self._matcher is not None and bool(self._matcher.is_stopped())
 
+    @property
+    def _is_given_up(self) -> bool:
+        return self._compiled in self._compiled.vocabulary.given_up
+
     def forced(self) -> Ids:
         """See `RequestGrammar.forced`."""
-        if self._matcher is None or self.is_over:
+        if self._matcher is None or self.is_over or self._compiled.can_loop:
             return []
         return list(self._matcher.compute_ff_tokens())
 
     def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:
         """See `RequestGrammar.dead_end`."""
-        self._restart()
-        for token_id in self._seen:
-            self._take(token_id)
         matcher, state = self._matcher and self._matcher.deep_copy(), self._state
         for at, draft in enumerate([*drafts, None]):
-            if matcher is not None:
+            if matcher is not None and not matcher.is_stopped():
                 one = matcher.deep_copy()
-                self._compiled.vocabulary.fill([(one, at, [])], masks)
+                if not self._compiled.vocabulary.fill([(one, at, [])], masks):
+                    self._compiled.vocabulary.given_up.add(self._compiled)
+                    masks[:] = -1
+                    return 0, STUCK
                 if one.is_error():
                     masks[at] = -1
                     return at, str(one.get_error()).partition("\n")[0]
@@ -192,14 +204,13 @@ class FollowedGrammar(RequestGrammar):
     @staticmethod
     def _taken_to_the_end(matcher: Any, drafts: Ids) -> int | None:
         """How many drafts it takes up to the grammar's end; None where they do not come to that."""
-        taken = 0
-        while taken < len(drafts) and matcher.try_consume_tokens([drafts[taken]]):
-            taken += 1
+        matcher = matcher.deep_copy()  # never rolled back: see `GrammarCompiler.fill`
+        for taken, draft in enumerate(drafts, 1):
+            if not matcher.try_consume_tokens([draft]):
+                return None
             if matcher.is_stopped():
-                break
-        ended = taken > 0 and matcher.is_stopped()
-        matcher.rollback(taken)
-        return taken if ended else None
+                return taken
+        return None
 
 
 class UserGrammar(RequestGrammar):

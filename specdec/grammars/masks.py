@@ -136,15 +136,22 @@ def write_masks(own: GrammarRows, drafts: EarlyDrafts | None, masks: np.ndarray)
         ids = read[place, : count - 1].tolist() if read is not None and count > 1 else []
         rows.append(_row_of(request, own.new_ids[j], int(own.lens[j]), ids, masks.shape[1]))
     each = list(zip(own.requests, own.ends, rows, first.tolist(), strict=True))
-    for vocabulary in dict.fromkeys(request.vocabulary for request in own.requests if request.vocabulary is not None):
-        mine = [(ends, row, start) for request, ends, row, start in each if request.vocabulary is vocabulary]
-        vocabulary.fill([(m, start + at, ids) for _, row, start in mine for m, at, ids in row.chains], masks)
+    ended: dict[GrammarCompiler, list[tuple[tuple[int, ...], RowMasks, int]]] = {}
+    for request, ends, row, start in each:
+        if request.vocabulary is not None:
+            ended.setdefault(request.vocabulary, []).append((ends, row, start))
+    returned = True
+    for vocabulary, mine in ended.items():
+        for _, row, start in mine:
+            masks[[start + at for at in row.within]] = vocabulary.only_end  # behind a grammar's end it is not asked
+        returned &= vocabulary.fill(
+            [(m, start + at, ids) for _, row, start in mine for m, at, ids in row.chains], masks
+        )
     for _, _, row, start in each:
         for at, ready in row.ready.items():
             masks[start + at] = -1 if ready is None else ready
-    _note_dead_ends(own, rows, first, masks)
-    for vocabulary in dict.fromkeys(request.vocabulary for request in own.requests if request.vocabulary is not None):
-        mine = [(ends, row, start) for request, ends, row, start in each if request.vocabulary is vocabulary]
+    _note_dead_ends(own, rows, first, masks, returned)
+    for vocabulary, mine in ended.items():
         _end_as_requests_do(mine, masks, vocabulary)
 
 
@@ -172,8 +179,7 @@ def _end_as_requests_do(
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for ends, row, start in rows:
-        for _, at, ids in row.chains:
-            groups.setdefault(ends, []).extend(range(start + at, start + at + len(ids) + 1))
+        groups.setdefault(ends, []).extend(start + at for at in row.within)
     eos = vocabulary.eos
     for ends, found in groups.items():
         over = (masks[found, eos // _BITS] >> eos % _BITS) & 1
@@ -192,10 +198,15 @@ def _set(masks: np.ndarray, rows: list[int], token_id: int, on: np.ndarray) -> N
         masks[rows, word] = np.where(on, masks[rows, word] | bit, masks[rows, word] & ~bit)
 
 
-def _note_dead_ends(own: GrammarRows, rows: Sequence[RowMasks], first: np.ndarray, masks: np.ndarray) -> None:
-    """Positions at which no token may come; a request ends with an error if it comes to one."""
+def _note_dead_ends(
+    own: GrammarRows, rows: Sequence[RowMasks], first: np.ndarray, masks: np.ndarray, returned: bool
+) -> None:
+    """Positions at which no token may come; a request ends with an error if it comes to one.
+
+    returned: whether masks were filled; else each row is filled again by itself, to find the one that keeps llguidance.
+    """
     for j, (request, row) in enumerate(zip(own.requests, rows, strict=True)):
-        if any(matcher.is_error() for matcher, _, _ in row.chains):
+        if row.chains and (not returned or any(matcher.is_error() for matcher, _, _ in row.chains)):
             start = int(first[j])
             found = request.dead_end(row.drafts, masks[start : start + int(own.counts[j])])
             if found is not None:

@@ -255,7 +255,8 @@ class SamplingParams(LogitsOptions):
     def error_at(self, length: int) -> UserCodeError | None:
         """What code of the user's raised for the position after so many tokens, or why options leave none; or None."""
         own = {"prefix_allowed_tokens_fn": self.prefix_allowed_tokens_fn, "logits processor": self.logits_processor}
-        for name, code in {**own, "grammar": self.grammar, "options": self.watch}.items():
+        # Options come first: where they leave none, the token that is taken all the same breaks the grammar, too.
+        for name, code in {**own, "options": self.watch, "grammar": self.grammar}.items():
             told = getattr(code, "error_at", None)
             if told is not None and (error := told(length)) is not None:
                 return UserCodeError(error, f"its {name}")
