@@ -7,6 +7,8 @@ import gc
 import hmac
 import json
 import math
+import signal
+import threading
 import time
 from typing import Any
 
@@ -31,6 +33,7 @@ class Service:
     ) -> None:
         self.model, self.name, self.api_key = model, name, api_key
         self.max_body_bytes, self.body_seconds, self.draining = max_body_bytes, body_seconds, False
+        self.allow_lark, self.stalled_seconds = False, 60.0
 
     def app(self) -> FastAPI:
         app, v1 = FastAPI(title="specdec"), APIRouter(prefix="/v1", dependencies=[Depends(self.authorise)])
@@ -58,12 +61,14 @@ class Service:
         return self.model.metrics().prometheus()
 
     async def health(self) -> Response:
-        return answered({"status": "draining" if self.draining else "ok"}, 503 if self.draining else 200)
+        stalled = self.model.metrics()["round_age_seconds"] > self.stalled_seconds
+        status = "draining" if self.draining else "stalled" if stalled else "ok"
+        return answered({"status": status}, 200 if status == "ok" else 503)
 
     async def answer(self, request: Request) -> Response:
         chat = request.url.path.endswith("/chat/completions")
         body = openai.body_of(await self.read(request), self.name)
-        (is_stream, counted), own = openai.streamed(body), openai.request_of(body, chat)
+        (is_stream, counted), own = openai.streamed(body), openai.request_of(body, chat, self.allow_lark)
         stream, head = self.model.stream_async(*own), openai.head_of(self.name, chat)
         if is_stream:
             await stream.start()  # what is wrong with the request is told by the status
@@ -114,6 +119,8 @@ class Server(uvicorn.Server):
         if self.drain_task is not None:
             self.should_exit = self.force_exit = True
         else:
+            if threading.current_thread() is threading.main_thread():  # elsewhere the process is another's
+                signal.alarm(math.ceil(self.limit) + 30)  # ends it, whatever a thread is stuck in
             self.drain_task = asyncio.get_running_loop().create_task(self.drain())
 
     async def drain(self) -> None:
@@ -135,6 +142,8 @@ class Server(uvicorn.Server):
 @click.option("--body-seconds", default=30.0, show_default=True, help="A request's body must have arrived then.")
 @click.option("--max-num-seqs", default=32, show_default=True, help="Most requests at once.")
 @click.option("--max-waiting-requests", default=1024, show_default=True, help="Beyond them 429 is answered.")
+@click.option("--allow-lark", is_flag=True, help="Take response_format grammars: they can keep a thread busy for good.")
+@click.option("--stalled-seconds", default=60.0, show_default=True, help="/health is 503 where a round takes longer.")
 @click.option("--drain-seconds", default=30.0, show_default=True, help="For running requests to end after SIGTERM.")
 def main(model: str, draft: str | None, name: str | None, host: str, port: int, **options: Any) -> None:
     """Serve a model at http://HOST:PORT/v1."""
@@ -142,6 +151,7 @@ def main(model: str, draft: str | None, name: str | None, host: str, port: int, 
     with SpeculativeModel.from_pretrained(model, draft, **sizes) as loaded:
         gc.freeze()  # a full collection would look at all of torch, and stop the event loop for 0.3 s
         service = Service(loaded, name or model, options["api_key"], options["max_body_bytes"], options["body_seconds"])
+        service.allow_lark, service.stalled_seconds = options["allow_lark"], options["stalled_seconds"]
         Server(service, options["drain_seconds"], host, port).run()
         gc.unfreeze()  # extensions say that objects are left otherwise
 

@@ -76,8 +76,8 @@ class Counters:
 
     transfers: host-to-device copies of the executor, over its life, when the last round was counted. ends: requests
     that have ended, by finish reason, "failed", or "dropped" by their callers. seconds: sums of the finished ones'
-    waiting, prefill and decoding. reported: new tokens of all requests so far. made: when, in time.perf_counter
-    seconds.
+    waiting, prefill and decoding. reported: new tokens of all requests so far. made, last: when this was made, and when
+    the last round ended, in time.perf_counter seconds.
 
     Only the thread that runs a round counts. A snapshot taken meanwhile may have part of that round's counts; no count
     ever decreases.
@@ -88,6 +88,7 @@ class Counters:
         self.ends = Counter[FinishReason | str]()
         self.seconds = (0.0, 0.0, 0.0)
         self.reported, self.made = 0, time.perf_counter()
+        self.last = self.made
         self._lately: list[tuple[int, int]] = [(-1, 0)] * (LATELY + 1)
         self.rounds = self.host_to_device = self.device_to_host = self.preemptions = 0
         self.transfers = transfers
@@ -105,7 +106,7 @@ class Counters:
     def add_reported(self, updates: Sequence[Update], now: float) -> None:
         """New tokens of a round; now: in time.perf_counter seconds."""
         tokens, second = sum(len(update.token_ids) for update in updates), int(now)
-        self.reported += tokens
+        self.reported, self.last = self.reported + tokens, now
         place = second % len(self._lately)
         then, before = self._lately[place]
         self._lately[place] = second, tokens + before * (then == second)

@@ -47,6 +47,9 @@ METRICS = {
     "tokens_per_second": Metric("gauge", f"New tokens a second over the last {LATELY} whole seconds."),
     "lifetime_tokens_per_second": Metric("gauge", "New tokens a second since the model was loaded."),
     "uptime_seconds": Metric("gauge", "Seconds since the model was loaded."),
+    "round_age_seconds": Metric(
+        "gauge", "Seconds since the last round, or since the oldest request came; 0 without any."
+    ),
     "queue_seconds_total": Metric("counter", "Seconds that finished requests waited for a row, summed."),
     "prefill_seconds_total": Metric("counter", "Seconds from a row to the first token, summed."),
     "decode_seconds_total": Metric("counter", "Seconds from the first token to the last, summed."),
@@ -112,8 +115,15 @@ def metrics_of(engine: Any) -> Metrics:
             "tokens_per_second": counters.lately(now) / LATELY,
             "lifetime_tokens_per_second": counters.reported / uptime,
             "uptime_seconds": uptime,
+            "round_age_seconds": _round_age(engine, now),
             "queue_seconds_total": queue,
             "prefill_seconds_total": prefill,
             "decode_seconds_total": decode,
         }
     )
+
+
+def _round_age(engine: Any, now: float) -> float:
+    """How long requests have waited for a round: one that never ends is seen by it."""
+    arrivals = [r.times.submitted for r in (*engine.scheduler.running, *engine.scheduler.waiting)]
+    return now - max(engine.counters.last, min(arrivals)) if arrivals else 0.0

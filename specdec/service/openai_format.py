@@ -100,8 +100,10 @@ def streamed(body: Mapping[str, Any]) -> tuple[bool, bool]:
     return stream, counted
 
 
-def request_of(body: Mapping[str, Any], chat: bool) -> tuple[Any, SamplingParams]:
+def request_of(body: Mapping[str, Any], chat: bool, allow_lark: bool = False) -> tuple[Any, SamplingParams]:
     """Prompts and parameters of the body of a chat completion, or of a completion.
+
+    allow_lark: take grammars in Lark's syntax, whose authors can keep a thread of this process busy for good.
 
     Raises:
         InvalidInputError: something that is not served, or a value that is not allowed.
@@ -112,6 +114,10 @@ def request_of(body: Mapping[str, Any], chat: bool) -> tuple[Any, SamplingParams
     elsewhere = (*NO_OPTIONS, *_UNTOLD, *template, "messages", "prompt", "stream", "stream_options")
     own = options_of({name: value for name, value in body.items() if name not in elsewhere}, chat)
     params = SamplingParams.from_dict({"temperature": 1.0, **own})
+    if not allow_lark and getattr(params.grammar, "kind", None) == "lark":
+        raise InvalidInputError(
+            "response_format: this service takes no grammar in Lark's syntax; give json_schema, regex or choice"
+        )
     return chat_of(body.get("messages"), template) if chat else _prompt_of(body.get("prompt")), params
 
 

@@ -213,6 +213,8 @@ def test_other_errors_and_pages(running: Running) -> None:
     unknown = running.get("/v1/models/a/b")
     assert unknown[0] == 404 and "there is no model 'a/b'" in json.loads(unknown[1])["error"]["message"]
     assert running.get("/health", key=None) == (200, '{"status": "ok"}')
+    for wrong in ({"type": "grammar", "grammar": "start: /a/"}, {"type": "regex", "regex": "("}):
+        assert running.get("/v1/completions", json.dumps({"prompt": "a", "response_format": wrong}).encode())[0] == 400
     heads = [running.raw("HEAD", path, f"bearer {KEY}")[0] for path in ("/v1/models", "/health", "/v1/completions")]
     assert heads == [200, 200, 405] and running.raw("OPTIONS", "/v1/models", f"bearer {KEY}")[0] == 405
     assert "specdec_requests_finished_total " in running.get("/metrics", key=None)[1]

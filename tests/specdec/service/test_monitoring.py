@@ -44,6 +44,24 @@ def test_they_agree_with_what_was_served(model: Any) -> None:
     assert found["decode_seconds_total"] == pytest.approx(sum(c.stats.decode_s for c in done))
     assert 0 < found["lifetime_tokens_per_second"] < 1e6 and found["uptime_seconds"] > 0
     assert "rows=3" in repr(found)
+    assert found["round_age_seconds"] == 0.0
+
+
+def test_a_round_that_does_not_end_is_seen(model: Any) -> None:
+    """By its age: a request waits, and no round has ended for ten seconds."""
+    ages, counters = [], model.engine.counters
+
+    def look(done: Any) -> None:
+        counters.last -= 10.0
+        request = next(iter(model.engine.scheduler.running))
+        request.times.submitted -= 10.0
+        ages.append(model.metrics()["round_age_seconds"])
+
+    for update in model.stream(PROMPTS[0], max_new_tokens=4):
+        if not update.finish_reason and not ages:
+            look(update)
+    assert len(ages) == 1 and 10.0 <= ages[0] < 15.0
+    assert model.metrics()["round_age_seconds"] == 0.0
 
 
 def test_rates_are_of_a_second(model: Any) -> None:

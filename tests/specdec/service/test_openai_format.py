@@ -61,11 +61,18 @@ def test_what_asks_for_nothing_is_accepted(more: Any) -> None:
         ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens=4 and max_completion_tokens=5 are both"),
         ({"max_new_tokens": 4, "max_completion_tokens": 5}, "give one of them"),
         ({"messages": [{"role": "user", "content": None}]}, "content=None: give a text"),
+        ({"response_format": {"type": "grammar", "grammar": "start: /a/"}}, "takes no grammar in Lark's syntax"),
     ],
 )
 def test_what_is_refused(more: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         request_of({**CHAT, **more}, True)
+
+
+def test_grammars_in_larks_syntax_are_taken_where_the_service_says_so() -> None:
+    body = {**CHAT, "response_format": {"type": "grammar", "grammar": "start: /a/"}}
+    assert request_of(body, True, allow_lark=True)[1].grammar.kind == "lark"
+    assert request_of({**CHAT, "response_format": {"type": "regex", "regex": "a"}}, True)[1].grammar.kind == "regex"
 
 
 def test_an_assistant_that_said_nothing_and_prompts_that_are_none() -> None:
