@@ -51,15 +51,11 @@ def test_a_round_that_does_not_end_is_seen(model: Any) -> None:
     """By its age: a request waits, and no round has ended for ten seconds."""
     ages, counters = [], model.engine.counters
 
-    def look(done: Any) -> None:
-        counters.last -= 10.0
-        request = next(iter(model.engine.scheduler.running))
-        request.times.submitted -= 10.0
-        ages.append(model.metrics()["round_age_seconds"])
-
-    for update in model.stream(PROMPTS[0], max_new_tokens=4):
-        if not update.finish_reason and not ages:
-            look(update)
+    for _ in model.stream(PROMPTS[0], max_new_tokens=4):
+        if not ages:
+            counters.last -= 10.0
+            next(iter(model.engine.scheduler.running)).times.submitted -= 10.0
+            ages.append(model.metrics()["round_age_seconds"])
     assert len(ages) == 1 and 10.0 <= ages[0] < 15.0
     assert model.metrics()["round_age_seconds"] == 0.0
 
