@@ -131,14 +131,6 @@ class OtherReading:
     head: Head
 
 
-@runtime_checkable
-class Rereadable(Protocol):
-    """A head whose files leave choices open."""
-
-    def other_readings(self, num_layers: int, rope_theta: float | None) -> tuple[OtherReading, ...]:
-        """Every other reading. num_layers: N of the target; rope_theta: its own, None where it has no single one."""
-
-
 TrainedHead = TypeVar("TrainedHead", bound=Any)
 """A draft head that is an nn.Module, of whatever family."""
 Save = Callable[[TrainedHead, Path], Path]

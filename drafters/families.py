@@ -17,7 +17,7 @@ from drafters.checkpoints.layouts import Layout, layout_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from drafters.base import Head, Recipe, TargetFacts
+    from drafters.base import Head, OtherReading, Recipe, TargetFacts
 
 
 class FamilyCode(Protocol):
@@ -46,6 +46,12 @@ class FamilyCode(Protocol):
 
     def named_target(self, config: Config) -> str | None:
         """The target that a config.json names if it is that of a head of this family; else None."""
+
+    def other_readings(self, head: Head, num_layers: int, rope_theta: float | None) -> tuple[OtherReading, ...]:
+        """A head of this family under other readings of its files; () of any other head.
+
+        num_layers: N of the target. rope_theta: of its rotary embedding; None where it has no single one.
+        """
 
     def not_exportable(self, path: str | Path) -> str | None:
         """Why a head cannot be written in the layout of another project, if it cannot."""

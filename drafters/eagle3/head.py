@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from attention.errors import InvalidInputError
-from drafters.base import Attend, OtherReading
+from drafters.base import Attend
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.eagle3.spec import Eagle3Spec, LayerSpec
 from drafters.errors import HeadMismatchError
@@ -170,12 +170,6 @@ class Eagle3Head(nn.Module):
         other = Eagle3Head(spec, embedding, self.target_lm_head, offsets_of(self.target_ids), torch.device("meta"))
         other.load_state_dict(self.state_dict(), assign=True)
         return other.eval().requires_grad_(False)
-
-    def other_readings(self, num_layers: int, rope_theta: float | None) -> tuple[OtherReading, ...]:
-        """See `drafters.base.Rereadable`."""
-        from drafters.eagle3.readings import other_readings
-
-        return other_readings(self.spec, self.reread, num_layers, rope_theta)
 
     def _share_target(self, embedding: torch.Tensor, lm_head: torch.Tensor | None) -> None:
         spec = self.spec

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.errors import InvalidInputError
-from drafters.base import FINAL_NORM, Recipe, TargetFacts
+from drafters.base import FINAL_NORM, Head, OtherReading, Recipe, TargetFacts
 from drafters.checkpoints.config_fields import Config, HeadReport
 from drafters.checkpoints.tensor_files import locate
 from drafters.errors import HeadLoadError
@@ -50,6 +50,11 @@ def named_target(config: Config) -> str | None:
 def target_of(path: str | Path) -> str | None:
     """The checkpoint that holds a module, if it is a whole model."""
     return str(path) if (locate(path) / "tokenizer_config.json").exists() else None
+
+
+def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tuple[OtherReading, ...]:
+    """None: how a module is called is tested while it is loaded (`HasInputConvention`)."""
+    return ()
 
 
 def not_exportable(path: str | Path) -> str | None:

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from drafters.base import Head, OtherReading, Rereadable
+from drafters.base import Head, OtherReading
 from drafters.checkpoints.config_fields import Reported
+from drafters.families import FAMILIES
 from specdec.errors import InvalidInputError
 from specdec.head_check.measurement import (
     MAX_NEW_TOKENS,
@@ -128,7 +129,8 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
         )
     _check_lengths(passages)
     probed = probe_target(model.hf_model)
-    readings = head.other_readings(len(probed.layers), _rope_theta(probed)) if isinstance(head, Rereadable) else ()
+    layers, theta = len(probed.layers), _rope_theta(probed)
+    readings = [own for each in FAMILIES.values() for own in each.code().other_readings(head, layers, theta)]
     if not readings or not runs_in_chains(head):
         verdict, cause = _judged(rounds, None, head_can_vary=False)
         return Agreement(len(done), tokens, rounds, None, (), None, verdict, cause)

@@ -14,6 +14,7 @@ import torch
 from fakes import hooks_of
 
 from drafters.base import FINAL_NORM
+from drafters.eagle3.family import other_readings
 from drafters.eagle3.head import Eagle3Head
 from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import InvalidInputError
@@ -141,7 +142,7 @@ def test_readings_share_the_heads_tensors_and_leave_it_alone(model: SpeculativeM
     head = model.head
     assert isinstance(head, Eagle3Head)
     spec = head.spec
-    readings = head.other_readings(model.target.num_layers, rope_theta=5e5)
+    readings = other_readings(head, model.target.num_layers, rope_theta=5e5)
     assert len(readings) > 8
     for reading in readings:
         again = reading.head
