@@ -74,7 +74,7 @@ def test_a_chat_of_openais() -> None:
 
 def test_texts_of_openais() -> None:
     task = Task(3, Key("custom_id", "q"), "text_completion", kept={"model": "m"})
-    found = record(task, completion("a", logprobs=TOLD), completion("b", finish_reason="timeout"))
+    found = record(task, completion("a", logprobs=TOLD), completion("b", finish_reason="timeout", sample_index=1))
     first, second = found["response"]["body"]["choices"]
     assert first["text"] == "a" and first["logprobs"]["tokens"] == ["b", "c"]
     assert first["logprobs"]["text_offset"] == [0, 1] and first["logprobs"]["token_logprobs"] == [-0.5, LEAST]
