@@ -22,7 +22,7 @@ from attention.cached import cached_property
 from specdec.errors import InvalidInputError
 from specdec.grammars.markers import MarkerFinder
 from specdec.grammars.schemas import readable, strings_of
-from specdec.grammars.worker import Workers
+from specdec.grammars.worker import Worker, workers_of
 from specdec.requests.grammar import Grammar, Marker
 from specdec.user_warnings import warn_user
 from specdec.values import short
@@ -132,7 +132,7 @@ class GrammarCompiler:
         self._hidden = [text for text, (token_id, token) in added.items() if token.special or token_id == eos]
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._lock, self._before_end = threading.Lock(), dict[int, Ids]()
-        self._workers, self.given_up = Workers(llguidance), set[CompiledGrammar]()
+        self._workers, self.given_up = workers_of(llguidance), set[CompiledGrammar]()
 
     def compiled(self, grammar: Grammar) -> CompiledGrammar:
         """The grammar, compiled or as it was kept.
@@ -178,7 +178,7 @@ class GrammarCompiler:
         limits = self._lib.LLParserLimits(max_items_in_row=_MOST_ITEMS, step_max_items=10 * _MOST_ITEMS)
         made: list[Any] = []
 
-        def make(_: Any) -> None:
+        def make(_: Worker) -> None:
             made.append(self._lib.LLMatcher(self.tokenizer, text, log_level=0, limits=limits))
 
         if not self._workers.returns(make, COMPILE_SECONDS):
@@ -243,11 +243,11 @@ class GrammarCompiler:
         drafted = [chain for chain in chains if chain[2]]
         alone = [(matcher, row) for matcher, row, drafts in chains if not drafts]
 
-        def write(executor: Any) -> None:
+        def write(worker: Worker) -> None:
             if drafted:
-                numbers.fill_next_token_bitmask_par_with_draft_tokens(executor, drafted, masks)
+                numbers.fill_next_token_bitmask_par_with_draft_tokens(worker.executor, drafted, masks)
             if alone:
-                numbers.fill_next_token_bitmask_par(executor, alone, masks)
+                numbers.fill_next_token_bitmask_par(worker.executor, alone, masks)
 
         return not chains or self._workers.returns(write, FILL_SECONDS)
 

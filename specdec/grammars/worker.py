@@ -11,31 +11,39 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
+from attention.cached import cached_property
+
 
 class Worker:
-    """llguidance's threads, and one of ours that waits for them. executor: llguidance's own threads."""
+    """A thread that waits for llguidance. executor: llguidance's own threads, made when they are first needed."""
 
     def __init__(self, lib: Any) -> None:
         """lib: the module llguidance."""
-        self.executor = lib.LLExecutor()
-        self._calls: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
+        self._lib = lib
+        self._calls: SimpleQueue[tuple[Callable[[Worker], None], Future[None]]] = SimpleQueue()
         # A daemon, because one that is left behind must not keep the process from ending.
         threading.Thread(target=self._serve, name="specdec-grammars", daemon=True).start()
+
+    @cached_property
+    def executor(self) -> Any:
+        """llguidance's own threads; lost with a call that does not return."""
+        return self._lib.LLExecutor()
 
     def _serve(self) -> None:
         while True:
             call, outcome = self._calls.get()
             try:
-                call()
+                call(self)
             except BaseException as error:
                 outcome.set_exception(error)
             else:
                 outcome.set_result(None)
 
-    def returns(self, call: Callable[[], None], seconds: float) -> bool:
+    def returns(self, call: Callable[[Worker], None], seconds: float) -> bool:
         """Run a call that releases the GIL; False where it has not returned by then: the worker is lost with it."""
         outcome: Future[None] = Future()
         self._calls.put((call, outcome))
@@ -50,20 +58,33 @@ class Worker:
 
 
 class Workers:
-    """The worker of this process; a forked one has none of its parent's threads. lost: how many were left behind."""
+    """The workers of this process, one for each call that runs. lost: how many were left behind."""
 
     def __init__(self, lib: Any) -> None:
         """lib: the module llguidance."""
-        self._lib, self._own = lib, dict[int, Worker]()
-        self.lost = 0
+        self._lib, self.lost = lib, 0
+        self._idle: dict[int, list[Worker]] = {}
 
-    def returns(self, call: Callable[[Any], None], seconds: float) -> bool:
-        """See `Worker.returns`; the call is given llguidance's threads."""
-        pid = os.getpid()
-        if pid not in self._own:
-            self._own = {pid: Worker(self._lib)}
-        worker = self._own[pid]
-        if worker.returns(lambda: call(worker.executor), seconds):
-            return True
-        self._own, self.lost = {}, self.lost + 1
-        return False
+    def returns(self, call: Callable[[Worker], None], seconds: float) -> bool:
+        """See `Worker.returns`. A call waits for no other: compiling may take longer than a round's masks may."""
+        idle = self._idle.setdefault(os.getpid(), [])  # a forked process has none of its parent's threads
+        try:
+            worker = idle.pop()
+        except IndexError:
+            worker = Worker(self._lib)
+        try:
+            returned = worker.returns(call, seconds)
+        except Exception:  # of the call, which is over
+            idle.append(worker)
+            raise
+        if returned:
+            idle.append(worker)
+        else:
+            self.lost += 1
+        return returned
+
+
+@cache
+def workers_of(lib: Any) -> Workers:
+    """The workers for all tokenizers of this process."""
+    return Workers(lib)

@@ -7,13 +7,12 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from specdec import Grammar
 from specdec.grammars.compiled import _can_loop
-from specdec.grammars.worker import Workers
+from specdec.grammars.worker import Worker, Workers
 
 ROOT = Path(__file__).resolve().parents[3]
 LIB = SimpleNamespace(LLExecutor=object)
@@ -42,15 +41,33 @@ except InvalidInputError as error:
 
 def test_a_call_that_does_not_return_is_left_behind() -> None:
     workers, never = Workers(LIB), threading.Event()
-    assert workers.returns(lambda executor: None, 5.0) and workers.lost == 0
-    assert not workers.returns(lambda executor: never.wait(), 0.05) and workers.lost == 1  # type: ignore[func-returns-value]
-    assert workers.returns(lambda executor: None, 5.0), "the next call has a worker of its own"
+    assert workers.returns(lambda worker: None, 5.0) and workers.lost == 0
+    assert not workers.returns(lambda worker: never.wait(), 0.05) and workers.lost == 1  # type: ignore[func-returns-value]
+    assert workers.returns(lambda worker: None, 5.0), "the next call has a worker of its own"
     never.set()
+
+
+def test_a_call_waits_for_no_other() -> None:
+    """Masks of a round are not late because a grammar is being compiled; and an idle worker is taken again."""
+    workers, began, done = Workers(LIB), threading.Event(), threading.Event()
+
+    def compiles(worker: Worker) -> None:
+        began.set()
+        assert done.wait(60.0)
+
+    slow = threading.Thread(target=workers.returns, args=(compiles, 60.0))
+    slow.start()
+    assert began.wait(60.0)
+    seen: list[Worker] = []
+    assert workers.returns(seen.append, 5.0) and workers.returns(seen.append, 5.0)
+    done.set()
+    slow.join(60.0)
+    assert seen[0] is seen[1] and workers.lost == 0
 
 
 @pytest.mark.parametrize("kind", [ValueError, TimeoutError])
 def test_what_a_call_raises_is_raised(kind: type[Exception]) -> None:
-    def fails(executor: Any) -> None:
+    def fails(worker: Worker) -> None:
         raise kind("planted")
 
     with pytest.raises(kind, match="planted"):
