@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {"tests": 20, "benchmarks": 0}
+DOCUMENTED = {"_exit", "_replace"}
+"""Names that Python's own documentation has."""
 LEFT: dict[str, int] = {
     "tests/evals/accuracy/test_engine_lm.py": 2,  # these names are lm-eval's own
     "tests/evals/accuracy/test_lm_eval_model.py": 3,
@@ -22,6 +24,8 @@ def private_reaches(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+            continue
+        if node.attr in DOCUMENTED:
             continue
         if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
             found.append(f"line {node.lineno}: {ast.unparse(node)}")

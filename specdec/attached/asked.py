@@ -193,7 +193,7 @@ class Asked:
 
     def result(self, done: Sequence[Completion]) -> torch.Tensor | Any:
         """[B·n, L + new] int64 on the inputs' device, or transformers' output class."""
-        pad, device = self._pad, self.ids.device
+        pad, device = self.pad, self.ids.device
         most = max(len(each.token_ids) for each in done)
         new = [[*each.token_ids, *[pad] * (most - len(each.token_ids))] for each in done]
         tokens = torch.tensor(new, dtype=torch.int64, device=device).reshape(len(done), most)
@@ -206,7 +206,7 @@ class Asked:
         return GenerateDecoderOnlyOutput(**given)
 
     @property
-    def _pad(self) -> int:
+    def pad(self) -> int:
         """What stands after the end of a shorter row."""
         pad = self.config.pad_token_id
         return int(pad) if pad is not None else next(iter(eos_ids(self.config)), 0)

@@ -112,10 +112,10 @@ def _answer(source: Path, output: Output, records: Records, summary: Summary, co
             bar.update(shown, completed=summary.before + summary.ended, description=text)
             if not console.is_terminal and time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
-                console.print(_line(summary), soft_wrap=True)
+                console.print(progress_line(summary), soft_wrap=True)
 
 
-def _line(summary: Summary) -> str:
+def progress_line(summary: Summary) -> str:
     """The progress in a line, where there is no bar."""
     left = summary.rows - summary.before - summary.ended
     minutes = left * summary.seconds / summary.ended / 60

@@ -57,7 +57,7 @@ class LookupColumns(ExtraColumns):
     def __init__(self, lookup: LookupDrafts, max_rows: int) -> None:
         self._lookup = lookup
         self.indexes: list[TokenIndex | None] = [None] * max_rows
-        self._shared = SharedTexts(lookup.least, lookup.longest, SHARED_TOKENS) if lookup.shared else None
+        self.shared_texts = SharedTexts(lookup.least, lookup.longest, SHARED_TOKENS) if lookup.shared else None
         self._private = np.zeros(max_rows, np.bool_)
 
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
@@ -70,8 +70,8 @@ class LookupColumns(ExtraColumns):
     def close(self, row: int) -> None:
         """See `ExtraColumns.close`."""
         index, self.indexes[row] = self.indexes[row], None
-        if index is not None and self._shared is not None and not self._private[row]:
-            self._shared.add(index.tokens)
+        if index is not None and self.shared_texts is not None and not self._private[row]:
+            self.shared_texts.add(index.tokens)
 
     def commit(
         self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None, notes: Sequence[np.ndarray]
@@ -89,14 +89,14 @@ class LookupColumns(ExtraColumns):
             index.extend(new)
         elif new:
             index.extend(new[:-1])
-            before = self._found(index, 1)
+            before = self.proposed(index, 1)
             index.extend(new[-1:])
-            found = self._found(index, int(table.drafts[row]))
+            found = self.proposed(index, int(table.drafts[row]))
             table.give(row, found if before else (), bool(found))
 
-    def _found(self, index: TokenIndex, most: int) -> list[int]:
+    def proposed(self, index: TokenIndex, most: int) -> list[int]:
         """What follows the longest match of a row's last tokens, in its own text where others have none longer."""
-        if self._shared is None:
+        if self.shared_texts is None:
             return index.propose(most)
         own = index.longest(index.tokens)
-        return self._shared.propose(most, index.tokens, own.length) or index.proposed(own, most)
+        return self.shared_texts.propose(most, index.tokens, own.length) or index.proposed(own, most)

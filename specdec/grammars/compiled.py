@@ -130,7 +130,7 @@ class GrammarCompiler:
         }
         self._special = {text: token_id for text, (token_id, _) in added.items()}
         self._hidden = [text for text, (token_id, token) in added.items() if token.special or token_id == eos]
-        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self.kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._lock, self._before_end = threading.Lock(), dict[int, Ids]()
         self._workers, self.given_up = workers_of(llguidance), set[CompiledGrammar]()
 
@@ -142,7 +142,7 @@ class GrammarCompiler:
                 llguidance did not return from it, or from too many others.
         """
         with self._lock:
-            found = self._kept.get(grammar)
+            found = self.kept.get(grammar)
             if found in self.given_up:
                 raise InvalidInputError(f"grammar {grammar.kind} {short(grammar.source)}: {STUCK}")
             if found is None and self._workers.lost >= _MOST_LOST:
@@ -151,13 +151,13 @@ class GrammarCompiler:
                     "grammar is taken until the process is started again"
                 )
             if found is None:
-                found = self._kept[grammar] = self._compile(grammar)
-            self._kept.move_to_end(grammar)
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
+                found = self.kept[grammar] = self.compile(grammar)
+            self.kept.move_to_end(grammar)
+            if len(self.kept) > _KEPT:
+                self.kept.popitem(last=False)
         return found
 
-    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
         named = f"grammar {grammar.kind} {short(grammar.source)}"
         try:
             text = self._text(grammar)

@@ -173,7 +173,7 @@ class AskingColumns(ExtraColumns):
     """The requests of rows that are told something beside their tokens."""
 
     def __init__(self, max_rows: int, most_prompt_rows: int = MOST_PROMPT_ROWS) -> None:
-        self._params: list[SamplingParams | None] = [None] * max_rows
+        self.params: list[SamplingParams | None] = [None] * max_rows
         self._most = most_prompt_rows
         self.idle = True
 
@@ -182,12 +182,12 @@ class AskingColumns(ExtraColumns):
         asks = bool(params.told)
         if asks and filters_of(params) is not None:  # they have been applied
             params = replace(params, top_k=0, top_p=1.0, min_p=0.0)
-        self._params[row] = params if asks else None
+        self.params[row] = params if asks else None
         self.idle = self.idle and not asks
 
     def close(self, row: int) -> None:
         """See `ExtraColumns.close`."""
-        self._params[row] = None
+        self.params[row] = None
 
     def chunk(self, table: RowTable, row: int, count: int, others: Sequence[tuple[int, int]]) -> int:
         """See `ExtraColumns.chunk`: at most so many tokens of prompts are told in one round."""
@@ -231,7 +231,7 @@ class AskingColumns(ExtraColumns):
 
     def _prompt_part(self, table: RowTable, row: int, count: int) -> tuple[PromptLogprobs | None, range]:
         """Of the next `count` tokens of a row those whose logits its request needs: their positions."""
-        params = self._params[row]
+        params = self.params[row]
         if params is None or not isinstance(params.prompt_logprobs, PromptLogprobs):
             return None, range(0)
         asked, first = params.prompt_logprobs, int(table.computed[row])
@@ -241,7 +241,7 @@ class AskingColumns(ExtraColumns):
         self, table: RowTable, schedule: Schedule, decided: np.ndarray, positions: np.ndarray
     ) -> AskingRows | None:
         """decided: [J] places of the decided rows in the batch; positions: [B] of each row's first new token."""
-        asking = [(i, own) for i, row in enumerate(schedule.rows) if (own := self._params[row]) is not None]
+        asking = [(i, own) for i, row in enumerate(schedule.rows) if (own := self.params[row]) is not None]
         if not asking:
             return None
         places = {int(i): j for j, i in enumerate(decided)}

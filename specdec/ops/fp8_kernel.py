@@ -233,7 +233,7 @@ def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count"])
-def _sum_kernel(  # type: ignore[no-untyped-def]
+def sum_kernel(  # type: ignore[no-untyped-def]
     parts_ptr,  # [S, count] float32, contiguous
     out_ptr,  # [count] contiguous
     count,
@@ -274,7 +274,7 @@ def launch_fp8_matmul(
         WHOLE=width % (_BLOCK * tile.at_once) == 0, num_warps=tile.warps, num_stages=tile.stages, **dependent,
     )  # fmt: skip
     if splits > 1:
-        _sum_kernel[(_ceil(out.numel(), _SUM_SIZE),)](
+        sum_kernel[(_ceil(out.numel(), _SUM_SIZE),)](
             parts, out, out.numel(), SPLITS=splits, SIZE=_SUM_SIZE, num_warps=_SUM_WARPS, **dependent
         )
     return out

@@ -40,10 +40,10 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         self.part = Call()
         self.requests: Stream | None = None
         self._lock = threading.Lock()
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
         self._unread: deque[StreamUpdate] = deque()
         self._errors: list[SpecdecError] = []
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._places: dict[int, int] | None = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelled: deque[tuple[int, ...]] = deque()
@@ -82,13 +82,13 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
                 self.requests = await self.loop.run_in_executor(self._readers, self._make)
                 self._leader.add(self)
             except BaseException as error:
-                self._failure = error
+                self.failure = error
                 self.close()
                 raise
         while self._is_pending():
             await self._change()
-        if self._failure is not None and not self._unread:
-            raise self._failure
+        if self.failure is not None and not self._unread:
+            raise self.failure
 
     def unread(self) -> list[StreamUpdate]:
         """Take the updates that are there, without waiting."""
@@ -152,20 +152,20 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         """Wait for a signal since the state was looked at; meanwhile the leader keeps the stream alive."""
         self._leader.kept.add(self)
         try:
-            await self._changed.wait()
+            await self.changed.wait()
         finally:
             self._leader.kept.discard(self)
 
     def _look(self) -> None:
         """To be called before the state is read: every change after it is signalled."""
         self._leader.check_process()
-        self._changed.clear()
+        self.changed.clear()
         self._signalled = False
 
     def _is_pending(self) -> bool:
         """Whether its requests are not queued yet, and may be."""
         self._look()
-        return self._places is None and self._failure is None and not self.closed
+        return self._places is None and self.failure is None and not self.closed
 
     def _next(self) -> StreamUpdate | None:
         """An update that is there. Raises StopAsyncIteration at the end, or what ended the call."""
@@ -174,8 +174,8 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
             if self._unread:
                 return self._unread.popleft()
             going_on = bool(self._places) and not self.closed
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         if going_on:
             return None
         if self._errors:
@@ -220,7 +220,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
 
     def fail(self, error: BaseException) -> None:
         """End the call by an error, raised after the updates that it has."""
-        self._failure = self._failure or error
+        self.failure = self.failure or error
         self.cancel()
 
     def needs_signal(self) -> bool:
@@ -230,7 +230,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
 
     def signal(self) -> None:
         """In its event loop: wake the reader."""
-        self._changed.set()
+        self.changed.set()
 
 
 def _close_if_cancelled(stream_of: weakref.ref[AsyncStream], task: asyncio.Task[Any]) -> None:

@@ -53,8 +53,8 @@ class Leader:
         self.long_readers = ThreadPoolExecutor(1, "specdec-long-prompts")
         self.kept: set[AsyncStream] = set()
         self.process = os.getpid()
-        self._new: deque[AsyncStream] = deque()
-        self._owners: dict[int, tuple[weakref.ref[AsyncStream], int]] = {}
+        self.new: deque[AsyncStream] = deque()
+        self.owners: dict[int, tuple[weakref.ref[AsyncStream], int]] = {}
         self._told: set[AsyncStream] = set()
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._change = threading.Lock()
@@ -78,7 +78,7 @@ class Leader:
         with self._change:
             if self._ended:
                 raise ClosedModelError(CLOSED_MEANWHILE)
-            self._new.append(stream)
+            self.new.append(stream)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=_run, args=(weakref.ref(self), self._wake), name="specdec-leader", daemon=True
@@ -104,22 +104,22 @@ class Leader:
                     self._wake.get()
                 if self._ended:
                     raise ClosedModelError(CLOSED_MEANWHILE)
-                if not self._new and not self._owners:
+                if not self.new and not self.owners:
                     return True
                 self._queue_new()
-                if self._owners:
+                if self.owners:
                     self.shared.help()
                 self._hand_over()
                 self.shared.check_open()
         except BaseException as error:
             with suppress(Exception):  # what raised may raise again
                 self._hand_over()
-            self._fail(error)
+            self.fail(error)
             return isinstance(error, Exception) and not self._ended
 
     def _queue_new(self) -> None:
-        while self._new:
-            stream = self._new.popleft()
+        while self.new:
+            stream = self.new.popleft()
             if stream.closed or stream.requests is None:
                 continue
             self._told.add(stream)
@@ -131,14 +131,14 @@ class Leader:
                 stream.fail(error)
                 continue
             own = weakref.ref(stream)
-            self._owners.update({first + index: (own, index) for index in range(len(requests))})
+            self.owners.update({first + index: (own, index) for index in range(len(requests))})
             stream.queued(range(first, first + len(requests)))
 
     def _hand_over(self) -> None:
         """What the last round has brought goes into the streams, and their event loops are told."""
         told, self._told = self._told, set()
         for place, update in self.shared.received(self.call):
-            own, index = self._owners[place] if not update.last else self._owners.pop(place)
+            own, index = self.owners[place] if not update.last else self.owners.pop(place)
             if (stream := own()) is None:
                 continue
             if stream.part.refusal is not None:
@@ -148,16 +148,16 @@ class Leader:
                 told.add(stream)
         _tell(told)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """End all calls that are open."""
         closed = isinstance(error, ClosedModelError)
-        each = {stream for own, _ in self._owners.values() if (stream := own()) is not None}
-        new = [self._new.popleft() for _ in range(len(self._new))]
+        each = {stream for own, _ in self.owners.values() if (stream := own()) is not None}
+        new = [self.new.popleft() for _ in range(len(self.new))]
         for stream in (*each, *new):
             mine = ClosedModelError(CLOSED_MEANWHILE) if closed else SpecdecError(f"{_FAILED}: {error!r}")
             mine.__cause__ = None if closed else error
             stream.fail(mine)
-        self._owners.clear()
+        self.owners.clear()
         self.shared.abandon(self.call)
         self.call = Call(has_thread=True)
         _tell({*each, *new})

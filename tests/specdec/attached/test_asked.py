@@ -23,7 +23,7 @@ def asked(**config: Any) -> Asked:
 )
 def test_what_stands_behind_a_shorter_row(config: dict[str, Any], pad: int) -> None:
     """The pad token, else the first that ends a row, as in transformers."""
-    assert asked(**config)._pad == pad
+    assert asked(**config).pad == pad
 
 
 def test_greedy_calls_leave_torchs_generator_alone() -> None:

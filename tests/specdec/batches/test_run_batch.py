@@ -123,7 +123,7 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
 
 def test_the_time_that_is_left_is_that_of_the_rows_that_are_left() -> None:
     summary = Summary(100, before=10, ended=30, new_tokens=600, rounds=200, emitted=400, seconds=120.0)
-    assert module._line(summary).endswith("; about 4 min left") and summary.rate == 5.0
+    assert module.progress_line(summary).endswith("; about 4 min left") and summary.rate == 5.0
     assert summary.words.startswith(
         "40 of 100 rows have ended (10 in earlier runs), 0 with an error; 600 new tokens in 120"
     )

@@ -398,12 +398,13 @@ def test_targets_with_recurrent_layers(kind: str) -> None:
 )
 def test_which_requests_have_an_index(greedy: bool, temperature: float, drafts: bool, has: bool) -> None:
     """Those that draft; beside a head's graphs greedy ones alone."""
-    columns = LookupColumns(LookupDrafts(LEAST, LONGEST, greedy=greedy), 1)
+    lookup = LookupDrafts(LEAST, LONGEST, greedy=greedy)
+    columns = LookupColumns(lookup, 1)
     table: Any = SimpleNamespace(drafts=np.array([4 * drafts]), computed=np.zeros(1, int), prefill=np.array([3]))
     table.tokens = np.array([[1, 2, 3]])
     columns.open(table, 0, SamplingParams(temperature=temperature))
     assert (columns.indexes[0] is not None) == has
-    assert columns._lookup.facts() == {"lookup": {"min": LEAST, "max": LONGEST, "shared": False}}
+    assert lookup.facts() == {"lookup": {"min": LEAST, "max": LONGEST, "shared": False}}
 
 
 @pytest.mark.parametrize(
@@ -420,11 +421,11 @@ def test_of_matches_in_its_own_text_and_in_others_the_longer_counts(
 ) -> None:
     """Of equal ones its own; drafts, one for each token of the match, end with their text."""
     columns = LookupColumns(LookupDrafts(LEAST, LONGEST, shared=True), 1)
-    assert columns._shared is not None
-    columns._shared.add(others)
+    assert columns.shared_texts is not None
+    columns.shared_texts.add(others)
     index = TokenIndex(LEAST, LONGEST)
     index.extend(own)
-    assert columns._found(index, 3) == drafts
+    assert columns.proposed(index, 3) == drafts
 
 
 @pytest.mark.slow

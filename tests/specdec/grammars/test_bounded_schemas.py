@@ -115,6 +115,8 @@ def walk(own: FollowedGrammar, rng: random.Random, liked: str) -> bytes | None:
     ids, masks, eos = list[int](), np.zeros((1, compiler.words), np.int32), compiler.eos
     while len(ids) < LONGEST:
         own.follow(ids, 0)
+        if own.is_over:
+            return b"".join(compiler.spellings[i] for i in ids)
         compiler.fill(own.masks([], compiler.words).chains, masks)
         may = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist()
         assert may, "nothing may come"

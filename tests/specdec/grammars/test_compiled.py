@@ -22,8 +22,8 @@ def test_a_mask_without_some_tokens_has_all_others() -> None:
 def test_the_last_grammars_that_were_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_KEPT", 2)
     compiler, made = compiled.GrammarCompiler(tokenizer(), 64, END), list[str]()
-    plain = compiler._compile
-    monkeypatch.setattr(compiler, "_compile", lambda grammar: (made.append(grammar.source), plain(grammar))[1])
+    plain = compiler.compile
+    monkeypatch.setattr(compiler, "compile", lambda grammar: (made.append(grammar.source), plain(grammar))[1])
     for text in ("a", "b", "a", "c", "a", "b"):
         compiler.compiled(Grammar.regex(text))
-    assert made == ["a", "b", "c", "b"] and len(compiler._kept) == 2
+    assert made == ["a", "b", "c", "b"] and len(compiler.kept) == 2

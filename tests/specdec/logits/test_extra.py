@@ -54,7 +54,7 @@ def asking(start: int, most: int, told: int = 0) -> AskingColumns:
     for position in range(own.start, own.start + told):
         own.tell(position, TOLD)
     columns.open(table(), 0, SamplingParams(prompt_logprobs=0))
-    params = columns._params[0]
+    params = columns.params[0]
     assert params is not None
     object.__setattr__(params, "prompt_logprobs", own)
     return columns

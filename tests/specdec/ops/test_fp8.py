@@ -132,7 +132,7 @@ def test_several_programs_share_the_columns_of_a_row(
 
     x, x_scale, weight, scale = operands(3, 100, width)
     tiling, seen = fp8_kernel.Tiling(16, 64, True, 4, 2, at_once, splits), []
-    kernel: Any = fp8_kernel._sum_kernel
+    kernel: Any = fp8_kernel.sum_kernel
 
     class Spy:
         def __getitem__(self, grid: Any) -> Any:
@@ -142,7 +142,7 @@ def test_several_programs_share_the_columns_of_a_row(
 
             return launch
 
-    monkeypatch.setattr(fp8_kernel, "_sum_kernel", Spy())
+    monkeypatch.setattr(fp8_kernel, "sum_kernel", Spy())
     ours = fp8_kernel.launch_fp8_matmul(x, x_scale, weight, scale, torch.float32, tiling)
     assert error(ours, reference_matmul(x, x_scale, weight, scale)) < 1e-6
     (sums,) = seen

@@ -42,7 +42,7 @@ small = [compiled(fp8_kernel._quantise_kernel, QUANTISING, {"GROUPS": 8} | D)]
 norm = {"WIDTH": 4096, "BLOCK": 4096, "ADDS": True}
 small.append(compiled(fp8_fused_kernel._norm_fp8_kernel, QUANTISING, norm | D, 8))
 small.append(compiled(fp8_fused_kernel._silu_product_fp8_kernel, QUANTISING, {"WIDTH": 14336, "GROUPS": 8} | D))
-compiled(fp8_kernel._sum_kernel, {}, {"SPLITS": 5, "SIZE": fp8_kernel._SUM_SIZE} | D, fp8_kernel._SUM_WARPS)
+compiled(fp8_kernel.sum_kernel, {}, {"SPLITS": 5, "SIZE": fp8_kernel._SUM_SIZE} | D, fp8_kernel._SUM_WARPS)
 tilings = {fp8_kernel.tiling_of(n, rows, 4096) for n in (1, 32, 64, 128, 512) for rows in (4096, 28672)}
 wide = []
 for tile in sorted(tilings, key=str):

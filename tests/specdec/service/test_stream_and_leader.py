@@ -112,24 +112,24 @@ def leader() -> tuple[Leader, AsyncStream, AsyncStream, list[Any]]:
         stream.loop = Loop()  # type: ignore[assignment]
         streams.append(stream)
     running, waiting = streams
-    made._owners[0] = (weakref.ref(running), 0)
-    made._new.append(waiting)
+    made.owners[0] = (weakref.ref(running), 0)
+    made.new.append(waiting)
     return made, running, waiting, abandoned
 
 
 def test_a_failure_ends_all_calls_and_the_next_ones_have_a_call_of_their_own() -> None:
     made, running, waiting, abandoned = leader()
     before, error = made.call, MemoryError("no memory")
-    made._fail(error)
-    assert abandoned == [before] and made.call is not before and not made._owners and not made._new
+    made.fail(error)
+    assert abandoned == [before] and made.call is not before and not made.owners and not made.new
     for stream in (running, waiting):
-        assert stream._changed.is_set(), "its reader is told"
-        assert isinstance(stream._failure, SpecdecError) and "MemoryError" in str(stream._failure)
-        assert stream._failure.__cause__ is error
+        assert stream.changed.is_set(), "its reader is told"
+        assert isinstance(stream.failure, SpecdecError) and "MemoryError" in str(stream.failure)
+        assert stream.failure.__cause__ is error
 
 
 def test_a_closed_model_is_no_failure() -> None:
     made, running, waiting, _ = leader()
-    made._fail(ClosedModelError("closed"))
+    made.fail(ClosedModelError("closed"))
     for stream in (running, waiting):
-        assert isinstance(stream._failure, ClosedModelError) and stream._failure.__cause__ is None
+        assert isinstance(stream.failure, ClosedModelError) and stream.failure.__cause__ is None
