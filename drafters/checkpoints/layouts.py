@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from drafters.checkpoints.config_fields import Config, lookup
-from drafters.checkpoints.tensor_files import locate, open_folder, read_json
+from drafters.checkpoints.tensor_files import CheckpointFolder, locate, open_folder, read_json
 from drafters.errors import HeadLoadError
 
 PREFIXES = ("model.", "draft_model.", "module.")
@@ -83,7 +83,11 @@ def layout_of(path: str | Path) -> Layout:
     by_config = detect_by_config(read_json(locate(path) / "config.json"))
     if by_config is not None:
         return by_config
-    folder = open_folder(path)
+    return layout_of_folder(open_folder(path))
+
+
+def layout_of_folder(folder: CheckpointFolder) -> Layout:
+    """The family of a checkpoint that is open."""
     names = strip_prefixes(folder.tensors)
     return detect(folder.config, {short: folder.tensors[full].shape for short, full in names.items()})
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from drafters.base import FINAL_NORM, Head, OtherReading, Recipe, TargetFacts
-from drafters.checkpoints.config_fields import Config, HeadReport
+from drafters.checkpoints.config_fields import HeadReport
 from drafters.checkpoints.layouts import Layout
 from drafters.checkpoints.tensor_files import read_json
 from drafters.eagle3.checkpoint import (
@@ -27,7 +27,7 @@ from drafters.eagle3.checkpoint import (
     target_of_files,
 )
 from drafters.eagle3.eagle1 import Eagle1Head, describe_eagle1, load_eagle1
-from drafters.eagle3.formats import target_named_by
+from drafters.eagle3.formats import target_named_by as named_target
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
@@ -84,11 +84,6 @@ def describe_head(path: str | Path, options: Mapping[str, Any]) -> HeadReport:
     return describe_eagle(path, target_of_files(path, overrides), overrides)
 
 
-def named_target(config: Config) -> str | None:
-    """The target that a head's config.json names, as the package speculators and DeepSpec write it."""
-    return target_named_by(config)
-
-
 def target_of(path: str | Path) -> str | None:
     """The target that a head was made for, by its own config.json; None where that names none.
 
@@ -96,7 +91,7 @@ def target_of(path: str | Path) -> str | None:
         HeadLoadError: the folder or hub model, or its config.json, cannot be read, or no loader here reads the kind of
             head that this names.
     """
-    return target_named_by(read_json(check_kind(path) / "config.json"))
+    return named_target(read_json(check_kind(path) / "config.json"))
 
 
 def not_exportable(path: str | Path) -> str | None:

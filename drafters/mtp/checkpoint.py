@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from drafters.checkpoints.config_fields import Field, HeadReport, by_presence, check_tensors, lookup
-from drafters.checkpoints.layouts import Layout, layout_of
+from drafters.checkpoints.layouts import Layout, layout_of_folder
 from drafters.checkpoints.tensor_files import CheckpointFolder, filled, open_folder
 from drafters.errors import HeadLoadError
 from drafters.mtp.convention import MtpConvention
@@ -185,7 +185,7 @@ def _format_of(folder: CheckpointFolder) -> Format:
     """The format of a checkpoint's modules. Raises HeadLoadError: there is none, or one that is not read."""
     if lookup(folder.config, "speculators_model_type") == "mtp":
         return SPECULATORS
-    layout = layout_of(folder.path)
+    layout = layout_of_folder(folder)
     if layout in FORMATS:
         return FORMATS[layout]
     if layout is Layout.MTP_OTHER:

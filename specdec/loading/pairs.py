@@ -64,7 +64,9 @@ def pair_of(target: Any, draft: Any, revision: str | None = None) -> Pair:
     if given or not isinstance(target, (str, Path)):
         return Pair(target, draft)
     config = _config_of(resolve(target))
-    named = next(filter(None, (family.code().named_target(config) for family in FAMILIES.values())), None)
+    # Heads that lie in their target's checkpoint name no other, so their family's code need not be imported.
+    families = [family for family in FAMILIES.values() if family.in_target is None]
+    named = next(filter(None, (family.code().named_target(config) for family in families)), None)
     if named is None:
         return Pair(target, draft)
     if revision is not None:
