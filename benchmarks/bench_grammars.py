@@ -34,8 +34,8 @@ from benchmarks.engines import sizes_of
 from benchmarks.given import Listed, ResultFile, wait_for
 from benchmarks.shapes import SHAPES, random_pair
 from specdec import Grammar
-from specdec.grammars.compiled import GrammarCompiler, compiler_of
-from specdec.grammars.masks import GrammarColumns, GrammarMasks
+from specdec.extensions.grammars.compiled import GrammarCompiler, compiler_of
+from specdec.extensions.grammars.masks import GrammarColumns, GrammarMasks
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 

@@ -37,8 +37,8 @@ from benchmarks.kinds import Kind
 from benchmarks.parallel_shapes import SHAPES, write_pair
 from benchmarks.rank_work import floor_ms
 from benchmarks.synthetic import DrawnAcceptance, Tokenizer, decide
+from specdec.extensions.parallel.engine import LeadingEngine
 from specdec.model import SpeculativeModel
-from specdec.parallel.engine import LeadingEngine
 
 _LEAST_VOCAB = 4000
 _SIZES = Listed(click.IntRange(1))

@@ -12,8 +12,8 @@ from torch import nn
 from attention.cache.kv_cache import bytes_per_token
 from benchmarks.shapes import COPY_BYTES_PER_S, MATMUL_FLOPS
 from drafters.mtp.head import MtpHead
-from specdec.parallel.collectives import Collectives
-from specdec.parallel.shares import DividedRows
+from specdec.extensions.parallel.collectives import Collectives
+from specdec.extensions.parallel.shares import DividedRows
 
 _REPLAYS = 20
 
@@ -66,8 +66,8 @@ def exchanges_ms(engine: Any, tokens: int, rows: int) -> dict[str, Any]:
     """Milliseconds of a round's exchanges alone, on all ranks: `LeadingEngine.run("benchmarks.rank_work:…")`.
 
     Two sums a layer, behind attention and behind the feed-forward part (compiled code makes one of those of experts and
-    shared experts, see `specdec.parallel.shares`), one after the other in a CUDA graph, by what the engine uses
-    and by the process group alone (NCCL); one gather of logits; and the broadcasts of drafts and results.
+    shared experts, see `specdec.extensions.parallel.shares`), one after the other in a CUDA graph, by what the engine
+    uses and by the process group alone (NCCL); one gather of logits; and the broadcasts of drafts and results.
 
     Args:
         tokens: of the verification. rows: whose logits are gathered, and whose ids are sent.

@@ -25,8 +25,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 import specdec
 from specdec import SpeculativeModel
+from specdec.extensions.rollouts.trl import rollout_func
 from specdec.loading.builtin import builtin_path
-from specdec.rollouts.trl import rollout_func
 
 MOST_NEW, TEMPERATURE = 24, 2.0
 PROMPTS = [f"Question: Anna has {n} apples and buys {m} more. How many?\nAnswer:" for n in (3, 5, 8) for m in (2, 4)]

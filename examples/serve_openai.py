@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from specdec import SpecdecError, SpeculativeModel
-from specdec.service import openai_format as openai
+from specdec.extensions import openai_format as openai
 
 GET, CLOSE = ["GET", "HEAD"], {"Connection": "close"}
 

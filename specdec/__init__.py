@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specdec.shadowing import check_sibling
+from specdec.import_names import OldNames, check_sibling
 
 if TYPE_CHECKING:
-    from specdec.attached.asked import row_wise
-    from specdec.attached.attach import Attachment, attach
-    from specdec.attached.custom import custom_generate
     from specdec.engine.streams import StreamUpdate
     from specdec.errors import (
         CacheTooSmallError,
@@ -42,7 +40,10 @@ if TYPE_CHECKING:
         UnsupportedAttentionError,
         UnsupportedModelError,
     )
-    from specdec.handoff.moved import Handoff
+    from specdec.extensions.attached.asked import row_wise
+    from specdec.extensions.attached.attach import Attachment, attach
+    from specdec.extensions.attached.custom import custom_generate
+    from specdec.extensions.handoff.moved import Handoff
     from specdec.loading.draft_vocabulary import draft_vocab_of
     from specdec.model import SpeculativeModel
     from specdec.requests.grammar import Grammar
@@ -94,14 +95,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Attachment": "specdec.attached.attach",
-    "attach": "specdec.attached.attach",
-    "custom_generate": "specdec.attached.custom",
+    "Attachment": "specdec.extensions.attached.attach",
+    "attach": "specdec.extensions.attached.attach",
+    "custom_generate": "specdec.extensions.attached.custom",
     "draft_vocab_of": "specdec.loading.draft_vocabulary",
-    "row_wise": "specdec.attached.asked",
+    "row_wise": "specdec.extensions.attached.asked",
     "Completion": "specdec.requests.request",
     "Grammar": "specdec.requests.grammar",
-    "Handoff": "specdec.handoff.moved",
+    "Handoff": "specdec.extensions.handoff.moved",
     "SamplingParams": "specdec.requests.sampling",
     "Score": "specdec.requests.scores",
     "SpeculativeModel": "specdec.model",
@@ -112,6 +113,7 @@ _HOMES = {
 
 for _name in ("attention", "drafters"):
     check_sibling(_name)
+sys.meta_path.insert(0, OldNames())
 
 
 def __getattr__(name: str) -> Any:

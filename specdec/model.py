@@ -31,6 +31,7 @@ from specdec.requests.request import Completion
 from specdec.requests.scores import Score, scores, to_be_scored
 from specdec.requests.shown import model_html, model_line, with_bar
 from specdec.requests.submission import Params, Submission, check_each, submissions
+from specdec.rounds.extras import no_extras
 from specdec.torch_state import own_torch_state
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.target import own_logits
@@ -38,11 +39,11 @@ from specdec.wrapped.target import own_logits
 if TYPE_CHECKING:
     from attention.transport.region_tables import EngineTable
     from attention.transport.transports import Transport
-    from specdec.handoff.moved import Handoff
-    from specdec.handoff.transfers import OnFailure, Transfers
-    from specdec.rollouts.new_weights import Weights
-    from specdec.service.asynchronous import AsyncStream
-    from specdec.service.monitoring import Metrics
+    from specdec.extensions.handoff.moved import Handoff
+    from specdec.extensions.handoff.transfers import OnFailure, Transfers
+    from specdec.extensions.rollouts.new_weights import Weights
+    from specdec.extensions.service.asynchronous import AsyncStream
+    from specdec.extensions.service.monitoring import Metrics
 
 
 class SpeculativeModel:
@@ -201,7 +202,7 @@ class SpeculativeModel:
             if options.tensor_parallel_size == 1:
                 return cls.in_group(target, draft, options, ALONE)
             try:
-                from specdec.parallel.loading import load_divided
+                from specdec.extensions.parallel.loading import load_divided
             except ImportError as error:
                 raise ModelLoadError(f"tensor_parallel_size={tensor_parallel_size}: {error}") from error
             return load_divided(cls.in_group, target, draft, options)
@@ -209,7 +210,11 @@ class SpeculativeModel:
     @classmethod
     def in_group(cls, target: Any, draft: Any, options: LoadOptions, group: Group) -> SpeculativeModel:
         """As `from_pretrained`, in a process of a group, all of which call it."""
-        parts = load_parts(target, draft, options, group)
+        try:
+            from specdec.extensions import round_extras as more_extras
+        except ImportError:
+            more_extras = no_extras
+        parts = load_parts(target, draft, options, group, more_extras)
         with memory_named(parts.probed.model.device, parts.cache_tokens, parts.cache_bytes):
             return cls(parts, options, group)
 
@@ -280,26 +285,26 @@ class SpeculativeModel:
 
     def stream_async(self, prompts: Prompts = None, params: Params = None, **options: Any) -> AsyncStream:
         """As `stream`, for `async for`: see docs/service.md. Bad input raises as it is read, or by `start`."""
-        from specdec.service.leading import stream_of
+        from specdec.extensions.service.leading import stream_of
 
         return stream_of(self, prompts, params, options)
 
     def metrics(self) -> Metrics:
         """Numbers for monitoring, also as Prometheus text. Never waits for a round. Raises ClosedModelError."""
-        from specdec.service.monitoring import metrics_of
+        from specdec.extensions.service.monitoring import metrics_of
 
         return metrics_of(self.engine)
 
     def drain(self, timeout: float | None = None) -> int:
         """Wait until all requests have ended; new ones are refused meanwhile (DrainingError). After `timeout` seconds
         the others are cancelled, with the tokens that they have: returns how many these are."""
-        from specdec.service.draining import drain
+        from specdec.extensions.service.draining import drain
 
         return drain(self, timeout)
 
     async def aclose(self, timeout: float | None = None) -> int:
         """As `drain`, then `close`, awaited."""
-        from specdec.service.draining import drain_and_close
+        from specdec.extensions.service.draining import drain_and_close
 
         return await to_thread(drain_and_close, self, timeout)
 
@@ -332,7 +337,7 @@ class SpeculativeModel:
             ModelChangedError: more than values has changed (with CUDA graphs also addresses): wrap the model again.
             UnsupportedModelError: the self-test failed. InvalidInputError: requests run, or this process has a share.
         """
-        from specdec.rollouts.new_weights import renew
+        from specdec.extensions.rollouts.new_weights import renew
 
         return renew(self, "refresh()", lambda: None)
 
@@ -341,7 +346,7 @@ class SpeculativeModel:
 
         weights, head: by names of their `state_dict`, all or some, in a mapping or as pairs; see docs/rollouts.md.
         Raises InvalidInputError for a name or shape that is not there, and while requests run; else as `refresh`."""
-        from specdec.rollouts.new_weights import renew, write
+        from specdec.extensions.rollouts.new_weights import renew, write
 
         return renew(self, "update_weights()", lambda: write(self, weights, head))
 
@@ -383,11 +388,12 @@ class SpeculativeModel:
 
     @property
     def _moves(self) -> Transfers:
-        """Of the optional package `specdec.handoff`. Raises InvalidInputError if it is missing."""
+        """Of the optional package `specdec.extensions.handoff`. Raises InvalidInputError if it is missing."""
         try:
-            from specdec.handoff.transfers import transfers_of
+            from specdec.extensions.handoff.transfers import transfers_of
         except ImportError as error:
-            raise InvalidInputError(f"requests cannot move between models without specdec.handoff: {error}") from error
+            missing = f"requests cannot move between models without specdec.extensions.handoff: {error}"
+            raise InvalidInputError(missing) from error
         return transfers_of(self)
 
     def describe(self) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def every_self_test(right_targets_once: None) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def short_evaluations() -> Iterator[None]:
     """Training measures its finished head with a few tokens: for tests that do not look at that measure."""
-    from specdec.training import run as plan
+    from specdec.extensions.training import run as plan
 
     with patch.object(plan, "_EVALUATED_TOKENS", 4):
         yield

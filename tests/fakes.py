@@ -28,7 +28,7 @@ from attention.spec import AttentionSpec
 from drafters.base import Attend, Head
 from drafters.loops.base import LoopSize
 from drafters.loops.chain import ChainLoop
-from specdec.handoff.moving import moving_requests
+from specdec.extensions.handoff.moving import moving_requests
 from specdec.loading import targets
 from specdec.loading.checkpoint import find_checkpoint
 from specdec.selftest.twin import enlarge as enlarge

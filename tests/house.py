@@ -32,13 +32,19 @@ SPINE = (
     "specdec/model.py",
 )
 """Folders and files that every round passes, whatever features are there."""
-WINGS = {
+WING_FOLDERS = ("specdec/extensions", "attention/recurrence", "attention/transport")
+"""Folders of what can be absent; everything inside the first is a wing of its own."""
+WORDS = {
+    "attached": r"attach\w*",
+    "batches": r"run_batch|offline",
+    "grammars": r"grammars?|llguidance",
     "handoff": r"handoff|moved_\w+|\w+_moved|moving|depart|crossing|aside|visit",
-    "parallel": r"rank|ranks|ranked|announce|symmetric",
+    "parallel": r"parallel|rank|ranks|ranked|announce|symmetric",
     "recurrence": r"recurren\w*|states?_?(?:index|fields?|rows)|fold\w*|replay_\w+|(?:\w+_)?replayed|max_replay",
-    "long rope": r"long_?rope\w*|rope_positions|rope_field",
+    "rollouts": r"rollouts?",
+    "transport": r"transports?",
 }
-"""Features that can be absent: words in names by which a line of the spine names one."""
+"""Words in names by which a line of the spine names a wing, beside the name of its folder."""
 _ABSENT = re.compile(
     r"window|recurren|fold|replay|long_?rope|rope_positions|handoff|moved|moving|departure|\brank|announce|state_fields|"
     r"StateIndex|StateRows|\bstates\b|modules?\b|num_modules|begins",
@@ -66,9 +72,16 @@ def is_spine(path: Path) -> bool:
     return any(path.as_posix() == part or path.as_posix().startswith(part + "/") for part in SPINE)
 
 
+def wings(root: Path) -> list[str]:
+    """Names of what can be absent, from the folders."""
+    first, *others = WING_FOLDERS
+    inside = [path.name.removesuffix(".py") for path in (root / first).glob("*") if not path.name.startswith("__")]
+    return sorted([*inside, *(Path(other).name for other in others)])
+
+
 def wing_lines(root: Path, path: Path) -> list[tuple[int, str]]:
     """Lines of a file that name a wing, with its name: identifiers of code, no prose."""
-    words = {wing: re.compile(rf"(?:^|_)(?:{pattern})(?:_|s?$)", re.I) for wing, pattern in WINGS.items()}
+    words = {wing: re.compile(rf"(?:^|_)(?:{WORDS.get(wing, wing)})(?:_|s?$)", re.I) for wing in wings(root)}
     found: dict[int, str] = {}
     for line, name in _identifiers(ast.parse((root / path).read_text("utf-8"))):
         for part in name.split("."):

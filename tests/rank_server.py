@@ -1,9 +1,9 @@
 """Other processes of tests, forked from one server of this test process: importing transformers again takes 5 s.
 
-`forked_ranks` stands in for `subprocess` in `specdec.parallel.processes`: the same command, environment, socket and
-session, but no new interpreter. Tests of what only a new interpreter shows ask for `real_ranks`; where the `long` tests
-run, too (`make test-all`), every process is a real one. `start_python` does the same for `python -c`, and `run_python`
-for one that must import the packages of this repository itself: its server has imported only those of others.
+`forked_ranks` stands in for `subprocess` in `specdec.extensions.parallel.processes`: the same command, environment,
+socket and session, but no new interpreter. Tests of what only a new interpreter shows ask for `real_ranks`; where the
+`long` tests run, too (`make test-all`), every process is a real one. `start_python` does the same for `python -c`, and
+`run_python` for one that must import the packages of this repository itself: its server has imported only others'.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from unittest.mock import patch
 
 import pytest
 
-COMMAND = [sys.executable, "-P", "-m", "specdec.parallel.worker"]
+COMMAND = [sys.executable, "-P", "-m", "specdec.extensions.parallel.worker"]
 OF_OTHERS = ("accelerate", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
 """What every process imports that loads a model: packages of others."""
-OURS = ("specdec.parallel.worker",)
+OURS = ("specdec.extensions.parallel.worker",)
 """What every rank imports, too."""
 
 
@@ -40,7 +40,7 @@ SERVER_GONE = 77
 
 
 class Forked:
-    """What `specdec.parallel.processes` uses of a `subprocess.Popen`."""
+    """What `specdec.extensions.parallel.processes` uses of a `subprocess.Popen`."""
 
     def __init__(self, status: socket.socket) -> None:
         """status: says the process id, and when the process has ended, how."""
@@ -225,8 +225,8 @@ def further_server(fds: list[int], names: Sequence[str]) -> None:
 
 
 def rank(fds: list[int], folder: str) -> None:
-    """`python -m specdec.parallel.worker`."""
-    sys.modules["specdec.parallel.worker"].main(fds[0], os.getppid(), folder)
+    """`python -m specdec.extensions.parallel.worker`."""
+    sys.modules["specdec.extensions.parallel.worker"].main(fds[0], os.getppid(), folder)
 
 
 def script(fds: list[int], code: str, arguments: Sequence[str]) -> None:
@@ -248,7 +248,7 @@ def forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     if not forks(request):
         yield
         return
-    from specdec.parallel import processes
+    from specdec.extensions.parallel import processes
 
     with patch.object(processes, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": fork})):
         yield
@@ -274,7 +274,7 @@ def run_python(request: pytest.FixtureRequest) -> Callable[..., subprocess.Compl
 @pytest.fixture
 def real_ranks(forked_ranks: None) -> Iterator[None]:
     """New interpreters again."""
-    from specdec.parallel import processes
+    from specdec.extensions.parallel import processes
 
     with patch.object(processes, "subprocess", subprocess):
         yield

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from specdec.extensions import EXTENSIONS
+
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = ["attention", "drafters", "specdec", "evals"]
 FILES = [path for package in ORDER for path in sorted((ROOT / package).rglob("*.py"))]
@@ -121,7 +123,7 @@ ROOMS = [
     "drafters/families.py",
     "drafters/oracle.py",
     "drafters/training",
-    "specdec/shadowing.py",
+    "specdec/import_names.py",
     "specdec/torch_state.py",
     "specdec/errors.py",
     "specdec/interrupts.py",
@@ -140,22 +142,23 @@ ROOMS = [
     "specdec/rounds",
     "specdec/extras",
     "specdec/logits",
-    "specdec/grammars",
+    "specdec/extensions/grammars",
     "specdec/acceptance",
     "specdec/execution",
     "specdec/engine",
     "specdec/loading",
-    "specdec/parallel",
-    "specdec/handoff",
-    "specdec/rollouts",
-    "specdec/service",
+    "specdec/extensions/handoff",
+    "specdec/extensions/parallel",
+    "specdec/extensions/rollouts",
+    "specdec/extensions/openai_format.py",
+    "specdec/extensions/service",
     "specdec/model.py",
-    "specdec/attached",
-    "specdec/batches",
-    "specdec/ray.py",
-    "specdec/parallel/worker.py",
-    "specdec/head_check",
-    "specdec/training",
+    "specdec/extensions/attached",
+    "specdec/extensions/batches",
+    "specdec/extensions/batches/ray.py",
+    "specdec/extensions/parallel/worker.py",
+    "specdec/extensions/head_check",
+    "specdec/extensions/training",
     "specdec/cli",
     "evals/errors.py",
     "evals/data",
@@ -235,6 +238,57 @@ def test_a_planted_cycle_is_seen() -> None:
     files["attention/cache/pages.py"] += "\nimport attention.cache.kv_cache\n"
     files["attention/cache/kv_cache.py"] += "\nimport attention.cache.pages\n"
     assert set(import_cycle(files)) == {"attention/cache/kv_cache.py", "attention/cache/pages.py"}
+
+
+DOORS = ("specdec/__init__.py", "specdec/model.py", "specdec/cli/")
+"""What may import extensions, where it needs them: inside of functions, or for types alone."""
+
+
+def imports_at_the_top(source: str) -> set[str]:
+    """Names of modules that are imported with a file: neither inside of functions nor for types."""
+    statements = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names} | {
+        node.module or "" for node in statements if isinstance(node, ast.ImportFrom)
+    }
+
+
+def crossings(files: dict[str, str]) -> list[str]:
+    """Imports of extensions by files that may not, or with the file, or of one extension that another does not name."""
+    found = []
+    for path, text in files.items():
+        own = path.removeprefix("specdec/extensions/").split("/")[0].removesuffix(".py")
+        inside = path.startswith("specdec/extensions/")
+        for other in imported_files(path, files):
+            if not other.startswith("specdec/extensions/"):
+                continue
+            name = other.split("/")[2].removesuffix(".py")
+            if inside and own != "__init__":
+                allowed = name in (own, *EXTENSIONS[own].uses)
+            else:
+                late = other.removesuffix(".py").replace("/", ".") not in imports_at_the_top(text)
+                allowed = late and path.startswith(DOORS)
+            found += [] if allowed else [f"{path} imports {other}"]
+    return sorted(found)
+
+
+def test_extensions_are_imported_through_doors_alone() -> None:
+    assert crossings(sources()) == []
+    folders = {path.name.removesuffix(".py") for path in (ROOT / "specdec" / "extensions").iterdir()}
+    assert set(EXTENSIONS) == folders - {"__init__", "__pycache__"}
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("specdec/loading/parts.py", "from specdec.extensions.grammars.masks import GrammarMasks"),
+        ("specdec/model.py", "from specdec.extensions.service.leading import stream_of"),
+        ("specdec/extensions/service/leading.py", "from specdec.extensions.handoff.moved import Handoff"),
+    ],
+)
+def test_a_planted_crossing_is_seen(path: str, line: str) -> None:
+    files = sources()
+    files[path] += f"\n{line}\n"
+    assert len(crossings(files)) == 1
 
 
 def run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,7 @@
 
 import sys
 
-if "specdec.parallel.worker" in sys.orig_argv:
+if "specdec.extensions.parallel.worker" in sys.orig_argv:
     from benchmarks.drawn_weights import install
 
     install()

@@ -12,8 +12,8 @@ import click
 from specdec.cli.options import SAMPLING_OPTIONS, added, check_sampling, examples, load_options_of, model_options
 
 if TYPE_CHECKING:
-    from specdec.batches.run_batch import Records
-    from specdec.batches.tasks import Asking
+    from specdec.extensions.batches.run_batch import Records
+    from specdec.extensions.batches.tasks import Asking
     from specdec.options import LoadOptions
 
 _SIZES = (
@@ -48,7 +48,7 @@ def batch(context: click.Context, source: Path, target: Path, workers: int | Non
     as "temperature"; rows of OpenAI's batches are read and answered in their form. Answers come as rows end. Exit
     status: 0, or 1 where rows ended with an error.
     """
-    from specdec.batches.run_batch import run_batch
+    from specdec.extensions.batches.run_batch import run_batch
 
     check_sampling(options)
     asking = _asking(options)
@@ -61,7 +61,7 @@ def batch(context: click.Context, source: Path, target: Path, workers: int | Non
 
 
 def _asking(options: Mapping[str, Any]) -> Asking:
-    from specdec.batches.tasks import Asking
+    from specdec.extensions.batches.tasks import Asking
     from specdec.requests.sampling import SamplingParams
 
     params = SamplingParams(**{name: options[name] for name in _SAMPLING})
@@ -86,10 +86,10 @@ def _records(options: Mapping[str, Any], load: LoadOptions, asking: Asking, work
 
     model, draft = options["model"], options["draft"]
     if workers is not None:
-        from specdec.ray import spread
+        from specdec.extensions.batches.ray import spread
 
         head = draft_of(model, draft, load)
         return partial(spread, count=workers, model=model, draft=head, asking=asking, options=load)
-    from specdec.batches.answering import records
+    from specdec.extensions.batches.answering import records
 
     return partial(records, load_model(model, draft, load), asking=asking)

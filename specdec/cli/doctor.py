@@ -20,7 +20,7 @@ import click
 
 from specdec.cli.lazy import DISTRIBUTION, PluginError, find_plugins
 from specdec.cli.options import examples
-from specdec.shadowing import ROOT, check_sibling
+from specdec.import_names import ROOT, check_sibling
 from specdec.user_warnings import busy_cores
 
 _PACKAGES = (

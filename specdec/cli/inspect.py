@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from drafters.checkpoints.config_fields import HeadReport
-    from specdec.head_check.check import Agreement
+    from specdec.extensions.head_check.check import Agreement
     from specdec.model import SpeculativeModel
     from specdec.options import LoadOptions
 
@@ -108,7 +108,7 @@ def _depends(report: HeadReport) -> str:
 
 def _print_pair(head: str, target: str, load: LoadOptions, file: Path | None, as_json: bool) -> None:
     from specdec.cli.generate import read_prompt_file
-    from specdec.head_check.check import check_agreement
+    from specdec.extensions.head_check.check import check_agreement
     from specdec.loading.tokenizers import as_chats
 
     prompts = None if file is None else read_prompt_file(file)

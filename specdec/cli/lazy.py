@@ -23,7 +23,7 @@ from typing import IO, Any
 import click
 
 from specdec.errors import SpecdecError
-from specdec.shadowing import ROOT, check_sibling
+from specdec.import_names import ROOT, check_sibling
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 """Click's settings of every group."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from drafters.checkpoints.config_fields import HeadReport
-from specdec.head_check.check import Agreement, Tried
 from specdec.requests.request import Completion
 from specdec.requests.stats import AcceptanceStats, pool_requests
+
+if TYPE_CHECKING:
+    from specdec.extensions.head_check.check import Agreement, Tried
 
 
 def percentages(rates: Sequence[float]) -> str:

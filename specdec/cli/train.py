@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from drafters.mtp.convention import Concat, Feedback
-    from specdec.training.run import TrainingPlan
-    from specdec.training.run_folder import Questions, Setting
+    from specdec.extensions.training.run import TrainingPlan
+    from specdec.extensions.training.run_folder import Questions, Setting
 
 
 _MODEL_HELP = "Target: built-in name, folder or hub name."
@@ -129,9 +129,9 @@ def _run(options: dict[str, Any], family: str, chosen: dict[str, Any]) -> None:
 
     from drafters.training.data import read_questions
     from drafters.training.train_config import TrainConfig
+    from specdec.extensions.training.run import plan_training
+    from specdec.extensions.training.run_folder import AnswerLimits, answer_prepared, check_writable, prepare_questions
     from specdec.model import SpeculativeModel
-    from specdec.training.run import plan_training
-    from specdec.training.run_folder import AnswerLimits, answer_prepared, check_writable, prepare_questions
 
     limits = AnswerLimits(options["max_new_tokens"], options["max_length"])
     names = ("steps", "batch_size", "ttt_steps", "decay", "learning_rate", "seed", "checkpoint_every")
@@ -155,7 +155,7 @@ def _run(options: dict[str, Any], family: str, chosen: dict[str, Any]) -> None:
 
 def _train(options: dict[str, Any], plan: TrainingPlan[Any], questions: Sequence[Questions], console: Console) -> None:
     from drafters.training.data import AnswerSet
-    from specdec.training.run_folder import answer_prepared, locked
+    from specdec.extensions.training.run_folder import answer_prepared, locked
 
     output = options["output"]
     plan.check_questions(questions)
@@ -168,7 +168,7 @@ def _train(options: dict[str, Any], plan: TrainingPlan[Any], questions: Sequence
 
 def _data_settings(options: dict[str, Any], questions: Sequence[Questions]) -> dict[str, Setting]:
     """What the answers come from; a question's key covers prompts, target and the longest answer."""
-    from specdec.training.run_folder import Setting
+    from specdec.extensions.training.run_folder import Setting
 
     counted = [f"{path}, {len(each.prompts)} questions" for path, each in zip(options["data"], questions, strict=True)]
     return {

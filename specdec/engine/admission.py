@@ -5,18 +5,17 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from attention.cache.windowed import WindowedTables
 from specdec.config import EngineConfig
 from specdec.errors import CacheTooSmallError, InvalidInputError, QueueFullError
-from specdec.requests.grammar import DecidedElsewhere
 from specdec.requests.logprobs import MOST_ROW_BYTES
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import TextStream, Tokenizer, Vocabulary
+from specdec.rounds.extras import NEEDS_AN_EXTRA, TokenContext
 from specdec.rounds.randomness import request_key
 from specdec.wrapped.target import Target
 
@@ -73,7 +72,7 @@ class Admission:
                 "load with a larger max_model_len, or leave strict_length out: then the request ends there"
             )
         self._check_rows(params, limit - len(token_ids))
-        self._with_grammar(params, self._eos, ())
+        self._prepared(params, self._eos, ())
         self.check_cache(len(token_ids), len(token_ids) if prompt_alone else limit)
         return limit
 
@@ -106,7 +105,7 @@ class Admission:
         config = self.config
         seed, index = (config.seed, request_id) if params.seed is None else (params.seed, sample_index)
         eos = self._eos if eos_token_ids is None else tuple(eos_token_ids)
-        params = self._with_grammar(params.of_request(0, self._target.hf_model.device), eos, token_ids)
+        params = self._prepared(params.of_request(0, self._target.hf_model.device), eos, token_ids)
         asked = 0 if params.not_drafted else params.num_speculative_tokens
         return Request(
             id=request_id,
@@ -122,21 +121,19 @@ class Admission:
             times=Times(time.perf_counter()),
         )
 
-    def _with_grammar(
+    def _prepared(
         self, params: SamplingParams, eos_token_ids: Sequence[int], token_ids: Sequence[int]
     ) -> SamplingParams:
-        """With the grammar as the request follows it.
-
-        Raises:
-            InvalidInputError: see `specdec.grammars.following.followed`.
-        """
-        if params.grammar is None or isinstance(params.grammar, DecidedElsewhere):
-            return params
-        from specdec.grammars.following import followed
-
+        """As the engine's extras need it. Raises InvalidInputError: one of them refuses it, or one is missing."""
+        extras = self.config.extras
+        for option in NEEDS_AN_EXTRA:
+            if getattr(params, option) is not None and not any(extra.serves == option for extra in extras):
+                raise InvalidInputError(f"{option}: what serves this option is missing from specdec/extensions here")
         ends = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
-        vocabulary = self.vocabulary.tokenizer, self._target.vocab_size
-        return replace(params, grammar=followed(params.grammar, *vocabulary, ends, params.ignore_eos, token_ids))
+        context = TokenContext(self.vocabulary.tokenizer, self._target.vocab_size, ends)
+        for extra in extras:
+            params = extra.prepared(params, context, token_ids)
+        return params
 
     def _check_rows(self, params: SamplingParams, new_tokens: int) -> None:
         """Raises InvalidInputError: the logits and scores that it asks for are too large."""

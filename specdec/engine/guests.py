@@ -9,7 +9,7 @@ import numpy as np
 
 from attention.cache.pages import BlockTables
 from drafters.loops.base import Draft
-from specdec.execution.round import Round
+from specdec.execution.base import Round
 from specdec.requests.request import Request, Update
 from specdec.rounds.rows import Schedule
 

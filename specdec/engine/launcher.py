@@ -12,8 +12,7 @@ from specdec.config import EngineConfig
 from specdec.engine.commit import Committed, ending_tokens
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.stats import Counters
-from specdec.execution.base import ChainedVerification, DraftedVerification, Executor, Verification
-from specdec.execution.round import Round
+from specdec.execution.base import ChainedVerification, DraftedVerification, Executor, Round, Verification
 from specdec.rounds.drafting import draft_input, drafts_after
 from specdec.rounds.extras import reads_early
 from specdec.rounds.randomness import sampling_round

@@ -13,9 +13,9 @@ from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Draft, DraftInput, DraftLoop, StaticLoop
 from specdec.execution.readback import HostReads, Readback
-from specdec.execution.round import Round
 from specdec.execution.sampled import SampledDrafts
 from specdec.rounds.randomness import SamplingRound
+from specdec.rounds.transfer import SentRound
 from specdec.rounds.verification import TargetArrays
 
 
@@ -38,6 +38,33 @@ class GraphReport:
     bytes: int
     fused_groups: int
     products: str
+
+
+@dataclass(frozen=True)
+class Round:
+    """A sent round; target: its host arrays.
+
+    Attributes:
+        sent: the round in its own shape on the device; None where all of it runs from graphs.
+        bucket: rows of the CUDA graphs that verify it; None where it runs by segments or operator by operator.
+        sampling: of a round from graphs with sampled rows: sent once its verification is launched, which does not need
+            it; then the sampled rows are decided again, after the graph has decided all rows greedily.
+    """
+
+    target: TargetArrays
+    sent: SentRound | None
+    bucket: int | None
+    sampling: SamplingRound | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether any row of a round from graphs is sampled."""
+        return self.sampling is not None
+
+    @property
+    def num_rows(self) -> int:
+        """J."""
+        return len(self.target.decided)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from specdec.acceptance.judge import (
 )
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
-from specdec.execution.base import Drafter, Verification
+from specdec.execution.base import Drafter, Round, Verification
 from specdec.execution.readback import HostReads
-from specdec.execution.round import Round
 from specdec.rounds.extras import Decision, adjusted, adjusting, limited, noted, read_early, rewritten
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import RoundTransfer

@@ -42,6 +42,7 @@ from specdec.execution.base import (
     DraftedVerification,
     Drafter,
     GraphReport,
+    Round,
     Verification,
 )
 from specdec.execution.capture import (
@@ -58,7 +59,6 @@ from specdec.execution.capture import (
 )
 from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket, mixed_buckets
 from specdec.execution.readback import HostReads
-from specdec.execution.round import Round
 from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.ops.experts import mixtures, using_capturable_experts
 from specdec.ops.greedy_rows import greedy_drafts, greedy_ids

@@ -13,7 +13,6 @@ from attention.backends.base import AttentionBackend, GraphBackend
 from drafters.base import Head
 from drafters.families import check_options
 from specdec.config import EngineConfig
-from specdec.grammars.masks import GrammarMasks
 from specdec.loading.assembly import Parts, choose_cascade, choose_prefix_caching
 from specdec.loading.backends import (
     begin_kernels,
@@ -43,7 +42,7 @@ from specdec.logits.extra import ChangedLogits
 from specdec.logits.logprobs import Logprobs, prompt_rows
 from specdec.options import LoadOptions
 from specdec.rounds.buckets import loop_limits
-from specdec.rounds.extras import RoundExtra
+from specdec.rounds.extras import MakeExtras, RoundExtra, no_extras
 from specdec.rounds.transfer import staging_bytes
 from specdec.selftest.selftest import self_test_head
 from specdec.user_warnings import busy_cores, warn_user
@@ -52,9 +51,15 @@ from specdec.wrapped.probing import TargetProbe, probe_target
 
 
 def load_parts(
-    target: str | Path | PreTrainedModel, draft: str | Path | Head | None, options: LoadOptions, group: Group = ALONE
+    target: str | Path | PreTrainedModel,
+    draft: str | Path | Head | None,
+    options: LoadOptions,
+    group: Group = ALONE,
+    more_extras: MakeExtras = no_extras,
 ) -> Parts:
     """Load target and head, and settle every size, before memory is taken for any of them. All of a group call it.
+
+    more_extras: makes the extras of rounds that extensions bring.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
@@ -86,7 +91,7 @@ def load_parts(
         head = None if draft is None else load_head(draft, checkpoint, probed, reading)
     if head is not None and draft_vocab is not None:
         draft_on(head, draft_vocab, probed, tokenizer, group)
-    parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup)
+    parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup, more_extras)
     if isinstance(draft, (str, Path)):
         self_test_head(head, model, tokenizer, parts.config.num_speculative_tokens)
     return parts
@@ -137,6 +142,7 @@ def _sized(
     options: LoadOptions,
     group: Group,
     lookup: bool,
+    more_extras: MakeExtras,
 ) -> Parts:
     """The sizes of an engine for these parts, and the features that are on. Raises where memory cannot hold them."""
     device, page_size = probed.model.device, options.page_size
@@ -156,7 +162,8 @@ def _sized(
     cache = Division(tokens, tuple(others))
     greedy = head is not None and options.cuda_graphs is not False and isinstance(backend, GraphBackend)
     extras += (*long_rope_extras(probed.model, longest), *(lookup_extras(options, greedy) if lookup else ()))
-    extras += (GrammarMasks(group.size == 1, greedy), ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
+    extras += more_extras(group.size == 1, greedy)
+    extras += (ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
     config = _config(rows, cache, sizes, extras, options)
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))

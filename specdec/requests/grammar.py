@@ -1,4 +1,4 @@
-"""Grammar: what the new tokens of a request must spell, as it is given. `specdec.grammars` compiles and follows it.
+"""Grammar: what the new tokens of a request must spell, as the user writes it. See `specdec.extensions.grammars`.
 
 Source: OpenAI API reference, "response_format"; guidance-ai/llguidance, docs/syntax.md (Lark) and docs/json_schema.md;
 vllm-project/vllm, vllm/sampling_params.py (structural_tag).

@@ -17,7 +17,11 @@ import torch
 from attention.batch.host import BatchExtra
 from attention.batch.metadata import CommonAttentionMetadata, MakeSection
 from drafters.loops.base import Choose, Draft
+from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import ExtraColumns
+
+NEEDS_AN_EXTRA = ("grammar",)
+"""Options of `SamplingParams` that the core has, and only an extra serves."""
 
 
 class DecidedRows(Protocol):
@@ -60,6 +64,15 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class TokenContext:
+    """How the tokens of a request are spelled: tokenizer, logits of the model, ids that end the request."""
+
+    tokenizer: Any
+    vocab_size: int
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class EarlyDrafts:
     """The drafts of a round on their way to the host, since before its verification was launched.
 
@@ -84,12 +97,14 @@ class RoundExtra:
             moved, or follows from its tokens.
         rewrites: whether it has a `rewrite`. reads_drafts: whether that wants the drafts on the host.
         drafts: its name, where its columns give rows drafts (`RowTable.give`); else "".
+        serves: the option of `NEEDS_AN_EXTRA` that it is for; else "".
     """
 
     refuses_handoff: ClassVar[str] = ""
     rewrites: ClassVar[bool] = False
     reads_drafts: ClassVar[bool] = False
     drafts: ClassVar[str] = ""
+    serves: ClassVar[str] = ""
 
     @property
     def limits_drafts(self) -> bool:
@@ -108,6 +123,10 @@ class RoundExtra:
     def columns(self, max_rows: int) -> ExtraColumns:
         """Its columns of an empty row table."""
         return ExtraColumns()
+
+    def prepared(self, params: SamplingParams, context: TokenContext, prompt_ids: Sequence[int]) -> SamplingParams:
+        """The parameters of one request, checked and made ready for its rounds. Raises InvalidInputError."""
+        return params
 
     def section(self, fixed: bool) -> MakeSection | None:
         """Its arrays beside those of a verification's attention; None if it sends none.
@@ -169,6 +188,15 @@ class RoundExtra:
     def reach(self, variant: int) -> int | None:
         """Positions that rounds of a row may reach before it is read again from its start; None for any."""
         return None
+
+
+MakeExtras = Callable[[bool, bool], tuple[RoundExtra, ...]]
+"""Makes extras at loading: whether one process decides, and whether only greedy requests may be given drafts."""
+
+
+def no_extras(one_process: bool, greedy: bool) -> tuple[RoundExtra, ...]:
+    """No extras: see `MakeExtras`."""
+    return ()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specdec import SpeculativeModel
-from specdec.head_check.check import check_agreement
+from specdec.extensions.head_check.check import check_agreement
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from specdec import SamplingParams, SpeculativeModel
-from specdec.parallel.engine import differing_ids
+from specdec.extensions.parallel.engine import differing_ids
 
 pytestmark = [
     pytest.mark.gpu,

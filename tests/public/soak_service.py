@@ -76,7 +76,7 @@ def percentile(values: list[float], share: float) -> float:
 
 def left(model: Any, limit: float) -> dict[str, Any]:
     """What is there once the model is drained, and while it takes nothing new."""
-    from specdec.service.draining import drained
+    from specdec.extensions.service.draining import drained
 
     with drained(model, limit) as cancelled:
         return {"cancelled": cancelled, "usage": vars(model.usage()), "metrics": dict(model.metrics())}

@@ -17,9 +17,9 @@ from fakes import LETTERS, VOCAB, hf_greedy, random_prompts, table_head, tiny_ll
 from transformers import GenerationConfig
 
 from specdec import SamplingParams, SpeculativeModel
-from specdec.batches.answering import answered
-from specdec.batches.tasks import Task
 from specdec.errors import InvalidInputError
+from specdec.extensions.batches.answering import answered
+from specdec.extensions.batches.tasks import Task
 from specdec.requests.submission import filled
 
 PROMPT = random_prompts([9])[0]

@@ -16,7 +16,7 @@ import pytest
 from fakes import free_everywhere, scheduler_of
 
 from specdec import Handoff, SamplingParams, SpeculativeModel, TransferError, TransferTimeoutError
-from specdec.handoff.moved import MovedRequest
+from specdec.extensions.handoff.moved import MovedRequest
 from tests.rank_server import start_python
 
 __all__ = ["start_python"]

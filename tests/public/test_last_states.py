@@ -14,8 +14,8 @@ from benchmarks.sweep_models import build
 from drafters.eagle3.eagle1 import Eagle1Head, Eagle1Spec
 from drafters.oracle import oracle_drafts
 from specdec import SamplingParams, UnsupportedModelError
+from specdec.extensions.training.run import final_features
 from specdec.selftest.selftest import read_text
-from specdec.training.run import final_features
 from tests.public.test_llama4 import llama4
 
 PARAMS = SamplingParams(max_new_tokens=9, ignore_eos=True, return_drafts=True)

@@ -27,13 +27,13 @@ from attention.errors import ERRORS_PAGE
 from specdec.cli.lazy import PluginError  # noqa: F401 (likewise)
 from specdec.cli.main import cli
 from specdec.engine.streams import Stream
+from specdec.extensions.parallel.collectives import RankGoneError  # noqa: F401 (likewise)
+from specdec.extensions.service.monitoring import METRICS
 from specdec.loading import assembly
 from specdec.loading.builtin import builtin_path
 from specdec.model import SpeculativeModel
-from specdec.parallel.collectives import RankGoneError  # noqa: F401 (likewise)
 from specdec.selftest.selftest import check_target
 from specdec.selftest.twin import twin_test
-from specdec.service.monitoring import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = {

@@ -21,7 +21,7 @@ ROWS = [
     for there, here in re.findall(r"^\| (`.*) \| (.*) \|$", text, re.M)
 ]
 SLOW = "generate_batch"
-"""Takes minutes in transformers on a CPU, for its cache; tests/specdec/attached compares with it at a small one."""
+"""Takes minutes in transformers on a CPU, for its cache; tests/specdec/extensions/attached compares at a small one."""
 T, HEAD = str(builtin_path("gsm-llama")), str(builtin_path("gsm-llama-eagle3"))
 ELLIPSES = {
     "stop=[…]": 'stop=["7"]',

@@ -21,8 +21,8 @@ CLAIMS = {
     "Plug-ins": "tests/specdec/cli/test_plugins.py::test_own_commands_are_checked_for_shadowing_others_not",
     "Callers' code": "tests/public/test_outside_exceptions.py::test_each_ends_the_call_that_it_struck_and_no_other",
     "Chat templates": "tests/public/test_security.py::test_a_chat_template_runs_in_a_sandbox",
-    "Several GPUs": "tests/specdec/parallel/test_workers.py",
-    "Handoffs": "tests/specdec/handoff/test_transfers.py::test_bytes_that_are_no_handoff",
+    "Several GPUs": "tests/specdec/extensions/parallel/test_workers.py",
+    "Handoffs": "tests/specdec/extensions/handoff/test_transfers.py::test_bytes_that_are_no_handoff",
     "Names": "tests/test_imports.py::test_a_package_that_shadows_ours_is_named",
 }
 """The test of each paragraph with a bold name."""

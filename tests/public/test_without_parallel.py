@@ -20,7 +20,7 @@ import json, sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name == "specdec.parallel" or name.startswith("specdec.parallel."):
+        if name == "specdec.extensions.parallel" or name.startswith("specdec.extensions.parallel."):
             raise ImportError(f"planted: {name} is not there")
 
 sys.meta_path.insert(0, Absent())
@@ -45,4 +45,8 @@ def test_a_process_without_the_parallel_wing_says_the_same(run_python: Any) -> N
     assert done.returncode == 0, done.stderr
     found, refused, kind, said = json.loads(done.stdout.splitlines()[-1])
     assert found == right and refused == [None, None]
-    assert kind == "ModelLoadError" and said.startswith("tensor_parallel_size=2: ") and "specdec.parallel" in said
+    assert (
+        kind == "ModelLoadError"
+        and said.startswith("tensor_parallel_size=2: ")
+        and "specdec.extensions.parallel" in said
+    )

@@ -26,7 +26,7 @@ from specdec.errors import (
     SpecdecWarning,
     UnsupportedModelError,
 )
-from specdec.grammars.masks import GrammarMasks
+from specdec.extensions.grammars.masks import GrammarMasks
 from specdec.loading.backends import check_backend_fits
 from specdec.loading.groups import Rows
 from specdec.loading.memory import check_cache_fits

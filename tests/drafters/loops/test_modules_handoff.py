@@ -11,7 +11,7 @@ import torch
 from fakes import wrap
 
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
-from tests.specdec.handoff.test_transfers import PARAMS, PROMPTS, SIZES, lived, moved, sent
+from tests.specdec.extensions.handoff.test_transfers import PARAMS, PROMPTS, SIZES, lived, moved, sent
 
 
 @pytest.mark.slow

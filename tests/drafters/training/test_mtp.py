@@ -16,7 +16,7 @@ from fakes import random_prompts, wrap
 from rich.console import Console
 from safetensors.torch import load_file
 
-import specdec.training.run
+import specdec.extensions.training.run
 from drafters.errors import HeadLoadError
 from drafters.families import FAMILIES, family_of
 from drafters.mtp.checkpoint import load_mtp, save_mtp
@@ -27,11 +27,11 @@ from drafters.training.train_config import TrainConfig
 from drafters.training.trainer import TrainResult
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError
+from specdec.extensions.training.run_folder import locked
 from specdec.loading.builtin import builtin_path
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import pool_requests
-from specdec.training.run_folder import locked
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ class Bench:
         quiet = Console(file=io.StringIO())
         how = convention or MtpConvention()
         options = {"module": self.folder, "mtp_concat": how.concat, "mtp_feedback": how.feedback}
-        plan = specdec.training.run.plan_training(self.model, "mtp", options, config, held_out=12)
+        plan = specdec.extensions.training.run.plan_training(self.model, "mtp", options, config, held_out=12)
         with locked(output):
             plan.claim(output, {})
             return plan.run(self.answers, output, quiet)
@@ -120,7 +120,7 @@ def test_a_killed_run_goes_on_with_the_same_result(
     calls: int, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = bench.train(tmp_path / "whole", steps=8)
-    real = specdec.training.run.final_features
+    real = specdec.extensions.training.run.final_features
 
     def deadly(model: SpeculativeModel) -> Any:
         features, left = real(model), iter(range(calls))
@@ -133,7 +133,7 @@ def test_a_killed_run_goes_on_with_the_same_result(
         return counted
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(specdec.training.run, "final_features", deadly)
+        patch.setattr(specdec.extensions.training.run, "final_features", deadly)
         bench.train(tmp_path / "cut", steps=8)
     resumed = bench.train(tmp_path / "cut", steps=8)
     assert same(weights(whole), weights(resumed))

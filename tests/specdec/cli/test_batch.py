@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from specdec.cli.main import cli
 from specdec.model import SpeculativeModel
 from tests.public import soak_batches
-from tests.specdec.batches.made import read, write
+from tests.specdec.extensions.batches.made import read, write
 
 ROWS: list[Any] = [
     {"id": 7, "prompt": "w1 w2", "metadata": {"from": "me"}},
@@ -68,7 +68,7 @@ def test_the_page_about_batches_is_true(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2])
 def test_examples_of_the_page_run(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """But that of Ray Data, which tests/specdec/test_ray.py runs in another form."""
+    """But that of Ray Data, which tests/specdec/extensions/batches/test_ray.py runs in another form."""
     page = (Path(__file__).resolve().parents[3] / "docs" / "batches.md").read_text("utf-8")
     code = re.findall(r"```python\n(.*?)```", page, flags=re.S)[number]
     names: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specdec.engine.admission import admission_order
 from specdec.engine.engine import Engine
-from specdec.handoff.moved import Leaving
+from specdec.extensions.handoff.moved import Leaving
 from specdec.requests.sampling import SamplingParams
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=40)

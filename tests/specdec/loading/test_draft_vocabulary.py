@@ -16,7 +16,7 @@ from drafters.mtp.head import MtpHead
 from specdec import SpeculativeModel, draft_vocab_of
 from specdec.cli.tables import fit_lines
 from specdec.errors import HandoffMismatchError, HeadLoadError, InvalidInputError
-from specdec.handoff.link import fingerprint
+from specdec.extensions.handoff.link import fingerprint
 from specdec.loading import parts
 from specdec.loading.draft_vocabulary import draft_on, read_draft_vocab
 from specdec.loading.tokenizers import load_tokenizer

@@ -12,8 +12,8 @@ from fakes import VOCAB, count_calls, table_head, tiny_llama, wrap
 
 from specdec.errors import HandoffMismatchError, InvalidInputError
 from specdec.execution.ragged import RaggedTarget
-from specdec.handoff.moved import Leaving
-from specdec.handoff.moving import moving_requests
+from specdec.extensions.handoff.moved import Leaving
+from specdec.extensions.handoff.moving import moving_requests
 from specdec.logits.logprobs import Logprobs
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.sampling import SamplingParams

@@ -13,8 +13,8 @@ from transformers.generation.logits_process import LogitNormalization
 
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import HandoffMismatchError, InvalidInputError
-from specdec.handoff.moved import Leaving
-from specdec.handoff.moving import moving_requests
+from specdec.extensions.handoff.moved import Leaving
+from specdec.extensions.handoff.moving import moving_requests
 from specdec.logits import logprobs as module
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.extras import RoundExtra

@@ -18,8 +18,8 @@ from transformers.generation import logits_process as hf
 
 from specdec.engine.engine import Engine
 from specdec.errors import HandoffMismatchError, InvalidInputError, RequestFailedError
-from specdec.handoff.moved import Leaving
-from specdec.handoff.moving import moving_requests
+from specdec.extensions.handoff.moved import Leaving
+from specdec.extensions.handoff.moving import moving_requests
 from specdec.requests import user_code
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.user_code import RequestProcessors

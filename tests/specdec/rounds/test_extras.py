@@ -20,8 +20,8 @@ from specdec.acceptance.accept import SampledInputs, accept_sampled
 from specdec.engine.engine import Engine
 from specdec.errors import HandoffMismatchError
 from specdec.execution.ragged import RaggedTarget
-from specdec.handoff.moved import Leaving
-from specdec.handoff.moving import moving_requests
+from specdec.extensions.handoff.moved import Leaving
+from specdec.extensions.handoff.moving import moving_requests
 from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors
 from specdec.requests.target_probs import target_probs
 from specdec.rounds.extras import RoundExtra, drafted_prefixes

@@ -1,0 +1,52 @@
+"""What a greedy or sampled request of one process does not need: the core runs where this folder is missing.
+
+An extension joins the core through what the core publishes: draft loops and heads (`drafters.families`), attention
+backends (`attention.backends`), the extras of a round (`specdec.rounds.extras`), moving requests
+(`specdec.engine.guests`) and groups of processes (`specdec.wrapped.group`). Only `specdec.model`, `specdec.cli` and the
+package itself import from here, inside of functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Extension:
+    """One folder or file of this package.
+
+    Attributes:
+        uses: the other extensions that it may import.
+        extras: its function that makes extras of rounds at loading (`specdec.rounds.extras.MakeExtras`), as
+            "module:function"; "" without any. Its module is imported with every model, so it imports little itself.
+    """
+
+    uses: tuple[str, ...] = ()
+    extras: str = ""
+
+
+EXTENSIONS = {
+    "attached": Extension(),
+    "batches": Extension(uses=("openai_format",)),
+    "grammars": Extension(extras="masks:grammar_extras"),
+    "handoff": Extension(),
+    "head_check": Extension(),
+    "openai_format": Extension(),
+    "parallel": Extension(uses=("handoff",)),
+    "rollouts": Extension(),
+    "service": Extension(uses=("openai_format",)),
+    "training": Extension(),
+}
+
+
+def round_extras(one_process: bool, greedy: bool) -> tuple[Any, ...]:
+    """The extras of rounds of all extensions that are installed: see `specdec.rounds.extras.MakeExtras`."""
+    found: tuple[Any, ...] = ()
+    for name, extension in EXTENSIONS.items():
+        if extension.extras and find_spec(f"{__name__}.{name}") is not None:
+            module, function = extension.extras.split(":")
+            found += getattr(import_module(f"{__name__}.{name}.{module}"), function)(one_process, greedy)
+    return found

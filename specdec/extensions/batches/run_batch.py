@@ -1,0 +1,122 @@
+"""Run a batch: rows of a file that have no answer yet -> answers added to another file, with a bar."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from specdec.errors import InvalidInputError
+from specdec.extensions.batches.lines import InputFacts, Line, lines_of, look_through
+from specdec.extensions.batches.output import Output
+from specdec.extensions.batches.records import Record
+from specdec.requests.shown import tau_words
+
+REPORT_S = 30.0
+"""Seconds between two lines about the progress where standard error is no terminal."""
+Records = Callable[[Iterable[Line]], Iterator[Record]]
+"""Lines -> their records, each once, in any order; lines are read only so far ahead as keeps the work going."""
+
+
+@dataclass
+class Summary:
+    """How a run went.
+
+    Attributes:
+        rows: of the input. before: those that had ended in an earlier run. ended: in this one. failed: errors, of both.
+        new_tokens, rounds, emitted: of this run; the tokens of rounds, which are those after each first one.
+        seconds: of this run, without loading.
+    """
+
+    rows: int
+    before: int = 0
+    ended: int = 0
+    failed: int = 0
+    new_tokens: int = 0
+    rounds: int = 0
+    emitted: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """New tokens a second."""
+        return self.new_tokens / max(self.seconds, 1e-9)
+
+    @property
+    def words(self) -> str:
+        """In a line."""
+        before = f" ({self.before:,} in earlier runs)" if self.before else ""
+        tau = tau_words(self.emitted / self.rounds if self.rounds else float("nan"))
+        speed = f"{self.new_tokens:,} new tokens in {self.seconds:.1f} s, {self.rate:,.0f}/s, {tau}"
+        ended = f"{self.before + self.ended:,} of {self.rows:,} rows have ended{before}, {self.failed:,} with an error"
+        return f"{ended}; {speed}" if self.ended else ended
+
+    def count(self, record: Record) -> None:
+        """Add a row of this run."""
+        self.ended += 1
+        self.failed += record.failed
+        self.new_tokens += record.new_tokens
+        self.rounds += record.rounds
+        self.emitted += record.emitted
+
+
+def run_batch(
+    source: Path,
+    target: Path,
+    settings: Mapping[str, Any],
+    start: Callable[[], Records],
+    console: Console | None = None,
+) -> Summary:
+    """Answer every row of `source` that has no answer in `target`.
+
+    Args:
+        settings: what the answers depend on, beside the input. start: loads what answers; not called where nothing is
+            left to do.
+
+    Raises:
+        InvalidInputError: the input cannot be read or has two rows of one key; see `Output`.
+        OutputError: answers cannot be written; those before are kept. Others: of `start` and what it returns.
+    """
+    if target.exists() and source.exists() and target.samefile(source):
+        raise InvalidInputError(f"{source} is both the input and the output; give another file for the answers")
+    facts = look_through(source)
+    with Output(target, {**settings, "input": _input(facts)}, facts.lines) as output:
+        summary = Summary(facts.rows, before=sum(output.done), failed=output.failed)
+        if summary.before < summary.rows:
+            records = start()
+            _answer(source, output, records, summary, console or Console(stderr=True))
+    return summary
+
+
+def _input(facts: InputFacts) -> dict[str, Any]:
+    return {name: value for name, value in asdict(facts).items() if name != "lines"}
+
+
+def _answer(source: Path, output: Output, records: Records, summary: Summary, console: Console) -> None:
+    begin = reported = time.monotonic()
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+    left = (line for line in lines_of(source) if not output.done[line.number])
+    with bar:
+        shown = bar.add_task("", total=summary.rows, completed=summary.before)
+        for record in records(left):
+            output.add(record)
+            summary.count(record)
+            summary.seconds = time.monotonic() - begin
+            text = f"{summary.rate:,.0f} tokens/s, {summary.failed:,} errors"
+            bar.update(shown, completed=summary.before + summary.ended, description=text)
+            if not console.is_terminal and time.monotonic() - reported > REPORT_S:
+                reported = time.monotonic()
+                console.print(progress_line(summary), soft_wrap=True)
+
+
+def progress_line(summary: Summary) -> str:
+    """The progress in a line, where there is no bar."""
+    left = summary.rows - summary.before - summary.ended
+    minutes = left * summary.seconds / summary.ended / 60
+    return f"{summary.words}; about {minutes:,.0f} min left"

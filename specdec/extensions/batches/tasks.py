@@ -1,0 +1,145 @@
+"""Tasks: what a row asks, in our own form or in that of OpenAI's batches.
+
+Source: OpenAI API reference, "Batch", "The request input object", "Create chat completion", "Create completion".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from specdec.errors import InvalidInputError
+from specdec.extensions.batches.lines import KEYS, Key, Line, digest, fields_of, key_of
+from specdec.extensions.openai_format import NO_OPTIONS, chat_of, options_of, streamed
+from specdec.requests import chats
+from specdec.requests.arguments import own_names, right_call
+from specdec.requests.sampling import SamplingParams
+from specdec.values import short
+
+Form = Literal["row", "chat.completion", "text_completion"]
+URLS: dict[str, Form] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
+_PROMPTS = ("prompt", "messages", "token_ids")
+_ABOUT_PROMPTS = (*_PROMPTS, *chats.OPTIONS)
+_OPTIONS = tuple(each.name for each in fields(SamplingParams))
+_STREAM = ("stream", "stream_options")
+_NOT_WRITTEN = ("return_logits", "return_scores")
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What a run asks of every row: its sampling, where the row has no option of its own, and the seed of the run.
+
+    name: of the model, as OpenAI's answers tell it.
+    """
+
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    name: str = "specdec"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row.
+
+    Attributes:
+        number: its line, or its place among others. key: None where it has none. form: as which it is answered.
+        prompt, params: as `SpeculativeModel.stream` takes them. kept: fields that are told again with the answer.
+        error: why it cannot be asked, with the name of the error's class; "" where it can.
+    """
+
+    number: int
+    key: Key | None = None
+    form: Form = "row"
+    prompt: Any = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def task_of(line: Line, asking: Asking) -> Task:
+    """The task of a line, or why there is none."""
+    task = Task(line.number)
+    try:
+        row = fields_of(line)
+        task = replace(task, key=key_of(row))
+        if "body" in row or "url" in row:
+            task = replace(task, form=URLS.get(str(row.get("url")), "chat.completion"))
+            return _of_openai(task, row, asking)
+        return _of_row(task, row, asking)
+    except InvalidInputError as error:
+        return replace(task, error=f"{type(error).__name__}: {error}")
+
+
+def _of_row(task: Task, row: dict[str, Any], asking: Asking) -> Task:
+    prompt = prompt_of(row)
+    own = {name: value for name, value in row.items() if name not in (*KEYS, *_ABOUT_PROMPTS, "metadata")}
+    kept = {"metadata": row["metadata"]} if "metadata" in row else {}
+    return replace(task, prompt=prompt, params=params_of(own, asking, task), kept=kept)
+
+
+def _of_openai(task: Task, row: dict[str, Any], asking: Asking) -> Task:
+    body, url = row.get("body"), row.get("url")
+    if not isinstance(row.get("custom_id"), str):
+        raise InvalidInputError(f"custom_id={short(row.get('custom_id'))}: a text is needed")
+    if row.get("method", "POST") != "POST" or url not in URLS:
+        asked = f"{short(row.get('method'))} {short(url)}"
+        raise InvalidInputError(f"method and url are {asked}: allowed is POST with {' or '.join(URLS)}")
+    if not isinstance(body, dict):
+        raise InvalidInputError(f"body={short(body)}: a JSON object is needed")
+    is_chat = task.form == "chat.completion"
+    about = ("messages", *chats.OPTIONS) if is_chat else ("prompt",)
+    prompt = prompt_of({name: body.get(name) for name in about})
+    own = {n: v for n, v in body.items() if n not in (*NO_OPTIONS, *_STREAM, *about)}
+    if any(streamed(body)):
+        raise InvalidInputError(f"stream={short(body.get('stream'))} is not served; leave it out")
+    own = options_of(own, is_chat)
+    kept = {"model": body.get("model") or asking.name}
+    return replace(task, prompt=prompt, params=params_of(own, asking, task), kept=kept)
+
+
+def prompt_of(row: Mapping[str, Any]) -> Any:
+    """The prompt of a row's fields: a text, messages (with options of their template) or token ids.
+
+    Raises:
+        InvalidInputError: none of them, several, or one that is no such thing.
+    """
+    there = {name: row[name] for name in _PROMPTS if row.get(name) is not None}
+    template = {name: row[name] for name in chats.OPTIONS if row.get(name) is not None}
+    if len(there) != 1:
+        raise InvalidInputError(f"a row has one of {', '.join(_PROMPTS)}, not {' and '.join(there) or 'none of them'}")
+    ((name, value),) = there.items()
+    if name == "prompt" and isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int):
+        value = value[0]  # OpenAI's prompts may stand in a list
+    are_ids = isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+    are_messages = isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+    fits = {"prompt": isinstance(value, str) or are_ids, "messages": are_messages, "token_ids": are_ids}
+    if not fits[name]:
+        kinds = {"prompt": "one text", "messages": "a list of chat messages", "token_ids": "a list of token ids"}
+        raise InvalidInputError(f"{name}={short(value)}: allowed is {kinds[name]}")
+    if template and name != "messages":
+        raise InvalidInputError(f"{', '.join(template)}: only messages are written by a chat template; leave it out")
+    return chat_of(value, template) if name == "messages" else value
+
+
+def params_of(own: Mapping[str, Any], asking: Asking, task: Task) -> SamplingParams:
+    """The sampling of a row: its own options, else those of the run; without a seed, one made of its key.
+
+    Raises:
+        InvalidInputError: an option that there is not, or a value that is not allowed.
+    """
+    options = own_names({name: value for name, value in own.items() if value is not None})
+    if "response_format" in options:
+        options["grammar"] = options.pop("response_format")
+    for name in _NOT_WRITTEN:
+        if options.get(name):
+            raise InvalidInputError(f"{name}: whole rows of logits are written to no file; ask for logprobs")
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        hint = right_call("{}", unknown[0], options[unknown[0]], _OPTIONS).partition("known are")[0]
+        raise InvalidInputError(
+            f"unknown field {', '.join(map(short, unknown))}: {hint or 'known are those of SamplingParams; '}fields of "
+            'your own go into "metadata"'
+        )
+    if "seed" not in options and asking.params.seed is None:
+        options["seed"] = digest(asking.seed, f"line {task.number}" if task.key is None else f"key {task.key.name}")
+    return replace(asking.params, **options)

@@ -1,0 +1,348 @@
+"""GrammarCompiler: grammars for the tokens of one tokenizer, by llguidance (extra `[grammar]`); the last ones are kept.
+
+Source: guidance-ai/llguidance, python/llguidance/_lib.pyi; docs/syntax.md ("@name", "<[id]>").
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from attention.cached import cached_property
+from specdec.errors import InvalidInputError
+from specdec.extensions.grammars.markers import MarkerFinder
+from specdec.extensions.grammars.schemas import readable, strings_of
+from specdec.extensions.grammars.worker import Worker, workers_of
+from specdec.requests.grammar import Grammar, Marker
+from specdec.user_warnings import warn_user
+from specdec.values import short
+
+MOST_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
+"""Between two parts of JSON."""
+_MOST_SPACES = 64
+"""Tokens of white space between a begin marker and the end of a prompt."""
+_KEPT = 256
+COMPILE_SECONDS, FILL_SECONDS = 30.0, 4.0
+"""Time for llguidance to compile a grammar, and to say which tokens may come next (tens of microseconds usually)."""
+_MOST_LOST = 8
+STUCK = (
+    f"llguidance did not say within {FILL_SECONDS:g} s which tokens may come next: a part that repeats may take all of "
+    'what must follow it, as in Lark /a*/ "a"'
+)
+_MOST_ITEMS = 100_000
+"""Of llguidance's parser in one step: its default of 2,000 is less than a schema of 1,200 properties takes."""
+_QUOTED = re.compile(r'//.*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')
+"""Texts and regular expressions of a Lark grammar, and its comments."""
+_JSON_TEXT = '{}[]":, 0123456789truefalsn'
+Ids = list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGrammar:
+    """A grammar over the tokens of a vocabulary, at its begin.
+
+    Attributes:
+        vocabulary: of its tokens. template: an llguidance matcher, to be copied. begin: its marker, if it has one;
+            returns: whether text is free again after its end. can_loop: whether llguidance might never say which tokens
+            must come, in a call that holds the GIL, so it is not asked.
+    """
+
+    vocabulary: GrammarCompiler
+    template: Any
+    begin: MarkerFinder | None
+    returns: bool
+    can_loop: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_free", {})
+
+    def begins_after(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether it begins with the first new token: without a marker, or where the prompt ends with the marker's text
+        and nothing but white space after it, of at most 64 tokens."""
+        if self.begin is None:
+            return True
+        texts, symbols = self.vocabulary.spellings, self.begin.symbols
+        marker = bytes(symbols) if self.begin.is_text else b"".join(texts[i] for i in symbols)
+        prompt = b"".join(texts[i] for i in prompt_ids[-len(marker) - _MOST_SPACES :])
+        return bool(marker) and marker in prompt and not prompt.rpartition(marker)[2].strip()
+
+    def matcher(self, begun: bytes = b"") -> Any | None:
+        """A new one, after this text; None where that cannot begin it."""
+        found = self.template.deep_copy()
+        tokens = self.vocabulary.tokenizer.tokenize_bytes(begun) if begun else []
+        return found if found.try_consume_tokens(tokens) == len(tokens) else None
+
+    def free_mask(self, state: int) -> np.ndarray | None:
+        """Which tokens may come outside of the grammar, [W] int32, None for all: not those whose text ends the marker
+        and then goes on as the grammar cannot."""
+        assert self.begin is not None
+        masks: dict[int, np.ndarray | None] = self._free  # type: ignore[attr-defined]
+        if not self.begin.is_text:
+            return None
+        if state not in masks:
+            found = self.begin.overhanging(state, self.vocabulary.tokens_before_end(self.begin.symbols[-1]))
+            banned = [token_id for token_id, rest in found.items() if self.matcher(rest) is None]
+            masks[state] = self.vocabulary.without(banned) if banned else None
+        return masks[state]
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer.
+
+    Attributes:
+        tokenizer: llguidance's. words: W of a mask, 32 tokens each. eos: the id that stands for the end in masks.
+        given_up: grammars from which llguidance did not return; their requests end, and new ones are refused.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos: int) -> None:
+        """vocab_size: logits of the model. Raises InvalidInputError: no llguidance, or no tokenizer that it reads."""
+        try:
+            import llguidance.hf
+            import llguidance.numpy
+        except ImportError:
+            raise InvalidInputError(
+                "a grammar needs llguidance, which is not installed: pip install 'specdec-hf[grammar]'; or give an "
+                "object with fill, advance and rollback"
+            ) from None
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise InvalidInputError(
+                f"a grammar needs a fast tokenizer (PreTrainedTokenizerFast), not {type(tokenizer).__name__}; or an "
+                "object with fill, advance and rollback"
+            )
+        self._lib, self.eos = llguidance, eos
+        size = max(vocab_size, len(tokenizer))
+        self.words = -(-size // 32)
+        self.tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=eos)
+        added = {
+            text: (token_id, token)
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if (text := str(token))
+        }
+        self._special = {text: token_id for text, (token_id, _) in added.items()}
+        self._hidden = [text for text, (token_id, token) in added.items() if token.special or token_id == eos]
+        self.kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._lock, self._before_end = threading.Lock(), dict[int, Ids]()
+        self._workers, self.given_up = workers_of(llguidance), set[CompiledGrammar]()
+
+    def compiled(self, grammar: Grammar) -> CompiledGrammar:
+        """The grammar, compiled or as it was kept.
+
+        Raises:
+            InvalidInputError: it is none; it has what is not supported; nothing can match it, or no tokens spell it;
+                llguidance did not return from it, or from too many others.
+        """
+        with self._lock:
+            found = self.kept.get(grammar)
+            if found in self.given_up:
+                raise InvalidInputError(f"grammar {grammar.kind} {short(grammar.source)}: {STUCK}")
+            if found is None and self._workers.lost >= _MOST_LOST:
+                raise InvalidInputError(
+                    f"llguidance did not return from {self._workers.lost} calls, and each keeps a thread busy: no new "
+                    "grammar is taken until the process is started again"
+                )
+            if found is None:
+                found = self.kept[grammar] = self.compile(grammar)
+            self.kept.move_to_end(grammar)
+            if len(self.kept) > _KEPT:
+                self.kept.popitem(last=False)
+        return found
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        named = f"grammar {grammar.kind} {short(grammar.source)}"
+        try:
+            text = self._text(grammar)
+        except (ValueError, TypeError, AssertionError, RecursionError, OverflowError) as error:
+            raise InvalidInputError(f"{named}: {error}") from None
+        matcher = self._matcher(text, named)
+        if matcher.is_error():
+            raise InvalidInputError(f"{named}: {str(matcher.get_error()).strip()}")
+        for warning in matcher.get_grammar_warnings():
+            warn_user(f"{named}: {warning}")
+        self._check_spelled(grammar, matcher, named)
+        self._check_special(grammar, text, named)
+        begin = None if grammar.begin is None else self._finder(grammar.begin)
+        return CompiledGrammar(self, matcher, begin, grammar.end is not None, _can_loop(grammar))
+
+    def _matcher(self, text: str, named: str) -> Any:
+        """A matcher of a grammar in llguidance's form. Raises InvalidInputError: it takes too long."""
+        limits = self._lib.LLParserLimits(max_items_in_row=_MOST_ITEMS, step_max_items=10 * _MOST_ITEMS)
+        made: list[Any] = []
+
+        def make(_: Worker) -> None:
+            made.append(self._lib.LLMatcher(self.tokenizer, text, log_level=0, limits=limits))
+
+        if not self._workers.returns(make, COMPILE_SECONDS):
+            raise InvalidInputError(f"{named}: llguidance did not compile it within {COMPILE_SECONDS:g} s")
+        return made[0]
+
+    def _check_special(self, grammar: Grammar, text: str, named: str) -> None:
+        """text: the grammar for llguidance. Raises InvalidInputError: a special token is part of its text.
+
+        Where such a text must come, llguidance allows the tokenizer's own way to write it, which is that token: it ends
+        the request, or is no part of its text.
+        """
+        try:
+            larks = [own.get("lark_grammar") or "" for own in json.loads(text)["grammars"]]
+        except ValueError:
+            larks = [text]
+        quoted = [each for own in larks for each in _QUOTED.findall(own) if not each.startswith("//")]
+        texts = [re.sub(r"\\(.)", r"\1", each) for each in quoted]
+        if grammar.kind == "json":
+            texts += strings_of(json.loads(grammar.source))
+        for each, hidden in itertools.product(texts, self._hidden):
+            if hidden in each:
+                raise InvalidInputError(
+                    f"{named}: {short(each)} has {hidden}, a special token, which no text of a grammar can have; in "
+                    "Lark write it without quotes, as begin or end give its id"
+                )
+
+    def _check_spelled(self, grammar: Grammar, matcher: Any, named: str) -> None:
+        """Raises InvalidInputError: the vocabulary has no tokens for it."""
+        first, mask = matcher.deep_copy(), np.zeros((1, self.words), np.int32)
+        if not self.fill([(first, 0, [])], mask):
+            raise InvalidInputError(f"{named}: {STUCK}")
+        texts: list[str] = []
+        if grammar.kind == "json":
+            texts = [_JSON_TEXT, *strings_of(json.loads(grammar.source))]
+        elif grammar.kind == "choice":
+            texts = json.loads(grammar.source)
+        markers = (grammar.begin, grammar.end)
+        texts += [marker for marker in markers if isinstance(marker, str) and marker not in self._special]
+        missing: list[Any] = [text for text in texts if not self._spells(text.encode("utf-8", "replace"))]
+        ids = [token_id for marker in markers if isinstance(marker, tuple) for token_id in marker]
+        missing += [token_id for token_id in ids if token_id >= self.tokenizer.vocab_size]
+        if first.is_error() or not mask.any() or missing:
+            what = short(missing[0]) if missing else "its first character"
+            raise InvalidInputError(f"{named}: the tokenizer has no tokens that spell {what}")
+
+    def _spells(self, text: bytes) -> bool:
+        return bool(self.tokenizer.decode_bytes(self.tokenizer.tokenize_bytes(text)) == text)
+
+    def fill(self, chains: Sequence[tuple[Any, int, Ids]], masks: np.ndarray) -> bool:
+        """Write the masks [N, W] of chains (matcher, first row, drafts): one row before each draft and one after the
+        last. Rows behind a draft that may not come are left as they are.
+
+        All in one call, but those without drafts, which have a call of their own. The matchers must not be used again
+        unless they are copies: llguidance takes drafts back afterwards, and a matcher that was taken back over a token
+        given by its id (`<[id]>`) has a wrong mask for good.
+
+        Returns:
+            Whether llguidance returned within `FILL_SECONDS`; else the matchers are lost, and masks unfinished.
+        """
+        numbers = self._lib.numpy
+        drafted = [chain for chain in chains if chain[2]]
+        alone = [(matcher, row) for matcher, row, drafts in chains if not drafts]
+
+        def write(worker: Worker) -> None:
+            if drafted:
+                numbers.fill_next_token_bitmask_par_with_draft_tokens(worker.executor, drafted, masks)
+            if alone:
+                numbers.fill_next_token_bitmask_par(worker.executor, alone, masks)
+
+        return not chains or self._workers.returns(write, FILL_SECONDS)
+
+    def without(self, banned: Ids) -> np.ndarray:
+        """A mask [W] int32 of all tokens but these."""
+        mask = np.full(self.words, -1, np.int32)
+        for token_id in banned:
+            mask[token_id // 32] &= ~np.int32(np.uint32(1 << token_id % 32).view(np.int32))
+        return mask
+
+    @cached_property
+    def only_end(self) -> np.ndarray:
+        """A mask [W] int32 of the id that stands for the end."""
+        return ~self.without([self.eos])
+
+    def tokens_before_end(self, symbol: int) -> Ids:
+        """Tokens whose text has this byte before its end."""
+        if symbol not in self._before_end:
+            each = enumerate(self.spellings)
+            self._before_end[symbol] = [token_id for token_id, text in each if symbol in text[:-1]]
+        return self._before_end[symbol]
+
+    @cached_property
+    def spellings(self) -> tuple[bytes, ...]:
+        """The text of every token."""
+        return tuple(self.tokenizer.decode_bytes([token_id]) for token_id in range(self.tokenizer.vocab_size))
+
+    def _finder(self, marker: Marker) -> MarkerFinder:
+        if isinstance(marker, str):
+            return MarkerFinder(tuple(marker.encode()), lambda token_id: self.spellings[token_id], True)
+        return MarkerFinder(marker, lambda token_id: (token_id,))
+
+    def _text(self, grammar: Grammar) -> str:
+        """For llguidance: the grammar, and its end marker after it. Raises ValueError."""
+        body = self._body(grammar)
+        if grammar.begin is None:
+            return body
+        try:
+            own = json.loads(body)["grammars"][0]
+        except ValueError:
+            own = {"lark_grammar": body}
+        if isinstance(grammar.end, str) and grammar.end not in self._special and grammar.kind in ("regex", "choice"):
+            term = own["lark_grammar"].replace("start:", "BODY:", 1)  # of its own: it may have flags, | and $
+            end = json.dumps(grammar.end)
+            return f"start: whole\nwhole[lazy]: BODY END\n{term}\nEND: {end}\n"  # greedy terms take an end as text
+        space = "SPACE " if grammar.kind == "json" else ""
+        lark = f"start: {space}@body {self._written(grammar.end)}\nSPACE: /[ \\t\\r\\n]{{0,8}}/\n"
+        return json.dumps({"grammars": [{"name": "main", "lark_grammar": lark}, own | {"name": "body"}]})
+
+    def _body(self, grammar: Grammar) -> str:
+        make = self._lib.LLMatcher
+        if grammar.kind == "json":
+            own = readable(json.loads(grammar.source), self._lib)
+            told = own.get("x-guidance") if isinstance(own, dict) else None
+            space: Any = {"whitespace_pattern": MOST_SPACE}
+            if isinstance(told, dict) and {"whitespace_flexible", "whitespace_pattern"} & set(told):
+                space = {}
+            return str(make.grammar_from_json_schema(json.dumps(own), defaults=space))
+        if grammar.kind == "regex":
+            return str(make.grammar_from_regex(grammar.source))
+        if grammar.kind == "choice":
+            return str(make.grammar_from_regex("|".join(map(re.escape, json.loads(grammar.source)))))
+        if grammar.kind == "lark":
+            return str(make.grammar_from_lark(grammar.source))
+        tags = [self._lib.StructTag(grammar=tag.pop("schema"), **tag) for tag in json.loads(grammar.source)]
+        special = all(tag.trigger in self._special for tag in tags)
+        return str(self._lib.StructTag.to_grammar(tags, assume_special=special))
+
+    def _written(self, marker: Marker | None) -> str:
+        """A marker in Lark's syntax."""
+        if marker is None:
+            return ""
+        if isinstance(marker, str):
+            special = self._special.get(marker)
+            return json.dumps(marker) if special is None else f"<[{special}]>"
+        return " ".join(f"<[{token_id}]>" for token_id in marker)
+
+
+def _can_loop(grammar: Grammar) -> bool:
+    """Whether a part that repeats may take what must follow it: users' Lark, and a number before an end of digits."""
+    tags = json.loads(grammar.source) if grammar.kind == "structural_tag" else []
+    ends = [end for end in (grammar.end, *(tag["end"] for tag in tags)) if isinstance(end, str)]
+    return grammar.kind == "lark" or (grammar.kind != "regex" and any(end[:1] in "+-.0123456789eE" for end in ends))
+
+
+_compilers: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], GrammarCompiler]] = weakref.WeakKeyDictionary()
+
+
+def compiler_of(tokenizer: Any, vocab_size: int, eos: int) -> GrammarCompiler:
+    """The compiler of a tokenizer, made once: it takes about a second of a large vocabulary. Raises as it does."""
+    try:
+        own = _compilers.setdefault(tokenizer, {})
+    except TypeError:  # it cannot be referred to weakly
+        own = {}
+    key = vocab_size, eos
+    if key not in own:
+        own[key] = GrammarCompiler(tokenizer, vocab_size, eos)
+    return own[key]

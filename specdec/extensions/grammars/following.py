@@ -1,0 +1,278 @@
+"""RequestGrammar: where the tokens of one request stand in its grammar, and what may come at each of its positions.
+
+A request has a state of its committed tokens only; what drafts would lead to is tried and taken back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import InvalidInputError, SpecdecError
+from specdec.extensions.grammars.compiled import STUCK, CompiledGrammar, GrammarCompiler, Ids, compiler_of
+from specdec.requests.grammar import Grammar, TokenMatcher
+from specdec.rounds.extras import TokenContext
+
+
+@dataclass
+class RowMasks:
+    """What may come at the positions of a row, one before each draft and one after the last.
+
+    Positions in neither are behind a draft that may not come: it is rejected, so nothing is read of them.
+
+    Attributes:
+        drafts: of the row. chains: (matcher, first position, drafts) for `GrammarCompiler.fill`, the matchers copies.
+        ready: position -> mask [W] int32, None: any token.
+        within: positions at which the grammar decides; after its end nothing but the end may come there.
+    """
+
+    drafts: Ids
+    within: list[int] = field(default_factory=list)
+    chains: list[tuple[Any, int, Ids]] = field(default_factory=list)
+    ready: dict[int, np.ndarray | None] = field(default_factory=dict)
+
+
+class RequestGrammar:
+    """The grammar of one request, of any kind. Positions without a possible token are noted: see `error_at`."""
+
+    vocabulary: GrammarCompiler | None = None
+    """Of a compiled grammar."""
+
+    def __init__(self) -> None:
+        self._seen: Ids = []
+        self._errors: dict[int, tuple[Ids, Exception]] = {}
+
+    def follow(self, new_ids: Sequence[int], prompt_len: int) -> None:
+        """Take the committed tokens after the prompt, all of them; begins anew where other ones were taken before.
+
+        What was noted behind drafts that were rejected is forgotten.
+        """
+        own, kept = list(new_ids), self._errors.items()
+        self._errors = {at: (ids, e) for at, (ids, e) in kept if len(ids) < len(own) and own[: len(ids)] == ids}
+        if own[: len(self._seen)] != self._seen:
+            self._restart()
+            self._seen.clear()
+        for token_id in own[len(self._seen) :]:
+            if not self._take(token_id):
+                self.note(prompt_len + len(self._seen), [], SpecdecError(f"token {token_id} cannot come next"))
+            self._seen.append(token_id)
+
+    def masks(self, drafts: Ids, words: int) -> RowMasks:
+        """What may come before each of the drafts and after the last. words: W. The state stays as it is."""
+        raise NotImplementedError
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing but the request's end may come."""
+        return False
+
+    def forced(self) -> Ids:
+        """Tokens that must come next, as the tokenizer writes them; [] where there is a choice."""
+        return []
+
+    def started(self, new_ids: Sequence[int]) -> bool:
+        """Whether it has begun in these new tokens, all of the request: with a begin marker it may not have."""
+        return True
+
+    def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:
+        """The first position of a row at which nothing may come, and why; None where there is none.
+
+        Asked where a matcher of the row has failed, or one of the round did not return.
+
+        masks: [n+1, W] of the row, written anew.
+        """
+        return None
+
+    def note(self, length: int, drafts: Ids, error: Exception) -> None:
+        """Note why no token can come after so many tokens, the last ones these drafts."""
+        self._errors.setdefault(length, ([*self._seen, *drafts], error))
+
+    def error_at(self, length: int) -> Exception | None:
+        """Why no token could come at, or before, the position after so many tokens; None if there was one."""
+        return next((error for at, (_, error) in sorted(self._errors.items()) if at <= length), None)
+
+    def _restart(self) -> None:
+        raise NotImplementedError
+
+    def _take(self, token_id: int) -> bool:
+        """Take one more token; False where it may not come."""
+        raise NotImplementedError
+
+
+class FollowedGrammar(RequestGrammar):
+    """A compiled grammar."""
+
+    def __init__(self, compiled: CompiledGrammar, ends: Sequence[int] = (), prompt_ids: Sequence[int] = ()) -> None:
+        """ends: ids that end the request. prompt_ids: its prompt, which may end with the begin marker."""
+        super().__init__()
+        self._ends = {compiled.vocabulary.eos, *ends}
+        self._compiled, self.vocabulary = compiled, compiled.vocabulary
+        self._begins = compiled.begins_after(prompt_ids)
+        self._restart()
+
+    def _restart(self) -> None:
+        self._matcher, self._state = self._compiled.matcher() if self._begins else None, 0
+
+    def started(self, new_ids: Sequence[int]) -> bool:
+        """See `RequestGrammar.started`."""
+        state, begin = 0, self._compiled.begin
+        if self._begins or begin is None:
+            return True
+        for token_id in new_ids:
+            state, rest = begin.after(state, token_id)
+            if rest is not None:
+                return True
+        return False
+
+    def _take(self, token_id: int) -> bool:
+        matcher = self._matcher
+        if self._is_given_up:  # its calls would hold the GIL for ever
+            return True
+        fits = matcher is None or token_id in self._ends or bool(matcher.validate_tokens([token_id]))
+        self._matcher, self._state = self._after(matcher, self._state, token_id)
+        return fits
+
+    def _after(self, matcher: Any, state: int, token_id: int) -> tuple[Any, int]:
+        """The matcher, None outside of the grammar, and the state of its begin marker, after one more token."""
+        if matcher is None:
+            assert self._compiled.begin is not None
+            state, rest = self._compiled.begin.after(state, token_id)
+            begun = None if rest is None else self._compiled.matcher(rest)
+            ended = begun is not None and self._compiled.returns and begun.is_stopped()
+            return (None if ended else begun), state
+        if not matcher.is_stopped():  # never asked to go on after its end
+            matcher.try_consume_tokens([token_id])
+        return (None if self._compiled.returns and matcher.is_stopped() else matcher), 0
+
+    def masks(self, drafts: Ids, words: int) -> RowMasks:
+        """See `RequestGrammar.masks`."""
+        found, at, matcher, state = RowMasks(drafts), 0, self._matcher, self._state
+        if self._is_given_up:
+            raise SpecdecError(f"the grammar cannot go on: {STUCK}")
+        while True:
+            if matcher is not None:
+                taken = self._taken_to_the_end(matcher, drafts[at:]) if self._compiled.returns else None
+                chain = drafts[at:] if taken is None else drafts[at : at + taken - 1]
+                found.within += range(at, at + len(chain) + 1)
+                if not matcher.is_stopped():
+                    found.chains.append((matcher.deep_copy(), at, chain))
+                if taken is None:
+                    return found
+                matcher, state, at = None, 0, at + taken
+            mask = found.ready[at] = self._compiled.free_mask(state)
+            if at == len(drafts) or (mask is not None and not _allows(mask, drafts[at])):
+                return found
+            matcher, state = self._after(None, state, drafts[at])
+            at += 1
+
+    @property
+    def is_over(self) -> bool:
+        """See `RequestGrammar.is_over`."""
+        return self._matcher is not None and bool(self._matcher.is_stopped())
+
+    @property
+    def _is_given_up(self) -> bool:
+        return self._compiled in self._compiled.vocabulary.given_up
+
+    def forced(self) -> Ids:
+        """See `RequestGrammar.forced`."""
+        if self._matcher is None or self.is_over or self._compiled.can_loop:
+            return []
+        return list(self._matcher.compute_ff_tokens())
+
+    def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:
+        """See `RequestGrammar.dead_end`."""
+        matcher, state = self._matcher and self._matcher.deep_copy(), self._state
+        for at, draft in enumerate([*drafts, None]):
+            if matcher is not None and not matcher.is_stopped():
+                one = matcher.deep_copy()
+                if not self._compiled.vocabulary.fill([(one, at, [])], masks):
+                    self._compiled.vocabulary.given_up.add(self._compiled)
+                    masks[:] = -1
+                    return 0, STUCK
+                if one.is_error():
+                    masks[at] = -1
+                    return at, str(one.get_error()).partition("\n")[0]
+            if draft is None or not _allows(masks[at], draft):
+                return None
+            matcher, state = self._after(matcher, state, draft)
+        return None
+
+    @staticmethod
+    def _taken_to_the_end(matcher: Any, drafts: Ids) -> int | None:
+        """How many drafts it takes up to the grammar's end; None where they do not come to that."""
+        matcher = matcher.deep_copy()  # never rolled back: see `GrammarCompiler.fill`
+        for taken, draft in enumerate(drafts, 1):
+            if not matcher.try_consume_tokens([draft]):
+                return None
+            if matcher.is_stopped():
+                return taken
+        return None
+
+
+class UserGrammar(RequestGrammar):
+    """A user's own matcher, copied for one request."""
+
+    def __init__(self, matcher: TokenMatcher) -> None:
+        """Raises InvalidInputError: it cannot be copied."""
+        super().__init__()
+        try:
+            self._own: TokenMatcher = matcher.fork() if hasattr(matcher, "fork") else copy.deepcopy(matcher)
+        except Exception as error:
+            raise InvalidInputError(
+                f"grammar: {type(matcher).__name__} cannot be copied for its request ({type(error).__name__}: {error})"
+                "; give it a fork or a __deepcopy__"
+            ) from error
+        if not isinstance(self._own, TokenMatcher):
+            raise InvalidInputError(f"grammar: a fork of {type(matcher).__name__} has no fill, advance and rollback")
+
+    def _restart(self) -> None:
+        self._own.rollback(len(self._seen))
+
+    def _take(self, token_id: int) -> bool:
+        self._own.advance(token_id)  # whether it may come was asked when it was chosen; an end is no part of it
+        return True
+
+    def masks(self, drafts: Ids, words: int) -> RowMasks:
+        """See `RequestGrammar.masks`."""
+        found, taken = RowMasks(drafts), 0
+        for at in range(len(drafts) + 1):
+            mask = found.ready[at] = np.zeros(words, np.int32)
+            self._own.fill(mask)
+            if at == len(drafts) or not self._own.advance(drafts[at]):
+                break
+            taken += 1
+        self._own.rollback(taken)
+        return found
+
+
+def followed(
+    given: Grammar | TokenMatcher | RequestGrammar, context: TokenContext, endless: bool, prompt_ids: Sequence[int] = ()
+) -> RequestGrammar:
+    """The grammar of one request, with a state of its own. endless: the model's own eos ids do not end the request.
+
+    Raises:
+        InvalidInputError: it is no grammar, cannot be matched or spelled, or its request could not end with it.
+    """
+    if isinstance(given, RequestGrammar):
+        return given
+    if not isinstance(given, Grammar):
+        return UserGrammar(given)
+    ends, eos = context.ends, getattr(context.tokenizer, "eos_token_id", None)
+    if eos is None and ends:
+        eos = ends[0]
+    if eos is None or not (ends or endless):
+        raise InvalidInputError(
+            "a grammar needs an id that ends its request, and neither the model's generation_config nor its tokenizer "
+            "has an eos id: give stop_token_ids"
+        )
+    compiler = compiler_of(context.tokenizer, context.vocab_size, int(eos))
+    return FollowedGrammar(compiler.compiled(given), ends, prompt_ids)
+
+
+def _allows(mask: np.ndarray, token_id: int) -> bool:
+    return bool(mask[token_id // 32] >> token_id % 32 & 1)

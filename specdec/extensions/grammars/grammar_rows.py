@@ -1,0 +1,186 @@
+"""The rows of a round whose requests have a grammar, and the masks of their positions: imported when one comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from attention.batch.host import offsets_within
+from attention.checking import require
+from specdec.errors import SpecdecError
+from specdec.extensions.grammars.compiled import GrammarCompiler
+from specdec.extensions.grammars.following import RequestGrammar, RowMasks
+from specdec.interrupts import is_from_outside
+from specdec.rounds.extras import DecidedRows, EarlyDrafts
+
+_BITS = 32
+
+
+@dataclass(frozen=True)
+class GrammarRows:
+    """The decided rows of a round whose requests have a grammar, on the host.
+
+    Attributes:
+        requests: [m] their grammars; ends: [m] the ids that end each. new_ids: [m] committed tokens of each after the
+            prompt, bonus token included; lens: [m] int64 with the prompt.
+        places: [m] int64 where they are among the J decided rows. counts: [m] int64 drafts of each, and one.
+    """
+
+    requests: tuple[RequestGrammar, ...]
+    ends: tuple[tuple[int, ...], ...]
+    new_ids: tuple[list[int], ...]
+    lens: np.ndarray
+    places: np.ndarray
+    counts: np.ndarray
+    what: ClassVar[str] = "grammars of requests"
+
+    def first_positions(self, rows: int) -> GrammarRows:
+        """Of those among the first `rows` decided rows that have drafts: as if these had none."""
+        found = np.flatnonzero((self.counts > 1) & (self.places < rows))
+        requests, ends, new_ids = (np.fromiter(own, object) for own in (self.requests, self.ends, self.new_ids))
+        each = tuple(requests[found]), tuple(ends[found]), tuple(new_ids[found])
+        return GrammarRows(*each, self.lens[found], self.places[found], np.ones(len(found), np.int64))
+
+    def validate(self, query_lens: np.ndarray) -> None:
+        """See `BatchExtra.validate`."""
+        require(len(self.requests) == len(self.new_ids) == len(self.places), "grammars of other rows")
+        require(bool((self.counts >= 1).all()), "grammars of rows that are not decided")
+
+
+def masked(logits: torch.Tensor, round_: DecidedRows, own: GrammarRows, drafts: EarlyDrafts | None) -> torch.Tensor:
+    """The logits [R', V] of a round, float32, with -inf for tokens that may not come."""
+    banned = _banned(own, drafts, logits.device, logits.shape[1])
+    scores = logits.float() if logits.dtype != torch.float32 else logits.clone()
+    owner = np.repeat(np.arange(len(own.requests)), own.counts)
+    places = np.stack([own.places[owner], offsets_within(own.counts)])
+    place, offset = torch.from_numpy(places).to(logits.device, non_blocking=True)
+    at = round_.logit_index[place, offset]
+    if len(at) == len(scores):  # rows of logits are in the order of the batch
+        return scores.masked_fill_(banned, float("-inf"))
+    return scores.index_put_((at,), scores[at].masked_fill_(banned, float("-inf")))
+
+
+def first_masked(logits: torch.Tensor, own: GrammarRows, target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The head's logits of each row's first draft, masked as `masked` will; rows that would have none left stay."""
+    first = own.first_positions(len(logits))
+    if not len(first.places):
+        return logits
+    banned = _banned(first, None, logits.device, vocab_size)[:, target_ids]
+    banned &= ~banned.all(1, keepdim=True)
+    at = torch.from_numpy(first.places).to(logits.device)
+    return logits.index_put((at,), logits[at].masked_fill(banned, float("-inf")))
+
+
+def _banned(own: GrammarRows, drafts: EarlyDrafts | None, device: torch.device, size: int) -> torch.Tensor:
+    """[N, size] bool: which tokens may not come at each position."""
+    known = [request.vocabulary.words for request in own.requests if request.vocabulary is not None]
+    words = max(known, default=-(-size // _BITS))
+    host = torch.empty(int(own.counts.sum()), words, dtype=torch.int32, pin_memory=device.type == "cuda")
+    write_masks(own, drafts, host.numpy())
+    bits = host.to(device, non_blocking=True)
+    allowed = (bits[:, :, None] >> torch.arange(_BITS, device=bits.device, dtype=torch.int32)) & 1
+    banned = allowed.view(len(bits), -1)[:, :size] == 0
+    if banned.shape[1] < size:  # places of the model's that the vocabulary does not have
+        banned = torch.nn.functional.pad(banned, (0, size - banned.shape[1]), value=True)
+    return banned
+
+
+def write_masks(own: GrammarRows, drafts: EarlyDrafts | None, masks: np.ndarray) -> None:
+    """Write the masks [N, W] int32 of all positions, those of a row after one another. Waits for the drafts."""
+    masks[:] = -1
+    first = np.cumsum(own.counts) - own.counts
+    read = None if drafts is None else drafts.wait()
+    rows: list[RowMasks] = []
+    for j, (request, place, count) in enumerate(zip(own.requests, own.places, own.counts, strict=True)):
+        ids = read[place, : count - 1].tolist() if read is not None and count > 1 else []
+        rows.append(_row_of(request, own.new_ids[j], int(own.lens[j]), ids, masks.shape[1]))
+    each = list(zip(own.requests, own.ends, rows, first.tolist(), strict=True))
+    ended: dict[GrammarCompiler, list[tuple[tuple[int, ...], RowMasks, int]]] = {}
+    for request, ends, row, start in each:
+        if request.vocabulary is not None:
+            ended.setdefault(request.vocabulary, []).append((ends, row, start))
+    returned = True
+    for vocabulary, mine in ended.items():
+        for _, row, start in mine:
+            masks[[start + at for at in row.within]] = vocabulary.only_end  # behind a grammar's end it is not asked
+        returned &= vocabulary.fill(
+            [(m, start + at, ids) for _, row, start in mine for m, at, ids in row.chains], masks
+        )
+    for _, _, row, start in each:
+        for at, ready in row.ready.items():
+            masks[start + at] = -1 if ready is None else ready
+    _note_dead_ends(own, rows, first, masks, returned)
+    for vocabulary, mine in ended.items():
+        _end_as_requests_do(mine, masks, vocabulary)
+
+
+def _row_of(request: RequestGrammar, new_ids: list[int], length: int, drafts: list[int], words: int) -> RowMasks:
+    """What decides a row's masks; what a user's matcher raises ends its request alone."""
+    try:
+        request.follow(new_ids, length - len(new_ids))
+        return request.masks(drafts, words)
+    except Exception as error:
+        if is_from_outside(error):
+            raise
+        request.note(length, [], error)
+        return RowMasks(drafts)
+
+
+def _end_as_requests_do(
+    rows: Sequence[tuple[tuple[int, ...], RowMasks, int]], masks: np.ndarray, vocabulary: GrammarCompiler
+) -> None:
+    """Where a grammar may end, each request's own ends stand for the id that llguidance knows.
+
+    An end that is a special token comes nowhere else. One that is text comes where the grammar has that text, too; and
+    where it may end only if the request has no other ends.
+
+    rows: (ends, masks, first row) of each.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for ends, row, start in rows:
+        groups.setdefault(ends, []).extend(start + at for at in row.within)
+    eos = vocabulary.eos
+    for ends, found in groups.items():
+        over = (masks[found, eos // _BITS] >> eos % _BITS) & 1
+        special = [end for end in ends if end == eos or vocabulary.tokenizer.is_special_token(end)]
+        for end in special:
+            _set(masks, found, end, over)
+        for end in () if special else ends:
+            _set(masks, found, end, over | (masks[found, end // _BITS] >> end % _BITS) & 1)
+        if ends and eos not in ends:
+            _set(masks, found, eos, np.zeros_like(over))
+
+
+def _set(masks: np.ndarray, rows: list[int], token_id: int, on: np.ndarray) -> None:
+    word, bit = token_id // _BITS, np.uint32(1 << token_id % _BITS).view(np.int32)
+    if word < masks.shape[1]:
+        masks[rows, word] = np.where(on, masks[rows, word] | bit, masks[rows, word] & ~bit)
+
+
+def _note_dead_ends(
+    own: GrammarRows, rows: Sequence[RowMasks], first: np.ndarray, masks: np.ndarray, returned: bool
+) -> None:
+    """Positions at which no token may come; a request ends with an error if it comes to one.
+
+    returned: whether masks were filled; else each row is filled again by itself, to find the one that keeps llguidance.
+    """
+    for j, (request, row) in enumerate(zip(own.requests, rows, strict=True)):
+        if row.chains and (not returned or any(matcher.is_error() for matcher, _, _ in row.chains)):
+            start = int(first[j])
+            found = request.dead_end(row.drafts, masks[start : start + int(own.counts[j])])
+            if found is not None:
+                request.note(int(own.lens[j]) + found[0], row.drafts[: found[0]], _cannot_go_on(found[1]))
+    for place in np.flatnonzero(~masks.any(1)).tolist():
+        j = int(np.searchsorted(first, place, side="right")) - 1
+        at = int(place - first[j])
+        reason = _cannot_go_on("no token of the vocabulary may come next")
+        own.requests[j].note(int(own.lens[j]) + at, rows[j].drafts[:at], reason)
+        masks[place] = -1
+
+
+def _cannot_go_on(reason: str) -> SpecdecError:
+    return SpecdecError(f"the grammar cannot go on: {reason}")

@@ -1,0 +1,225 @@
+"""Pages of moving requests that no row owns: held for requests that left, or reserved for requests that come.
+
+The pages of a request that left stay owned until its next engine has read them or its lease is over, and never while
+a read in time may go on. A request that comes has pages before it is read, but no row yet. After a late read its pages
+are in quarantine until the transport reports that nothing writes to them any more. After an interrupt or a failed
+round all tables are made anew; these pages stay as they are (`HeldPages.keep`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from attention.cache.pages import BlockTables
+from attention.cache.windowed import WindowedTables
+from attention.errors import OutOfPagesError
+from specdec.extensions.handoff.moved import MovedRequest, Pages
+
+LEASE_SECONDS = 60.0
+"""How long pages are held for a request that left, by default."""
+GRACE_SECONDS = 5.0
+"""How much longer than the lease pages are held: the clocks of two hosts may differ by this."""
+
+_PAUSE_SECONDS = 1e-3
+ROUNDS_IN_VAIN = 2
+"""Rounds that may still write to freed pages: a row that has ended is still part of the launched round and of the draft
+steps after it. Later rounds write after those; another engine or thread may write before them. So pages of a request
+that comes are filled when these rounds are over."""
+
+
+def pages_needed(pools: Sequence[BlockTables], computed: int, without_head: bool) -> list[int]:
+    """How many pages a request with `computed` keys and values has in each pool; none before a window or chunk.
+
+    without_head: whether the last pool is the head's, and the request has no pages there because it does not draft.
+    """
+    counts = []
+    for pool in pools:
+        first = pool.first_needed(computed) if isinstance(pool, WindowedTables) else 0
+        counts.append(pool.pages_for(computed) - first)
+    return [*counts[:-1], 0] if without_head else counts
+
+
+def take_pages(pools: Sequence[BlockTables], counts: Sequence[int]) -> Pages:
+    """Take these numbers of pages from the pools. Raises OutOfPagesError: fewer are free; nothing was taken."""
+    for pool, count in zip(pools, counts, strict=True):
+        if count > pool.allocator.num_free:
+            raise OutOfPagesError(f"{count} pages wanted, {pool.allocator.num_free} are free")
+    return tuple(tuple(pool.allocate_detached(count)) for pool, count in zip(pools, counts, strict=True))
+
+
+def release_pages(pools: Sequence[BlockTables], pages: Pages) -> None:
+    """Free pages that no row owns."""
+    for pool, own in zip(pools, pages, strict=True):
+        pool.release_detached(own)
+
+
+@dataclass(frozen=True)
+class _Held:
+    pages: Pages
+    until: float
+
+
+@dataclass(frozen=True)
+class _Late:
+    pages: Pages
+    settled: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Due:
+    """What can be freed now. Clocks and peers decide that, so rank 0 finds it for all ranks.
+
+    leases: of requests that were read, or that nobody will read. reads: numbers of reservations that late reads no
+    longer write to.
+    """
+
+    leases: tuple[str, ...]
+    reads: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.leases or self.reads)
+
+
+class HeldPages:
+    """Pages of one engine that belong to a request but to no row: it has left, or has not begun here yet.
+
+    Attributes:
+        grace: see `GRACE_SECONDS`. finished: gives leases that the transport reports as read.
+        revoke, grant: tell it that a lease is over, or that its pages may be read.
+        confirm: called with all that a round has granted, before any reader is told; with several ranks they wait for
+            each other there.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+        self._over: list[str] = []
+        self._filling: dict[int, Pages] = {}
+        self._late: dict[int, _Late] = {}
+        self._not_yet: dict[int, int] = {}
+        self._next = 0
+        self._num_leases = 0
+        self.secret = secrets.token_bytes(32)
+        self.grace = GRACE_SECONDS
+        self.finished: Callable[[], Sequence[str]] = lambda: ()
+        self.revoke: Callable[[str], None] = lambda lease: None
+        self.grant: Callable[[str, Pages], None] = lambda lease, pages: None
+        self.confirm: Callable[[Mapping[str, Pages]], None] = lambda granted: None
+
+    @property
+    def num_held(self) -> int:
+        """Number of requests that left and whose pages are still held."""
+        return len(self._held)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Number of late reads that may still write to their pages."""
+        return len(self._late)
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is held, late or reserved for later."""
+        return bool(self._held or self._late or self._not_yet)
+
+    def pause(self, waiting: bool) -> None:
+        """Sleep briefly where requests wait for pages that only a peer or the end of a lease frees."""
+        if waiting and (self.active or self._filling):
+            time.sleep(_PAUSE_SECONDS)
+
+    def late_pages(self) -> set[int]:
+        """Pages of the target's first group that are in quarantine."""
+        return {page for late in self._late.values() for page in late.pages[0]}
+
+    def hold(self, pages: Pages, lease_seconds: float) -> str:
+        """Hold the pages of a request that leaves, and let them be read; returns its lease.
+
+        A lease is 128 bits that nobody can guess, from the engine's secret and a count, so that all ranks have the
+        same.
+        """
+        self._num_leases += 1
+        lease = hashlib.sha256(self.secret + self._num_leases.to_bytes(8, "little")).hexdigest()[:32]
+        self._held[lease] = _Held(pages, time.monotonic() + lease_seconds + self.grace)
+        self.grant(lease, pages)
+        return lease
+
+    def end(self, lease: str) -> None:
+        """Note that nobody will read these pages, so that they are due next."""
+        self._over.append(lease)
+
+    def release(self, pools: Sequence[BlockTables], leases: Iterable[str]) -> None:
+        """Free the pages of these leases. Unknown ones are over already."""
+        for lease in leases:
+            held = self._held.pop(lease, None)
+            if held is not None:
+                self.revoke(lease)
+                release_pages(pools, held.pages)
+
+    def due(self) -> Due:
+        """What was read, what is overdue or ended here, and what may leave quarantine."""
+        leases: list[str] = []
+        if self._held:
+            now = time.monotonic()
+            over = [lease for lease, held in self._held.items() if held.until <= now]
+            ended, self._over = self._over, []
+            leases = [lease for lease in dict.fromkeys((*ended, *self.finished(), *over)) if lease in self._held]
+        return Due(tuple(leases), tuple(number for number, late in self._late.items() if late.settled()))
+
+    def settle(self, pools: Sequence[BlockTables], due: Due) -> None:
+        """Free what is due."""
+        self.release(pools, due.leases)
+        for number in due.reads:
+            release_pages(pools, self._late.pop(number).pages)
+
+    def begin_round(self) -> None:
+        """Count a round. Between two rounds `may_fill` is asked after it."""
+        self._not_yet = {number: left - 1 for number, left in self._not_yet.items() if left > 1}
+
+    def reserve(self, pools: Sequence[BlockTables], moved: MovedRequest, without_head: bool, rounds: int) -> int:
+        """Take pages for a request that comes; returns their number. Raises OutOfPagesError: too few are free now.
+
+        rounds: how many must end before the pages are filled, see `may_fill`.
+        """
+        pages = take_pages(pools, pages_needed(pools, moved.computed, without_head))
+        self._next += 1
+        self._filling[self._next] = pages
+        if rounds:
+            self._not_yet[self._next] = rounds
+        return self._next
+
+    def may_fill(self, number: int) -> bool:
+        """Whether no launched round can write to reserved pages any more."""
+        return number not in self._not_yet
+
+    def pages_of(self, number: int) -> Pages:
+        """The reserved pages of a number."""
+        return self._filling[number]
+
+    def take(self, number: int) -> Pages:
+        """The reserved pages of a number, filled now; from here on they belong to a waiting request."""
+        return self._filling.pop(number)
+
+    def drop(self, pools: Sequence[BlockTables], number: int, settled: Callable[[], bool]) -> None:
+        """Free reserved pages, once `settled` tells that nothing writes to them. Nothing happens if they were taken."""
+        pages = self._filling.pop(number, None)
+        self._not_yet.pop(number, None)
+        if pages is None:
+            return
+        if settled():
+            release_pages(pools, pages)
+        else:
+            self._late[number] = _Late(pages, settled)
+
+    def watch(self, number: int, settled: Callable[[], bool]) -> None:
+        """Replace how the end of a late read is found. Nothing happens if no such read is late."""
+        if number in self._late:
+            self._late[number] = replace(self._late[number], settled=settled)
+
+    def keep(self, pools: Sequence[BlockTables]) -> None:
+        """Own all held pages in new pools, which replace the former ones."""
+        every = [*(held.pages for held in self._held.values()), *self._filling.values()]
+        for pages in (*every, *(late.pages for late in self._late.values())):
+            for pool, own in zip(pools, pages, strict=True):
+                pool.keep_detached(own)

@@ -1,0 +1,214 @@
+"""What a row's next round needs from the device besides pages: read when a request leaves an engine, put back in
+another.
+
+These are the drafts for its next verification, with the distribution they were drawn from; the vectors that a draft
+loop carries from round to round; and the states of recurrent layers. Where rounds run operator by operator a
+distribution is probabilities ("draft_probs"); from graphs it is the head's logits and the statistics of its filters
+("draft_logits", "draft_stats"): those are what the acceptance reads, and half of the bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from drafters.loops.base import CarriesVectors, Draft, DraftLoop
+from specdec.acceptance.judge import DraftVocab
+from specdec.engine.engine import Engine
+from specdec.execution.base import DraftBuffers, Round
+from specdec.execution.eager import draft_vocab
+from specdec.extensions.handoff.moved import Arrival
+from specdec.ops.draws import Filtered
+from specdec.requests.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from attention.recurrence.runner import StateRunner
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A request that joins a round: row, tokens read, what it brought, and how many of its drafts are verified."""
+
+    row: int
+    computed: int
+    arrival: Arrival
+    num_drafts: int
+    params: SamplingParams
+
+
+class RowTensors(ABC):
+    """What rows carry from round to round besides pages: read where a request leaves, put back where it goes on.
+
+    States, and vectors of a draft loop, are the same in every executor; how drafts are kept depends on it.
+    """
+
+    def __init__(self, states: StateRunner | None, loop: object, device: torch.device) -> None:
+        self._states, self._loop, self._device = states, loop, device
+
+    def pack(self, row: int, computed: int, drafts: bool) -> dict[str, torch.Tensor]:
+        """What the request in a RowTable row carries from round to round, copied on the device.
+
+        computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
+        """
+        found: dict[str, torch.Tensor] = {}
+        if drafts and isinstance(self._loop, CarriesVectors):
+            found["carried"] = self._loop.carried_by(row).clone()
+        if self._states is not None:
+            found |= {f"state.{i}": tensor for i, tensor in enumerate(self._states.of_row(row, computed))}
+        return found
+
+    def refuses(self, tensors: Tensors) -> str:
+        """Why such tensors cannot be taken over; "" when they can."""
+        expected: dict[str, tuple[int, ...]] = {}
+        if isinstance(self._loop, CarriesVectors) and "drafts" in tensors:
+            expected["carried"] = self._loop.carried_shape
+        if self._states is not None:
+            expected |= {f"state.{i}": shape for i, shape in enumerate(self._states.moved_shapes)}
+        given = {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("draft")}
+        return "" if given == expected else f"it brings tensors {given}, and this engine takes {expected}"
+
+    def unpack(self, row: int, computed: int, tensors: Tensors) -> None:
+        """Put what `pack` gave in another engine of the model into a row of this one."""
+        if isinstance(self._loop, CarriesVectors) and "carried" in tensors:
+            self._loop.carry(row, tensors["carried"].to(self._device))
+        if self._states is not None:
+            given = [tensors[f"state.{i}"] for i in range(len(self._states.states))]
+            self._states.put_row(row, computed, given)
+
+    @abstractmethod
+    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
+        """Copies, on the device, of one row's first drafts and, of a sampled row, of what they were drawn from."""
+
+    @abstractmethod
+    def places(self, taken: np.ndarray, count: int) -> np.ndarray | None:
+        """Where drafts of `count` arriving rows go beside those of this engine's own rows; None: after those."""
+
+    @abstractmethod
+    def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
+        """Take over, into their rows, what requests have brought; returns the drafts of the whole round.
+
+        round_: sent, its last drafting rows being those of `arrived` that have drafts. draft: of the others.
+        """
+
+
+class EagerTensors(RowTensors):
+    """`RowTensors` of rounds that run operator by operator."""
+
+    def __init__(
+        self,
+        states: StateRunner | None,
+        loop: DraftLoop[Any, Any] | None,
+        vocab: DraftVocab | None,
+        draws: bool,
+        device: torch.device,
+    ) -> None:
+        """vocab: of the head; draws: whether drafts of sampled rows are drawn from its distribution."""
+        super().__init__(states, loop, device)
+        self._vocab, self._draws = vocab, draws
+
+    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
+        found = {"drafts": draft.token_ids[place, :count].clone()}
+        if sampled and draft.probs is not None:
+            found["draft_probs"] = draft.probs[place, :count].clone()
+        return found
+
+    def places(self, taken: np.ndarray, count: int) -> None:
+        """See `RowTensors.places`."""
+
+    def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
+        for one in arrived:
+            self.unpack(one.row, one.computed, one.arrival.tensors)
+        drafting = [one for one in arrived if one.num_drafts]
+        if not drafting or self._vocab is None:
+            return draft
+        drawn = self._draws and round_.sent is not None and round_.sent.verification.sampling is not None
+        return joined(draft, drafting, round_.target.max_drafts, self._vocab, drawn)
+
+
+class GraphTensors(RowTensors):
+    """`RowTensors` of rounds that run from CUDA graphs: drafts lie in buffers that the graphs read."""
+
+    def __init__(self, states: StateRunner | None, buffers: DraftBuffers, device: torch.device) -> None:
+        super().__init__(states, buffers.loop, device)
+        self._static, self._drawn = buffers.loop, buffers.drawn
+
+    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
+        found = {"drafts": draft.token_ids[place, :count].clone()}
+        return found | self._drawn.kept(place, count) if sampled and self._drawn is not None else found
+
+    def places(self, taken: np.ndarray, count: int) -> np.ndarray | None:
+        """See `RowTensors.places`: rows of the buffer of drafts that no row of the next round was drafted in."""
+        return np.setdiff1d(np.arange(len(self._static.drafts)), taken)[:count]
+
+    def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
+        for one in arrived:
+            self.unpack(one.row, one.computed, one.arrival.tensors)
+        drafting = [one for one in arrived if one.num_drafts]
+        if not drafting:
+            return draft
+        sources = round_.target.sources
+        assert sources is not None
+        for place, one in zip(sources[-len(drafting) :].tolist(), drafting, strict=True):
+            tensors = {name: tensor.to(self._device) for name, tensor in one.arrival.tensors.items()}
+            self._static.drafts[place, : one.num_drafts] = tensors["drafts"][: one.num_drafts]
+            if self._drawn is not None and not one.params.greedy:
+                self._drawn.keep(place, tensors, one.num_drafts, one.params.temperature)
+        return Draft(self._static.drafts, None)
+
+    def refuses(self, tensors: Tensors) -> str:
+        half = self._drawn is not None and self._drawn.in_half_precision
+        if half and "draft_probs" in tensors:
+            return (
+                "drafts drawn without CUDA graphs cannot be verified from graphs in half precision, which would round "
+                "their distribution; load both models with cuda_graphs=True, or both with False"
+            )
+        return super().refuses(tensors)
+
+
+def row_tensors(engine: Engine) -> RowTensors:
+    """Access to the rows' tensors for the engine's executor."""
+    target, drafter, buffers = engine.target, engine.drafter, engine.executor.draft_buffers
+    states, device = target.states, target.hf_model.device
+    if buffers is not None:
+        return GraphTensors(states, buffers, device)
+    loop, vocab = (None, None) if drafter is None else (drafter.loop, draft_vocab(drafter, target))
+    return EagerTensors(states, loop, vocab, engine.config.draws_drafts, device)
+
+
+def joined(draft: Draft | None, arrived: Sequence[Arrived], width: int, vocab: DraftVocab, drawn: bool) -> Draft:
+    """The drafts of a round [R, n], in order: of the draft loop's rows, then of those that have brought theirs.
+
+    draft: what the loop made; None or without rows where no row drafted here. width: n, the most drafts of a row.
+    drawn: whether the round has distributions; then probs [R, n, Vd], one-hot of drafts that were not drawn.
+    """
+    device, own = vocab.target_ids.device, 0 if draft is None else len(draft.token_ids)
+    ids = torch.zeros(own + len(arrived), width, dtype=torch.int64, device=device)
+    probs = ids.new_zeros(*ids.shape, len(vocab.target_ids), dtype=torch.float32) if drawn else None
+    if draft is not None and own:
+        ids[:own, : draft.token_ids.shape[1]] = draft.token_ids
+        if probs is not None and draft.probs is not None:
+            probs[:own, : draft.probs.shape[1]] = draft.probs
+    for place, one in enumerate(arrived, own):
+        tensors = {name: tensor[: one.num_drafts].to(device) for name, tensor in one.arrival.tensors.items()}
+        ids[place, : one.num_drafts] = tensors["drafts"]
+        if probs is not None:
+            probs[place, : one.num_drafts] = _mass(tensors, one.params, vocab)
+    return Draft(ids, probs)
+
+
+def _mass(tensors: Tensors, params: SamplingParams, vocab: DraftVocab) -> torch.Tensor:
+    """[n, Vd] float32, what a request's drafts were drawn from."""
+    if params.greedy or not {"draft_probs", "draft_logits"} & set(tensors):
+        return (tensors["drafts"][:, None] == vocab.target_ids).float()
+    if "draft_probs" in tensors:
+        return tensors["draft_probs"]
+    stats = tensors["draft_stats"]
+    temperature, min_p = (stats.new_full((len(stats),), x) for x in (params.temperature, params.min_p))
+    return Filtered(stats).probs(tensors["draft_logits"], temperature, min_p)

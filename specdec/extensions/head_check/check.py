@@ -1,0 +1,200 @@
+"""The head check: a head against its target on a few texts, and other readings of the head's files on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from drafters.base import Head, OtherReading
+from drafters.checkpoints.config_fields import Reported
+from drafters.families import FAMILIES
+from specdec.errors import InvalidInputError
+from specdec.extensions.head_check.measurement import (
+    MAX_NEW_TOKENS,
+    PROMPTS,
+    Chains,
+    Passage,
+    aux_states,
+    chains,
+    check_map,
+    runs_in_chains,
+)
+from specdec.loading.tokenizers import as_chats
+from specdec.model import SpeculativeModel
+from specdec.requests.prompts import Prompts
+from specdec.requests.sampling import SamplingParams
+from specdec.requests.stats import AcceptanceStats, pool_requests
+from specdec.wrapped.probing import TargetProbe, probe_target
+
+LOW = 0.25
+"""Least share of first drafts that a right pair has accepted; EAGLE-3 heads have 0.55 to 0.75 on chats."""
+_MARGIN, _SIGMAS = 0.1, 4.0
+"""Another reading must win so many drafts per chain, and so many standard errors."""
+_LONGEST = 1024
+"""Most tokens of a prompt with its answer: the drafts from all its positions take memory that grows with the square."""
+
+Verdict = Literal["fine", "low", "misread"]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Another reading, and what it gives.
+
+    Attributes:
+        reading: how the head is read. stats: its drafts from every position of the answers.
+        gain, error: further drafts accepted per chain than as read, and the standard error of that.
+    """
+
+    reading: OtherReading
+    stats: AcceptanceStats
+    gain: float
+    error: float
+
+    @property
+    def is_better(self) -> bool:
+        """Better beyond doubt."""
+        return self.gain >= max(_MARGIN, _SIGMAS * self.error)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the agreement check found; num_answers, num_tokens: what the target wrote for it, greedily.
+
+    Attributes:
+        rounds: acceptance in the rounds that wrote it. chains: the same drafts from every position of the answers; None
+            where that cannot be run.
+        tried: the other readings, best first. best: the one that is better beyond doubt, if any.
+        verdict: "fine"; "low": few drafts are accepted however the head is read; "misread": `best` is right.
+        cause: the likely cause, or what speaks for the head.
+    """
+
+    num_answers: int
+    num_tokens: int
+    rounds: AcceptanceStats
+    chains: AcceptanceStats | None
+    tried: tuple[Tried, ...]
+    best: Tried | None
+    verdict: Verdict
+    cause: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers as they are."""
+        return {
+            "verdict": self.verdict,
+            "cause": self.cause,
+            "answers": self.num_answers,
+            "tokens": self.num_tokens,
+            "rounds": _numbers(self.rounds),
+            "chains": None if self.chains is None else _numbers(self.chains),
+            "tried": [_tried_json(tried) for tried in self.tried],
+            "best": None if self.best is None else _tried_json(self.best),
+        }
+
+
+def _numbers(stats: AcceptanceStats) -> dict[str, Any]:
+    return {
+        "count": stats.rounds,
+        "tau": stats.tau,
+        "unconditional": list(stats.unconditional),
+        "conditional": list(stats.conditional),
+    }
+
+
+def _tried_json(tried: Tried) -> dict[str, Any]:
+    said = {"reading": tried.reading.name, "head_overrides": dict(tried.reading.overrides)}
+    return said | {"gain": tried.gain, "error": tried.error} | _numbers(tried.stats)
+
+
+def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> Agreement:
+    """Let the target answer some prompts greedily with the head, and compare other readings of the head on the answers.
+
+    prompts: default `PROMPTS`, as chats where the tokenizer has a template.
+
+    Raises:
+        InvalidInputError: the model has no head, drafts nothing, a prompt is too long, or the answers are too short to
+            compare anything.
+    """
+    head, num_drafts = model.head, model.num_speculative_tokens
+    if head is None or num_drafts == 0:
+        raise InvalidInputError("the agreement check needs a head that drafts: give one, and num_speculative_tokens")
+    done = model.generate(as_chats(model.tokenizer, PROMPTS) if prompts is None else prompts, _PARAMS)
+    passages = [Passage.of(one, model.device) for one in done if len(one.token_ids) > 1]
+    tokens, rounds = sum(len(one.token_ids) for one in done), pool_requests([one.stats for one in done])
+    if not passages or not rounds.offered:
+        raise InvalidInputError(
+            f"the target's answers have {tokens} tokens in all, too few to draft any: give prompts with longer answers"
+        )
+    _check_lengths(passages)
+    probed = probe_target(model.hf_model)
+    layers, theta = len(probed.layers), _rope_theta(probed)
+    readings = [own for each in FAMILIES.values() for own in each.code().other_readings(head, layers, theta)]
+    if not readings or not runs_in_chains(head):
+        verdict, cause = _judged(rounds, None, head_can_vary=False)
+        return Agreement(len(done), tokens, rounds, None, (), None, verdict, cause)
+    wanted = sorted({layer for each in (head, *(reading.head for reading in readings)) for layer in each.aux_layers})
+    states = aux_states(probed, passages, wanted)
+    own = chains(head, passages, states, num_drafts)
+    tried = tuple(_tried(readings, own, passages, states, num_drafts))
+    best = tried[0] if tried[0].is_better else None
+    verdict, cause = _judged(own.stats, best, head_can_vary=True)
+    if best is not None:
+        cause += _origin(head, best.reading)
+    if own.stats.unconditional[0] < LOW and best is None and (found := check_map(head, passages, states)).is_wrong:
+        cause = found.cause
+    return Agreement(len(done), tokens, rounds, own.stats, tried, best, verdict, cause)
+
+
+def _tried(
+    readings: Sequence[OtherReading],
+    own: Chains,
+    passages: Sequence[Passage],
+    states: Sequence[Mapping[int, torch.Tensor]],
+    num_drafts: int,
+) -> list[Tried]:
+    """Each reading on the same passages, the best first."""
+    found = ((reading, chains(reading.head, passages, states, num_drafts)) for reading in readings)
+    tried = (Tried(reading, other.stats, *other.gain_over(own)) for reading, other in found)
+    return sorted(tried, key=lambda each: -each.gain)
+
+
+def _origin(head: Head, reading: OtherReading) -> str:
+    """Where the value came from that another reading changes: " (aux_layers: default 2, N//2, N-3)"."""
+    report = head.checkpoint_report if isinstance(head, Reported) else None
+    sources = {} if report is None else {field.name: field.source for field in report.fields}
+    return f" ({reading.field}: {sources[reading.field]})" if reading.field in sources else ""
+
+
+def _check_lengths(passages: Sequence[Passage]) -> None:
+    longest = max(len(passage.token_ids) for passage in passages)
+    if longest > _LONGEST:
+        raise InvalidInputError(
+            f"a prompt of the agreement check has {longest} tokens with its answer; at most {_LONGEST} are compared: "
+            "give shorter prompts"
+        )
+
+
+_PARAMS = SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
+
+
+def _judged(stats: AcceptanceStats, best: Tried | None, head_can_vary: bool) -> tuple[Verdict, str]:
+    if best is not None:
+        return "misread", best.reading.cause
+    if stats.unconditional[0] >= LOW:
+        return "fine", "the target accepts what the head drafts" + (
+            ", and no other reading of its files is better" if head_can_vary else ""
+        )
+    tried = "no other reading of its files is better" if head_can_vary else "other readings of this kind are not tried"
+    return "low", (
+        f"{tried}. Likely causes: the head was trained for another model of the same shape, or for another fine-tune "
+        "of it; it is hardly trained; it was trained with another chat template, or on other texts (give some with "
+        "--file)"
+    )
+
+
+def _rope_theta(probed: TargetProbe) -> float | None:
+    parameters = getattr(probed.model.config.get_text_config(), "rope_parameters", None) or {}
+    theta = parameters.get("rope_theta")
+    return float(theta) if isinstance(theta, (int, float)) else None

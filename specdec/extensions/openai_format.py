@@ -1,0 +1,346 @@
+"""OpenAI's format: bodies of requests to prompts and parameters, completions and updates to bodies of answers.
+
+What does not change what is generated (`user`, `metadata`, …) is ignored; what is not served (tools) is refused.
+Beside OpenAI's, every option of `SamplingParams` may be given by its name (`top_k`, `repetition_penalty`, `max_time`).
+
+Source: OpenAI API reference, "Create chat completion", "Create completion", "Error codes".
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from specdec.engine.streams import StreamUpdate
+from specdec.errors import ClosedModelError, DrainingError, InvalidInputError, QueueFullError, SpecdecError
+from specdec.requests import chats
+from specdec.requests.arguments import own_names
+from specdec.requests.logprobs import TokenLogprobs
+from specdec.requests.request import Completion
+from specdec.requests.sampling import SamplingParams
+from specdec.requests.text import Vocabulary
+from specdec.values import flag, short, whole
+
+LEAST = -9999.0
+"""The log-probability of what cannot come: JSON has no -inf. Source: OpenAI API reference, "top_logprobs"."""
+MOST_TOP = 20
+"""Alternatives of a chat's token. Source: as before."""
+NO_OPTIONS = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
+"""Fields of a body that change no token."""
+OFF: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "best_of": (1,),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    "parallel_tool_calls": (True, False),
+}
+"""Fields of a body that are not served, with the values that ask for nothing."""
+_TOOLS = ("tools", "tool_choice", "functions", "function_call")
+_UNTOLD = ("return_logits", "return_scores", "return_drafts", "prompt_logprobs", "prompt_logprobs_start")
+"""Options whose results have no place in an answer."""
+_CHAT, _CHUNK, _TEXT = "chat.completion", "chat.completion.chunk", "text_completion"
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class _UnknownModelError(InvalidInputError):
+    """A body asks for a model that is not served."""
+
+
+_STATUS: dict[type[Exception], int] = {
+    _UnknownModelError: 404,
+    InvalidInputError: 400,
+    RecursionError: 400,
+    QueueFullError: 429,
+    DrainingError: 503,
+    ClosedModelError: 503,
+}
+
+
+class Updates(Protocol):
+    """What `events` needs of an `AsyncStream`."""
+
+    def __aiter__(self) -> AsyncIterator[StreamUpdate]: ...
+
+    def unread(self) -> list[StreamUpdate]:
+        """Take the updates that are there, without waiting."""
+        ...
+
+
+def body_of(data: bytes, name: str) -> dict[str, Any]:
+    """The body of a request to the model that is called `name`.
+
+    Raises:
+        InvalidInputError: no JSON object. _UnknownModelError: it asks for another model.
+    """
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"the body is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidInputError(f"the body is a JSON object, not {short(found)}")
+    if found.get("model") not in (None, name):
+        raise _UnknownModelError(f"there is no model {short(found['model'])}; there is {name!r}")
+    return found
+
+
+def models_of(name: str, asked: str | None) -> dict[str, Any]:
+    """The list of models, of which there is one, or that one. Raises _UnknownModelError: another is asked for."""
+    if asked not in (None, name):
+        raise _UnknownModelError(f"there is no model {short(asked)}; there is {name!r}")
+    one = {"id": name, "object": "model", "created": 0, "owned_by": "specdec"}
+    return one if asked else {"object": "list", "data": [one]}
+
+
+def streamed(body: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether the answer is a stream, and whether that ends with its usage. Raises InvalidInputError: other values."""
+    options = body.get("stream_options")
+    if not isinstance(options, (Mapping, type(None))):
+        raise InvalidInputError(f'stream_options={short(options)}: allowed is {{"include_usage": true or false}}')
+    given = {"stream": body.get("stream"), "stream_options: include_usage": (options or {}).get("include_usage")}
+    stream, counted = (flag(name, value if value is not None else False) for name, value in given.items())
+    return stream, counted
+
+
+def request_of(body: Mapping[str, Any], chat: bool, allow_lark: bool = False) -> tuple[Any, SamplingParams]:
+    """Prompts and parameters of the body of a chat completion, or of a completion.
+
+    allow_lark: take grammars in Lark's syntax, whose authors can keep a thread of this process busy for good.
+
+    Raises:
+        InvalidInputError: something that is not served, or a value that is not allowed.
+    """
+    if used := [name for name in _UNTOLD if body.get(name) is not None and body[name] is not False]:
+        raise InvalidInputError(f"{', '.join(used)}: an answer in OpenAI's format has no place for it")
+    template = {name: body[name] for name in chats.OPTIONS if chat and name in body}
+    elsewhere = (*NO_OPTIONS, *_UNTOLD, *template, "messages", "prompt", "stream", "stream_options")
+    own = options_of({name: value for name, value in body.items() if name not in elsewhere}, chat)
+    params = SamplingParams.from_dict({"temperature": 1.0, **own})
+    if not allow_lark and getattr(params.grammar, "kind", None) == "lark":
+        raise InvalidInputError(
+            "response_format: this service takes no grammar in Lark's syntax; give json_schema, regex or choice"
+        )
+    return chat_of(body.get("messages"), template) if chat else _prompt_of(body.get("prompt")), params
+
+
+def options_of(given: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+    """Options of a body by the names of `SamplingParams`; what is null or asks for nothing is left out.
+
+    Raises:
+        InvalidInputError: something that is not served, log-probabilities that OpenAI has not, two values of an option.
+    """
+    own = {name: value for name, value in given.items() if value is not None}
+    for name in OFF.keys() & own.keys():
+        value = own.pop(name)
+        if not any(value == off and type(value) is type(off) for off in OFF[name]):
+            tools = "; describe tools in a message, and give response_format" if name in _TOOLS else ""
+            raise InvalidInputError(f"{name}={short(value)} is not served; leave it out{tools}")
+    if chat:
+        top = whole("top_logprobs", own.pop("top_logprobs", 0), 0, MOST_TOP)
+        asked = flag("logprobs", own.pop("logprobs", False))
+        if top and not asked:
+            raise InvalidInputError(f"top_logprobs={top} without logprobs=true")
+        own |= {"logprobs": top} if asked else {}
+    own = own_names(own)
+    if "response_format" in own:
+        own["grammar"] = own.pop("response_format")
+    return own
+
+
+def _prompt_of(prompt: Any) -> Any:
+    if prompt is None or prompt == [] or isinstance(prompt, Mapping):
+        raise InvalidInputError(f"prompt={short(prompt)}: give a text, token ids, or a list of these")
+    return prompt
+
+
+def chat_of(messages: Any, template: Mapping[str, Any]) -> Sequence[Any]:
+    """The messages of a body as templates read them: texts, and tool calls with arguments that are objects.
+
+    template: options of the chat template in the body. Raises InvalidInputError: something that is not served.
+    """
+    if not isinstance(messages, list) or not messages or not all(isinstance(turn, Mapping) for turn in messages):
+        raise InvalidInputError("messages: give a list of objects with role and content")
+    found = [{**chats.with_tool_calls(turn), "content": _text_of(turn)} for turn in messages]
+    return chats.with_options(found, template)
+
+
+def _text_of(turn: Mapping[str, Any]) -> str:
+    """Of a message's content: a text, parts that are texts, or null of an assistant that said nothing."""
+    content = turn.get("content")
+    content = "" if content is None and turn.get("role") == "assistant" else content
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise InvalidInputError(f"messages: content={short(content)}: give a text")
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidInputError(f"messages: only text is served, not {short(part)}")
+    return "".join(part["text"] for part in parts)
+
+
+def response_of(done: Sequence[Completion], tokenizer: Any, chat: bool) -> dict[str, Any]:
+    """`choices` and `usage` of all completions of a request, in order."""
+    choices = []
+    for index, one in enumerate(done):
+        text = {"message": {"role": "assistant", "content": one.text}} if chat else {"text": one.text}
+        found = told(Pieces(Vocabulary(tokenizer)), one.logprobs, chat)
+        choices.append({"index": index, **text, "logprobs": found, **_end_of(one)})
+    return {"object": _CHAT if chat else _TEXT, "choices": choices, "usage": usage_of(done)}
+
+
+async def events(
+    stream: Updates, tokenizer: Any, head: Mapping[str, Any], chat: bool, counted: bool
+) -> AsyncIterator[str]:
+    """Server-sent events of a stream: `choices` of each update, an error of requests, and, if `counted`, `usage`. Those
+    that are there at once are one text."""
+    begin = f"data: {_encode({**head, 'object': _CHUNK if chat else _TEXT})[:-1]},"
+    pieces, done = defaultdict[int, Pieces](lambda: Pieces(Vocabulary(tokenizer))), list[Completion]()
+    try:
+        async for first in stream:
+            text = ""
+            for update in (first, *stream.unread()):
+                text += f'{begin}"choices":[{_encode(_choice(update, chat, pieces))}]}}\n\n'
+                done += [] if update.completion is None else [update.completion]
+            yield text
+    except SpecdecError as error:
+        yield f"{begin}{_encode(error_of(error)[1])[1:]}\n\n"
+    if counted:
+        yield f"{begin}{_encode({'choices': [], 'usage': usage_of(done)})[1:]}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _choice(update: StreamUpdate, chat: bool, pieces: dict[int, Pieces]) -> dict[str, Any]:
+    """pieces: of each completion so far, which are added to."""
+    delta = {"content": update.text} | ({} if update.index in pieces else {"role": "assistant"})
+    return {
+        "index": update.index,
+        **({"delta": delta} if chat else {"text": update.text}),
+        "logprobs": told(pieces[update.index], update.logprobs, chat),
+        **_end_of(update.completion),
+    }
+
+
+def head_of(name: str, chat: bool) -> dict[str, Any]:
+    """What every part of an answer of the model that is called `name` begins with."""
+    return {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+
+
+def usage_of(done: Sequence[Completion]) -> dict[str, Any]:
+    """Tokens of completions; each prompt counts once. Accepted and rejected drafts are OpenAI's predictions."""
+    rounds = [one.pooled for one in done]
+    accepted, drafted = sum(own.accepted for own in rounds), sum(own.drafted for own in rounds)
+    prompt = sum(len(one.prompt_token_ids) for one in done if not one.sample_index)
+    new = sum(len(one.token_ids) for one in done)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(one.stats.cached_tokens for one in done)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+    }
+
+
+def error_of(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """The status of an answer to a request that failed by this error, and its body."""
+    if (status := getattr(error, "status_code", None)) is not None:  # of Starlette
+        return status, _error_body(status, str(getattr(error, "detail", error)))
+    status = next((own for kind, own in _STATUS.items() if isinstance(error, kind)), 500)
+    if isinstance(error, RecursionError):
+        return status, _error_body(status, f"the body is nested too deeply ({error})")
+    known = isinstance(error, SpecdecError)
+    return status, _error_body(status, str(error) if known else "the server failed; its log says why")
+
+
+def _error_body(status: int, message: str) -> dict[str, Any]:
+    """The body of an answer with this status."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def _end_of(done: Completion | None) -> dict[str, Any]:
+    """OpenAI has no reasons for a time limit and a cancelled request: they are in `stop_reason`."""
+    if done is None:
+        return {"finish_reason": None}
+    reason = "stop" if done.finish_reason in ("eos", "stop") else "length"
+    return {"finish_reason": reason, "stop_reason": done.finish_reason}
+
+
+class Piece(NamedTuple):
+    """A token in a text. text: as it is written, "bytes:…" where it is no text by itself. data: its bytes in the text,
+    none of a special token. offset: characters of the text before it."""
+
+    text: str
+    data: bytes
+    offset: int
+
+
+class Pieces:
+    """A completion's tokens as pieces of its text, one after the other."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length, self._is_first = 0, True
+
+    def at_end(self, token_id: int) -> Piece:
+        """A token as the next one, which is not added."""
+        data, special = self._vocabulary.written(token_id, self._is_first)
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return Piece(text, b"" if special else data, self._length)
+
+    def add(self, token_id: int) -> Piece:
+        """Add the next token."""
+        found = self.at_end(token_id)
+        self._is_first = self._is_first and self._vocabulary.written(token_id)[1]
+        self._length += len(self._utf8.decode(found.data))
+        return found
+
+
+def told(pieces: Pieces, logprobs: Sequence[TokenLogprobs] | None, chat: bool) -> dict[str, Any] | None:
+    """Log-probabilities of tokens in the form of a chat completion, or of a completion; None where none were asked.
+
+    The bytes of all tokens are those of the text. pieces: those of the tokens before, to which these are added.
+    """
+    if logprobs is None:
+        return None
+    content, offsets, by_text = list[dict[str, Any]](), list[int](), list[dict[str, float]]()
+    for one in logprobs:
+        top = [_entry(pieces.at_end(token_id), logprob) for token_id, logprob in one.top]
+        piece = pieces.add(one.token_id)
+        content.append(_entry(piece, one.logprob) | {"top_logprobs": top})
+        offsets.append(piece.offset)
+        by_text.append(_by_text(one, content[-1]))
+    if chat:
+        return {"content": content}
+    return {
+        "tokens": [own["token"] for own in content],
+        "token_logprobs": [own["logprob"] for own in content],
+        "top_logprobs": by_text if any(by_text) else None,
+        "text_offset": offsets,
+    }
+
+
+def _entry(piece: Piece, logprob: float) -> dict[str, Any]:
+    return {"token": piece.text, "logprob": max(logprob, LEAST), "bytes": list(piece.data)}
+
+
+def _by_text(one: TokenLogprobs, own: Mapping[str, Any]) -> dict[str, float]:
+    """Alternatives of a token, and the token itself, by their texts; of equal texts those after the first have names
+    with their ids."""
+    found: dict[str, float] = {}
+    for (token_id, _), each in zip(one.top, own["top_logprobs"], strict=True):
+        is_taken = each["token"] in found or (each["token"] == own["token"] and token_id != one.token_id)
+        found[f"token_id:{token_id}" if is_taken else each["token"]] = each["logprob"]
+    return {**found, own["token"]: own["logprob"]} if found else found

@@ -1,0 +1,205 @@
+"""The engine of a tensor-parallel target: every rank runs the same one, and rank 0 decides what comes next.
+
+Rank 0 sends requests, aborts and steps in the order in which it does them itself; only it has users, threads and texts.
+What a step decides follows from what was submitted and from the verification results, which are rank 0's on every
+rank. If ranks still decided differently, that is noticed before anything is launched: rank 0 sends a digest of every
+round's schedule, with which the others compare their own. (Sums of different sizes would hang with NCCL, and with gloo
+end the process.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from specdec.engine.engine import Engine
+from specdec.errors import RanksLostError, SpecdecError
+from specdec.extensions.parallel.collectives import RankGoneError
+from specdec.extensions.parallel.messages import Call
+from specdec.extensions.parallel.ranks import HeldInterrupt, Ranks
+from specdec.requests.request import Update
+from specdec.requests.sampling import SamplingParams
+
+
+class LeadingEngine(Engine):
+    """Rank 0's engine. An error inside a round ends all requests: the ranks may be at different places after it."""
+
+    def __init__(self, ranks: Ranks, *parts: Any) -> None:
+        """parts: see `Engine`. The ranks' channel is a `Link`."""
+        self.ranks = ranks
+        self._link: Any = ranks.channel
+        super().__init__(*parts)
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        sample_index: int = 0,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> int:
+        """See `Engine.submit`; a request that is refused is told to nobody. Raises RanksLostError: a rank is lost."""
+        self.admission.check(token_ids, params)
+        with self.all_ranks():
+            self._tell("submit", list(token_ids), params.for_other_ranks, sample_index, eos_token_ids)
+            return super().submit(token_ids, params, sample_index, eos_token_ids)
+
+    def arrange(self, request_ids: Sequence[int]) -> None:
+        """See `Engine.arrange`. Raises RanksLostError when a rank is lost."""
+        with self.all_ranks():
+            self._tell("arrange", list(request_ids))
+            super().arrange(request_ids)
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """See `Engine.abort`. With a lost rank the requests are forgotten here."""
+        with self.all_ranks():
+            try:
+                self._tell("abort", list(request_ids))
+            except RanksLostError:
+                self._forget_all()
+            super().abort(request_ids)
+
+    def forget_prefixes(self) -> None:
+        with self.all_ranks():
+            self._tell("forget_prefixes")
+            super().forget_prefixes()
+
+    def step(self) -> list[Update]:
+        """See `Engine.step`. Raises RanksLostError when a rank is lost."""
+        with self.all_ranks():
+            if self.guests is not None:
+                self.guests.settle()
+            self._tell("step")
+            updates = super().step()
+            ended = [update.request_id for update in updates if update.last and _by_text(update)]
+            if ended and not self._link.workers.is_lost:
+                self._tell("abort", ended)
+        return updates
+
+    def tell(self, message: Any) -> None:
+        """Tell the other ranks something between two rounds. Raises RanksLostError when one is lost."""
+        with self.all_ranks():
+            self._link.send(message)
+
+    def run(self, function: str, *arguments: Any) -> Any:
+        """Call a function ("module:name") on each rank with its engine, between two rounds; returns the result here."""
+        with self.all_ranks():
+            self._tell("run", function, *arguments)
+            return named_function(function)(self, *arguments)
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        self._link.send(Call(method, arguments))
+
+    @contextmanager
+    def all_ranks(self) -> Iterator[None]:
+        """A block that every rank executes to its end: no interrupt strikes inside it, except a second one.
+
+        If it fails, the ranks are at different places and the model is given up.
+
+        Raises:
+            RanksLostError: a rank is lost, which is named.
+        """
+        with HeldInterrupt(), self._link.workers.lock, self.ranks.together():
+            try:
+                yield
+            except RankGoneError as error:
+                workers = self._link.workers
+                raise workers.give_up(workers.found_loss() or str(error)) from error
+            except RanksLostError:
+                raise
+            except BaseException as error:
+                self._link.workers.give_up(
+                    f"rank 0 was stopped in the midst of a call ({type(error).__name__}: {error})"
+                )
+                raise
+
+    def _run_again(self, error: Exception, reported: list[Update]) -> None:
+        """Not with ranks, which stand at different places."""
+        self._kept = reported
+        try:
+            self._fail_round(error)
+        finally:
+            self._kept = []
+
+    def _fail_round(self, error: Exception, struck: Container[int] = ()) -> None:
+        reason = self._link.workers.found_loss() or f"a round failed on rank 0 ({type(error).__name__}: {error})"
+        lost = self._link.workers.give_up(reason)
+        errors = [Update(request_id, [], "", error=_copy(lost, error)) for request_id in self._requests]
+        self.reported = [*self._kept, *errors]
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        """Drop all requests; tables are empty, and no round will use them."""
+        self._requests.clear()
+        self._start([])
+
+
+def _copy(found: RanksLostError, cause: Exception) -> SpecdecError:
+    """An error object for each request: callers in several threads raise them."""
+    own = RanksLostError(str(found))
+    own.__cause__ = cause
+    return own
+
+
+def _by_text(update: Update) -> bool:
+    """Whether a request ended by something only rank 0 sees: its text, an error in it, the time, its caller."""
+    done = update.completion
+    return update.error is not None or (done is not None and done.finish_reason in ("stop", "timeout", "cancelled"))
+
+
+def named_function(name: str) -> Any:
+    """ "module:name" -> the function."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
+
+
+def differing_ids(engine: Any) -> list[int]:
+    """How many drafts and decided tokens of each rank were not rank 0's before they were overwritten.
+
+    Counted with SPECDEC_CHECK=1; elsewhere 0. Ids may differ where logits are as good as equal, in half precision or
+    where a rank's kernels are others. On rank 0, between two rounds; waits for the devices.
+    """
+    if isinstance(engine, LeadingEngine):
+        return list(engine.run("specdec.extensions.parallel.engine:_gathered_differing"))
+    return _gathered_differing(engine)
+
+
+def _gathered_differing(engine: LeadingEngine | FollowingEngine) -> list[int]:
+    ranks = engine.ranks
+    own = torch.tensor([ranks.count_differing()], dtype=torch.int64, device=ranks.device)
+    return [int(count) for count in ranks.collectives.gather(own).flatten().tolist()]
+
+
+class FollowingEngine(Engine):
+    """The engine of another rank: it does what rank 0 does, and has no texts. Any error ends its process.
+
+    Attributes:
+        also_follows: handles the messages of a feature; False for an unknown one.
+    """
+
+    def __init__(self, ranks: Ranks, *parts: Any) -> None:
+        """parts: see `Engine`."""
+        self.ranks = ranks
+        self.also_follows: Callable[[Any], bool] = lambda message: False
+        super().__init__(*parts)
+
+    def run(self, function: str, *arguments: Any) -> None:
+        """Call a function, see `LeadingEngine.run`."""
+        named_function(function)(self, *arguments)
+
+    def follow(self, message: Any) -> None:
+        """Do what rank 0 does.
+
+        Raises:
+            RanksLostError: a message that does not belong here: the ranks stand at different places.
+        """
+        if isinstance(message, Call):
+            getattr(self, message.method)(*message.arguments)
+        elif not self.also_follows(message):
+            raise RanksLostError(f"the ranks disagree: rank 0 launched a round that is not launched here ({message})")
+
+    def _run_again(self, error: Exception, reported: list[Update]) -> None:
+        raise error

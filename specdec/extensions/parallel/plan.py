@@ -1,0 +1,263 @@
+"""Plans which parameters of a target are divided among ranks, and how: transformers' plan, completed; the rest is
+whole.
+
+A plan is found on a model without weights. transformers names modules and parameters with `*` for layer numbers, and a
+style for each. Of its styles those are used that divide a pair of projections (the first by its outputs, the second by
+its inputs, whose partial results are summed) and stacked experts. Whatever gathers a whole result behind one projection
+is left whole: on few tokens such a gather costs more than the matmul. The embedding and lm_head are read whole, because
+heads share them; of lm_head every rank multiplies its own rows (`specdec.extensions.parallel.shares`).
+
+While transformers reads the shares it gets the plan, and finds one mesh of all ranks: `told`, `as_rank`.
+
+Source: transformers, src/transformers/distributed/tensor_parallel.py (styles), `_tp_plan` of its modeling files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from specdec.errors import InvalidInputError, UnsupportedModelError
+from specdec.loading.auto_classes import AutoClass, model_class
+
+_WHOLE = "replicate"
+_BY_OUTPUT, _BY_INPUT, _EXPERTS, _PARTIAL = "colwise", "rowwise", "moe_tp_experts", "all_reduce"
+_LEFT_WHOLE = frozenset(
+    {
+        *("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "embedding_rowwise"),
+        *("embedding_colwise", "replicated_with_grad_allreduce", "mla_kv_a_proj", _WHOLE),
+    }
+)
+"""Styles whose modules give and take whole tensors, so that each may be left whole by itself."""
+_SERVED = frozenset({_BY_OUTPUT, _BY_INPUT, _EXPERTS, _PARTIAL, "packed_colwise", "packed_rowwise", "local_params"})
+_ABSORBABLE = frozenset({"DeepseekV2Attention", "DeepseekV3Attention"})
+"""Attention with a latent whose forward counts heads by what its projections give."""
+_GPT_OSS_EXPERTS = {
+    "gate_up_proj": _BY_INPUT,  # [E, H, 2I], gate and up in turn: the last dimension
+    "gate_up_proj_bias": _BY_INPUT,
+    "down_proj": _BY_OUTPUT,  # [E, I, H]: the one before it
+    "down_proj_bias": _WHOLE,
+}
+"""Styles by the dimension that they divide."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a target is divided.
+
+    Attributes:
+        styles: transformers' names with `*` -> style, for its DistributedConfig; everything else is whole.
+        kv_cut: names with `*` of attention modules whose KV heads are fewer than ranks: read whole, then cut to one.
+    """
+
+    styles: Mapping[str, str]
+    kv_cut: frozenset[str]
+
+    def style_of(self, name: str) -> str:
+        """The style of a module or parameter of the model."""
+        return self.styles.get(pattern_of(name), _WHOLE)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a target that a rank holds.
+
+    Attributes:
+        divided: names of tensors of which each rank has a part of its own.
+        repeated: of tensors divided among fewer ranks than there are: how many in a row have the same part.
+            Every other tensor is whole on every rank.
+        kv_copies: in attention modules with keys of their own, how many ranks in a row have the same KV heads, 1 where
+            they are divided among all ranks, N where every rank has all; as many numbers as there are kinds of layers.
+    """
+
+    divided: frozenset[str]
+    repeated: Mapping[str, int]
+    kv_copies: frozenset[int]
+
+
+def pattern_of(name: str) -> str:
+    """A module's or parameter's name as plans have it.
+
+    >>> pattern_of("model.layers.3.self_attn.q_proj"), pattern_of("model.layers.11")
+    ('model.layers.*.self_attn.q_proj', 'model.layers.*')
+    """
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def plan_of(model: Any, size: int) -> Plan:
+    """The plan for a model (its weights are not looked at) and `size` ranks.
+
+    Raises:
+        InvalidInputError: its heads cannot be divided among so many.
+        UnsupportedModelError: its own plan needs what is not served; or nothing of it can be divided.
+    """
+    name = type(model).__name__
+    given: dict[str, str] = dict(model.tp_plan or {})
+    own = {_pattern(model, n): m for n, m in model.get_decoder().named_modules() if n}
+    styles = {pattern: style for pattern, style in given.items() if style not in _LEFT_WHOLE}
+    odd = sorted({style for style in styles.values() if style not in _SERVED})
+    if odd:
+        raise UnsupportedModelError(
+            f"{name} cannot be divided: transformers' plan for it has styles that are not served: {', '.join(odd)}"
+        )
+    styles = {pattern: style for pattern, style in styles.items() if _owner(pattern, own)}
+    kv_cut = set()
+    for pattern, module in own.items():
+        if hasattr(module, "o_proj"):
+            kv_cut |= _divide_attention(name, pattern, module, styles, size)
+        elif _is_fused_pair(module, f"{pattern}.gate_up_proj", f"{pattern}.down_proj", given):
+            styles |= {f"{pattern}.gate_up_proj": "packed_colwise", f"{pattern}.down_proj": _BY_INPUT}
+        elif type(module).__name__ == "GptOssExperts":
+            styles |= {f"{pattern}.{part}": style for part, style in _GPT_OSS_EXPERTS.items()} | {pattern: _EXPERTS}
+    _leave_uneven_whole(model, styles, size)
+    if not any(style in (_BY_INPUT, _EXPERTS) for style in styles.values()):
+        raise UnsupportedModelError(
+            f"{name} cannot be divided: transformers has no tensor-parallel plan for it, and specdec none of its own; "
+            "load it without tensor_parallel_size"
+        )
+    return Plan({**dict.fromkeys(given, _WHOLE), **styles}, frozenset(kv_cut))
+
+
+def _pattern(model: Any, name: str) -> str:
+    """A decoder module's name in the whole model, as plans have it."""
+    decoder = model.get_decoder()
+    prefix = next((n for n, m in model.named_modules() if m is decoder), "")
+    return pattern_of(f"{prefix}.{name}" if prefix else name)
+
+
+def _is_fused_pair(module: Any, up: str, down: str, given: Mapping[str, str]) -> bool:
+    """Whether a feed-forward part has gate and up in one projection, behind which transformers' plan gathers. Divided
+    in two halves each, it needs no gather: its forward splits its input in the middle."""
+    linear = all(type(getattr(module, part, None)) is nn.Linear for part in ("gate_up_proj", "down_proj"))
+    return linear and (given.get(up), given.get(down)) == ("colwise_gather_output", "rowwise_split_input")
+
+
+def _owner(pattern: str, own: Mapping[str, nn.Module]) -> bool:
+    """Whether a plan's name is a module of the decoder's layers, or a parameter of one."""
+    return ".*." in pattern and (pattern in own or pattern.rpartition(".")[0] in own)
+
+
+def _divide_attention(name: str, pattern: str, module: Any, styles: dict[str, str], size: int) -> set[str]:
+    """Give the projections of one attention module their styles; returns its pattern where KV heads are cut.
+
+    Attention that neither transformers' plan nor the rules here divide is left whole.
+    """
+    parts = {part: f"{pattern}.{part}" for part, _ in module.named_children()}
+    latent = "kv_b_proj" in parts
+    queries = next((p for p in ("q_b_proj", "q_proj") if getattr(module, p, None) is not None), "")
+    first = [queries, "kv_b_proj"] if latent else [queries, "k_proj", "v_proj"]
+    known = all(styles.get(parts.get(part, "")) == _BY_OUTPUT for part in first)
+    known = known and styles.get(parts["o_proj"]) == _BY_INPUT
+    ours = type(module).__name__ in _ABSORBABLE if latent else type(module).__name__ == "GptOssAttention"
+    if not (known or ours) or any(type(getattr(module, part, None)) is not nn.Linear for part in (*first, "o_proj")):
+        for own in (pattern, *(p for p in styles if p.startswith(f"{pattern}."))):
+            styles.pop(own, None)
+        return set()
+    styles |= {parts[part]: _BY_OUTPUT for part in first} | {parts["o_proj"]: _BY_INPUT}
+    if "sinks" in dict(module.named_parameters(recurse=False)):
+        styles[f"{pattern}.sinks"] = _BY_OUTPUT
+    heads, kv_heads = _heads(module, latent)
+    if heads % size:
+        raise InvalidInputError(
+            f"tensor_parallel_size={size}: {name} has {heads} attention heads, which {size} ranks cannot divide; "
+            f"give a divisor of {heads}"
+        )
+    if kv_heads % size == 0:
+        return set()
+    if size % kv_heads:
+        raise InvalidInputError(
+            f"tensor_parallel_size={size}: {name} has {kv_heads} key-value heads; give a divisor or a multiple of it"
+        )
+    for part in ("k_proj", "v_proj"):
+        styles.pop(parts[part])
+    return {pattern}
+
+
+def _heads(module: Any, latent: bool) -> tuple[int, int]:
+    """(attention heads, key-value heads) of a module; with a latent every head has keys of its own."""
+    if latent:
+        heads = module.kv_b_proj.out_features // (module.qk_nope_head_dim + module.v_head_dim)
+        return heads, heads
+    kv_heads = module.k_proj.out_features // module.head_dim
+    return kv_heads * module.num_key_value_groups, kv_heads
+
+
+def _leave_uneven_whole(model: Any, styles: dict[str, str], size: int) -> None:
+    """Leave feed-forward parts whole whose width the ranks do not divide evenly.
+
+    A part is the modules of one parent: what is divided by output and what is divided by input belong together.
+    """
+    shapes = {pattern_of(name): parameter.shape for name, parameter in model.named_parameters()}
+    uneven = set()
+    for pattern, style in styles.items():
+        for shape in (shapes.get(pattern), shapes.get(f"{pattern}.weight")):
+            if shape is None or style not in (_BY_OUTPUT, _BY_INPUT, "packed_colwise", "packed_rowwise"):
+                continue
+            by_output = style in (_BY_OUTPUT, "packed_colwise") and len(shape) > 1
+            width = shape[-2] if by_output else shape[-1]
+            if width % (2 * size if style.startswith("packed") else size):
+                uneven.add(pattern.rpartition(".")[0])
+    for pattern in list(styles):
+        if pattern in uneven or pattern.rpartition(".")[0] in uneven:
+            del styles[pattern]
+
+
+def plan_for(config: PreTrainedConfig, found: AutoClass, size: int) -> Plan:
+    """The plan of a configuration's model.
+
+    Raises:
+        UnsupportedModelError: its code is not transformers' own, or see `plan_of`.
+    """
+    kind = model_class(config, found)
+    if kind is PreTrainedModel:
+        raise UnsupportedModelError(
+            f"tensor_parallel_size={size}: model_type={config.model_type!r} is code of its checkpoint, for which there "
+            "is no plan"
+        )
+    with torch.device("meta"):
+        return plan_of(kind(config), size)
+
+
+def told(plan: Plan, size: int) -> dict[str, Any]:
+    """The arguments of transformers' from_pretrained for a plan."""
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=size, tp_plan=dict(plan.styles))}
+
+
+class _Meshes:
+    """The mesh that a load of transformers asks for: one of all ranks, whose process group is the default one."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self._mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tp",))
+
+    def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
+        """The mesh, whatever dimensions are asked for: no other divides anything."""
+        return self._mesh
+
+
+@contextmanager
+def as_rank(device: torch.device, size: int) -> Iterator[None]:
+    """While transformers loads: this rank's device, and a mesh for which no process group is made.
+
+    transformers' own meshes have three dimensions of one rank beside the one of all, for layers and again for experts,
+    and torch makes a process group of each: six a load, unused, which stay until the last model is closed. With NCCL
+    they are split off the default one, and on a GPU whose memory is full that has ended the process.
+    """
+    from transformers.distributed import mixin  # as of 5.23
+
+    meshes: Any = _Meshes(device, size)
+    own = mixin.initialize_distributed_mesh
+    mixin.initialize_distributed_mesh = lambda distributed_config: (device, meshes)
+    try:
+        yield
+    finally:
+        mixin.initialize_distributed_mesh = own

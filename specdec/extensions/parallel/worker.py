@@ -1,0 +1,233 @@
+"""A rank other than 0: `python -m specdec.extensions.parallel.worker`, which does what rank 0 does.
+
+The process is started by `specdec.extensions.parallel.workers`. It receives messages of rank 0 in order, and ends when
+rank 0 does, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from specdec.errors import InvariantError
+from specdec.extensions.parallel.among_ranks import FollowedTransfers
+from specdec.extensions.parallel.collectives import RankGoneError
+from specdec.extensions.parallel.engine import FollowingEngine
+from specdec.extensions.parallel.messages import (
+    Close,
+    CloseTransfer,
+    Done,
+    Failed,
+    Fetch,
+    Join,
+    Load,
+    OpenTransfer,
+    Started,
+)
+from specdec.extensions.parallel.ranks import Ranks
+from specdec.extensions.parallel.symmetric import join_group
+from specdec.model import SpeculativeModel
+
+_LOOK = 1.0
+"""Seconds between two checks whose child this process is: rank 0's socket may live on in another child of rank 0."""
+
+
+class Inbox:
+    """Reads messages on a thread of its own, so that rank 0 never waits for a full socket."""
+
+    def __init__(self, connection: Connection, parent: int, folder: str) -> None:
+        """parent: process id of rank 0. folder: for files of all ranks; removed at the end, in case rank 0 cannot."""
+        self._connection, self._folder = connection, folder
+        self._speaking = threading.Lock()
+        self._messages: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self.later: deque[tuple[int, Any]] = deque()
+        threading.Thread(target=self._read, name="inbox", daemon=True).start()
+        threading.Thread(target=self._end_with, args=(parent,), name="parent", daemon=True).start()
+
+    def get(self) -> tuple[int, Any]:
+        """A model's number and the next message to it; waits for it."""
+        return self.later.popleft() if self.later else self.next()
+
+    def next(self) -> tuple[int, Any]:
+        """The next message that arrives, ignoring those left for later."""
+        return self._messages.get()
+
+    def say(self, message: Any) -> None:
+        """Send a message to rank 0, from any thread."""
+        with self._speaking:
+            self._connection.send(message)
+
+    def end_badly(self, error: BaseException) -> None:
+        """Report an error and end this process, from any thread: others may wait for ranks at another place."""
+        try:
+            self.say(failed(error))
+        finally:  # rank 0 may be gone
+            os._exit(1)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._messages.put(self._connection.recv())
+        except (EOFError, OSError):
+            self._end()  # rank 0 is gone; the main thread may be waiting for it on the device
+        except BaseException as error:  # a message that cannot be read here, such as an object of the user's program
+            self.end_badly(error)
+
+    def _end_with(self, parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK)
+        self._end()
+
+    def _end(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)
+
+
+def failed(error: BaseException) -> Failed:
+    """An error as a message."""
+    text = str(error) or "".join(traceback.format_exception_only(error)).strip()
+    return Failed(type(error).__name__, text, _follows(error))
+
+
+def _follows(error: BaseException | None) -> bool:
+    """Whether an error came from another rank that was lost: from a `RankGoneError`, whatever it was turned into."""
+    while error is not None and not isinstance(error, RankGoneError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+class Orders:
+    """Rank 0's messages to one model of this process: a `Channel`, never lost, since this process ends first."""
+
+    is_lost = False
+
+    def __init__(self, inbox: Inbox, number: int) -> None:
+        self._inbox = inbox
+        self._number = number
+
+    def get(self) -> Any:
+        """The next message; waits for it.
+
+        One to another model is left for later: on rank 0 the garbage collector may abort a request of that, or close
+        it, in the middle of a round of this one.
+        """
+        while True:
+            number, message = self._inbox.next()
+            if number == self._number:
+                return message
+            self._inbox.later.append((number, message))
+
+    def told(self, message: Any) -> Any:
+        return self.get()
+
+    def check(self) -> None:
+        """Nothing: this process ends with rank 0's."""
+
+    def close(self) -> None:
+        """Nothing: rank 0 closes models."""
+
+
+class SilentTokenizer:
+    """A tokenizer without texts, which rank 0 has: each token is "", and any text has the ids that rank 0 sent."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = list(ids)
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        """Any text -> the ids of the head's self-test."""
+        return {"input_ids": self._ids}
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Any ids -> an empty text."""
+        return ""
+
+
+class Follower:
+    """The models of this rank, by number."""
+
+    def __init__(self, inbox: Inbox, join: Join) -> None:
+        """Join the group."""
+        self._inbox = inbox
+        self._rank, self._size = join.rank, join.size
+        self._device = torch.device(join.device, join.rank) if join.device == "cuda" else torch.device(join.device)
+        self._collectives = join_group(join.rank, join.size, self._device, join.rendezvous)
+        self._models: dict[int, SpeculativeModel] = {}
+        self._transfers: dict[int, FollowedTransfers] = {}
+
+    def run(self) -> None:
+        """Do what rank 0 does, until it closes the socket, see `Inbox`."""
+        while True:
+            number, message = self._inbox.get()
+            if isinstance(message, Load):
+                self._load(number, message)
+            elif isinstance(message, Close):
+                if number in self._models:  # else its load failed
+                    self._transfers.pop(number).close()
+                    self._models.pop(number).close()
+            elif isinstance(message, (OpenTransfer, CloseTransfer, Fetch)):
+                self._transfers[number].follow(message)
+            else:
+                engine: Any = self._models[number].engine
+                with engine.ranks.together():
+                    engine.follow(message)
+
+    def _load(self, number: int, message: Load) -> None:
+        """Load this rank's share. What fails is told; what is next, rank 0 decides.
+
+        Raises:
+            Exception: another rank is gone: this process ends, too, for others may be waiting for it.
+        """
+        ranks = Ranks(
+            self._rank, self._size, self._device, self._collectives, Orders(self._inbox, number), FollowingEngine
+        )
+        options = replace(message.options, tokenizer=SilentTokenizer(message.text_ids), device=self._device)
+        try:
+            with ranks.together():
+                model = SpeculativeModel.in_group(message.target, message.draft, options, ranks)
+        except Exception as error:
+            said = failed(error)
+            if said.follows:
+                raise
+            self._inbox.say(said)
+            return
+        self._models[number] = model
+        self._transfers[number] = FollowedTransfers(model, number, self._inbox.say, self._inbox.end_badly)
+        self._inbox.say(Done(number))
+
+
+def main(descriptor: int, parent: int, folder: str) -> None:
+    """Load shares and run rounds until rank 0 ends, or something fails, which rank 0 is told.
+
+    Args:
+        descriptor: of the socket to rank 0. parent: its process id. folder: of all ranks' files.
+    """
+    inbox = Inbox(Connection(descriptor), parent, folder)
+    try:
+        warnings.simplefilter("ignore")  # rank 0 gives the same ones
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        inbox.say(Started())
+        _, join = inbox.get()
+        if not isinstance(join, Join):
+            raise InvariantError(f"rank 0 began with {type(join).__name__}")
+        Follower(inbox, join).run()
+    except BaseException as error:
+        inbox.end_badly(error)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,347 @@
+"""The processes of ranks 1 … N-1, as rank 0 starts them, sends to them, watches them and ends them.
+
+A process has one set of them, however many tensor-parallel models are open: torch has one default group. Calls go one
+way, over a socket pair with each; back come messages that it has loaded, answers about moved requests, and errors.
+A thread notices a process that ends: the next call raises RanksLostError, and what waits for it on the device is
+aborted. They run `python -m specdec.extensions.parallel.worker`, import nothing of the user's program, have their own
+session (Ctrl-C reaches rank 0 alone), and end when their socket does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError
+from specdec.extensions.parallel.collectives import Collectives, leave_group
+from specdec.extensions.parallel.messages import Answer, Close
+from specdec.extensions.parallel.processes import Process, Watched, end, start
+
+_LAST_WORDS = 2.0
+"""Seconds within which a failing process reports its error, once something failed here because of it."""
+_AGAIN = "; the model cannot be used any more: load it again"
+_open: Workers | None = None
+starting = threading.RLock()
+"""Held by a thread that starts them, until they have met."""
+
+
+class Workers:
+    """The processes of ranks 1 … N-1, shared by the models of this process.
+
+    Attributes:
+        size: N. folder: for files of theirs, removed at the end.
+        lock: held while all ranks do something: models take turns.
+        collectives: what carries sums between them and this process, once they have met.
+    """
+
+    collectives: Collectives
+
+    def __init__(self, size: int) -> None:
+        """Start them; `wait_started` waits until they can be told something.
+
+        Raises:
+            ModelLoadError: the system starts no more processes.
+        """
+        self.size = size
+        self.lock = threading.RLock()
+        self.folder = tempfile.mkdtemp(prefix="specdec-")  # of this user alone, mode 0700
+        self._broken: str | None = None
+        self._numbers: set[int] = set()
+        self._next = 0
+        self._closed: deque[int] = deque()
+        self._unsent: deque[tuple[Any, int | None]] = deque()
+        self._sending = False
+        self._watched = Watched(_started(size, self.folder))
+        self._watched.listen()
+        self._owner = os.getpid()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, by rank."""
+        return [each.process.pid for each in self._watched.processes]
+
+    def wait_started(self) -> None:
+        """Wait until every process runs. Raises RanksLostError when one ends instead."""
+        self._wait(lambda process: process.started)
+
+    def wait_loaded(self, number: int) -> None:
+        """Wait until every process has loaded this model. Raises RanksLostError when one fails instead."""
+        self._wait(lambda process: number in process.loaded)
+
+    def met(self, collectives: Collectives) -> None:
+        """Note that they have met, so that calls that wait for a lost process fail."""
+        self.collectives = collectives
+        self._watched.abort = collectives.abort
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While all ranks load: a process that fails is ended after a while, if rank 0 waits for it."""
+        self._watched.loading = object()
+        try:
+            yield
+        finally:
+            with self._watched.changed:
+                self._watched.loading = None
+                self._watched.changed.notify_all()
+
+    def new_link(self) -> Link:
+        """A link for one more model."""
+        link = Link(self, self._next)
+        self._numbers.add(link.number)
+        self._next += 1
+        return link
+
+    def send(self, message: Any, rank: int | None = None) -> None:
+        """Send to all of them, or to one. Raises RanksLostError when one is gone."""
+        self.check()
+        while self._closed:
+            self._send((self._closed.popleft(), Close()), None)
+        self._send(message, rank)
+
+    def _send(self, message: Any, rank: int | None) -> None:
+        """Send in turn: the garbage collector may call this in the middle of a message, to abort a request."""
+        self._unsent.append((message, rank))
+        if self._sending:
+            return
+        self._sending = True
+        try:
+            while self._unsent:
+                self._write(*self._unsent.popleft())
+        finally:
+            self._sending = False
+
+    def _write(self, message: Any, rank: int | None) -> None:
+        for process in self._watched.processes:
+            if rank not in (None, process.rank):
+                continue
+            try:
+                process.connection.send(message)
+            except (OSError, ValueError) as error:
+                raise self.give_up(self.found_loss() or f"the connection to {process} failed ({error})") from error
+
+    def check(self) -> None:
+        """Raises RanksLostError once a process is lost, or the ranks are not in step any more."""
+        if self._broken is not None:
+            raise RanksLostError(self._broken + _AGAIN)
+        if os.getpid() != self._owner:
+            raise RanksLostError(
+                "this process is a fork of the one that loaded the model, whose ranks it does not have"
+            )
+        if any(process.lost is not None for process in self._watched.processes):
+            raise RanksLostError(f"{self.found_loss()}{_AGAIN}")
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether `check` raises."""
+        return self._broken is not None or any(process.lost is not None for process in self._watched.processes)
+
+    def give_up(self, reason: str) -> RanksLostError:
+        """End the processes; from now on `check` raises the returned RanksLostError, which has the first reason."""
+        if self._broken is None:
+            self._broken = reason
+        self.end()
+        return RanksLostError(self._broken + _AGAIN)
+
+    def answers(self, key: tuple[str, int, int]) -> dict[int, Answer]:
+        """The processes' answers to a request, by rank."""
+        with self._watched.changed:
+            return {each.rank: each.answers[key] for each in self._watched.processes if key in each.answers}
+
+    def wait_answers(self, key: tuple[str, int, int], deadline: float) -> dict[int, Answer]:
+        """The answers once all have come, or at the deadline (`time.monotonic` seconds).
+
+        Raises:
+            RanksLostError: one that has not answered is lost.
+        """
+        with self._watched.changed:
+            while True:
+                left = [each for each in self._watched.processes if key not in each.answers]
+                if left and any(each.lost is not None for each in left):
+                    self.check()
+                if not left or time.monotonic() >= deadline:
+                    return self.answers(key)
+                self._watched.changed.wait(min(max(deadline - time.monotonic(), 0), 0.5))
+
+    def forget_answers(self, key: tuple[str, int, int]) -> None:
+        """Drop answers that were read."""
+        with self._watched.changed:
+            for each in self._watched.processes:
+                each.answers.pop(key, None)
+
+    def found_loss(self) -> str | None:
+        """Why something just failed here: which rank is lost and how, if one is; waits for its error."""
+        found = self._origin(lambda process: process.lost is not None)
+        return None if found is None else f"{found} is lost: {found.lost}"
+
+    def same_failures(self, kind: str) -> bool:
+        """Whether a load fails on every other rank, too, with an error of this class. Waits briefly."""
+        processes = self._watched.processes
+
+        def another() -> bool:
+            return any(each.lost is not None or (each.failed and each.failed.kind != kind) for each in processes)
+
+        with self._watched.changed:
+            self._watched.changed.wait_for(lambda: another() or all(each.failed for each in processes), _LAST_WORDS)
+            if another() or not all(each.failed for each in processes):
+                return False
+            for process in processes:
+                process.failed = None
+            return True
+
+    def found_failure(self) -> str | None:
+        """Which rank reported that a load failed, and its error; waits briefly."""
+        found = self._origin(lambda process: process.failed is not None or process.lost is not None)
+        return None if found is None else f"{found}: {found.failed or found.lost}"
+
+    def close_link(self, number: int) -> None:
+        """Forget one model; without any the processes end. Idempotent.
+
+        The garbage collector may call it in the middle of a message to another model: it is sent before the next one.
+        """
+        if number not in self._numbers:
+            return
+        self._numbers.discard(number)
+        self._closed.append(number)
+        if not self._numbers:
+            self.end()
+
+    def end(self) -> None:
+        """End the processes, and leave the group. Idempotent; nothing in a forked copy of their parent."""
+        global _open
+        if os.getpid() != self._owner:
+            return
+        self._broken = self._broken or "the model is closed"
+        end(self._watched)
+        if _open is self:
+            _open = None
+            met = self._watched.abort is not None
+            self.collectives.leave() if met else leave_group()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _origin(self, failed: Callable[[Process], bool]) -> Process | None:
+        """A process for which `failed` is true that did not fail because another was lost; waits briefly for it. If
+        there is none, one that did."""
+
+        def origins() -> list[Process]:
+            return [each for each in self._watched.processes if failed(each) and not each.follows]
+
+        with self._watched.changed:
+            self._watched.changed.wait_for(origins, _LAST_WORDS)
+            return next(iter([*origins(), *filter(failed, self._watched.processes)]), None)
+
+    def _wait(self, ready: Callable[[Process], bool]) -> None:
+        with self._watched.changed:
+            while not all(map(ready, self._watched.processes)):
+                self.check()
+                if any(each.failed is not None for each in self._watched.processes):
+                    raise RanksLostError(f"{self.found_failure()}{_AGAIN}")
+                self._watched.changed.wait(0.5)
+
+
+def _started(size: int, folder: str) -> list[Process]:
+    """The processes of all other ranks; none, and no folder, if one cannot be started."""
+    processes: list[Process] = []
+    try:
+        for rank in range(1, size):
+            processes.append(start(rank, folder))
+    except BaseException as error:
+        end(Watched(processes))
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ModelLoadError(f"a rank did not start: rank {len(processes) + 1}: {error}") from error
+        raise
+    return processes
+
+
+class Link:
+    """A `Channel` from one model to the other ranks. Closed with the model, or when it is garbage."""
+
+    def __init__(self, workers: Workers, number: int) -> None:
+        """number: of the model, the same on every rank."""
+        self.workers = workers
+        self.number = number
+        self._close = weakref.finalize(self, workers.close_link, number)
+        self._close.atexit = False
+
+    def send(self, message: Any) -> None:
+        """Send to all. Raises RanksLostError when one is gone."""
+        self.workers.send((self.number, message))
+
+    def told(self, message: Any) -> Any:
+        self.send(message)
+        return message
+
+    def check(self) -> None:
+        self.workers.check()
+
+    @property
+    def is_lost(self) -> bool:
+        return self.workers.is_lost
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._close()
+
+
+def open_workers(size: int) -> tuple[Workers, bool]:
+    """The processes of this process's models, started unless they run; and whether they were started now.
+
+    Raises:
+        InvalidInputError: there are models among another number of ranks. ModelLoadError: see `Workers`.
+    """
+    global _open
+    if _open is not None and are_open() and _open.is_lost:
+        _open.end()
+    if _open is not None and are_open():
+        if _open.size == size:
+            return _open, False
+        raise InvalidInputError(
+            f"tensor_parallel_size={size}: models with tensor_parallel_size={_open.size} are open in this process; "
+            "close them first, or give the same size"
+        )
+    _open = Workers(size)
+    return _open, True
+
+
+def are_open() -> bool:
+    """Whether this process has such processes."""
+    return _open is not None and _open._owner == os.getpid()
+
+
+def is_fork() -> bool:
+    """Whether this process is a fork of one that has such processes."""
+    return _open is not None and _open._owner != os.getpid()
+
+
+def _keep_group() -> None:
+    """In a fork: the group stays at its end, which would wait for threads that were not forked.
+
+    Locks that those threads held are open, so that whoever asks for a model's ranks hears that they are not there.
+    """
+    if is_fork():
+        assert _open is not None
+        _open.lock, _open._watched.changed = threading.RLock(), threading.Condition()
+        for group in dist.distributed_c10d._world.pg_map:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_group)
+
+
+@atexit.register
+def _end_at_exit() -> None:
+    if _open is not None:
+        _open.end()

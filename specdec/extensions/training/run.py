@@ -1,0 +1,223 @@
+"""Train a head for a loaded target: a run's plan, checked before it starts, and the features that the target gives."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic
+
+import torch
+from rich.console import Console
+
+from drafters.base import FINAL_NORM, Head, Recipe, TrainedHead
+from drafters.families import FAMILIES
+from drafters.training.data import AnswerSet
+from drafters.training.objective import Features
+from drafters.training.state import FREE_SETTINGS
+from drafters.training.train_config import TrainConfig
+from drafters.training.trainer import TrainingData, TrainResult, train
+from specdec.errors import InvalidInputError
+from specdec.extensions.training.run_folder import Questions, Setting, claim, locked, release
+from specdec.interrupts import interrupts_as_they_are
+from specdec.loading.heads import target_facts
+from specdec.model import SpeculativeModel
+from specdec.requests.sampling import SamplingParams
+from specdec.requests.stats import pool_requests
+from specdec.selftest.selftest import self_test_head
+from specdec.wrapped.fingerprint import target_fingerprint, weights_fingerprint
+from specdec.wrapped.probing import decoder_of, last_states, probe_target
+
+_EVALUATED_PROMPTS = 64
+_EVALUATED_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class TrainingPlan(Generic[TrainedHead]):
+    """A checked run, which can begin once there are answers; model: the target, without a head.
+
+    Attributes:
+        held_out: answers that only measure. settings: what decides the result, besides the answers.
+        recipe: of the head. features: the target's states and logits of a batch.
+    """
+
+    model: SpeculativeModel
+    config: TrainConfig
+    held_out: int
+    settings: Mapping[str, Setting]
+    recipe: Recipe[TrainedHead]
+    features: Features
+
+    def check_questions(self, questions: Sequence[Questions]) -> None:
+        """Raises InvalidInputError when too few questions can be used, or none for as many drafts as are trained."""
+        room = [each.room[i] for each in questions for i in each.usable]
+        if not 0 < self.held_out < len(room):
+            raise InvalidInputError(
+                f"of {len(room)} usable questions, 1 to {len(room) - 1} can be held out, not held_out={self.held_out}; "
+                "give more questions or hold out fewer"
+            )
+        if max(room) <= self.config.ttt_steps:
+            raise InvalidInputError(
+                f"ttt_steps={self.config.ttt_steps} needs answers of {self.config.ttt_steps + 1} tokens (a bonus token "
+                f"and as many drafts); by max_new_tokens and max_length, the longest can have {max(room)}"
+            )
+
+    def claim(self, output: Path, data: Mapping[str, Setting], *, overwrite: bool = False) -> None:
+        """Make `output` the folder of this run on answers from `data`, or find that it is already.
+
+        overwrite: remove checkpoints and head of whatever run is there, this one included; answers stay.
+
+        Raises:
+            InvalidInputError, RunFolderError: see `specdec.extensions.training.run_folder.claim`.
+        """
+        if overwrite:
+            for folder in _results(output):
+                shutil.rmtree(folder)
+            release(output)
+        claim(output, {**self.settings, **data}, _results(output))
+
+    @interrupts_as_they_are()
+    def run(self, answers: AnswerSet, output: Path, console: Console) -> TrainResult:
+        """Train; goes on from the newest checkpoint in `output`.
+
+        Raises:
+            InvalidInputError: too few answers, or none long enough.
+            RunFolderError: another process trains there, or something there is damaged or cannot be written.
+            TrainingDivergedError: the loss or a weight is not finite.
+        """
+        training, measured = answers.split(self.held_out, self.config.seed)
+        longest = int((training.lengths - training.answer_starts).max())
+        if longest <= self.config.ttt_steps:
+            raise InvalidInputError(
+                f"the longest answer has {longest} tokens; ttt_steps={self.config.ttt_steps} needs one of "
+                f"{self.config.ttt_steps + 1}"
+            )
+        data = TrainingData(training, measured)
+        evaluate = _evaluation(self.model, measured, self.config.ttt_steps, self.recipe.finished)
+        with locked(output):
+            head, save = self.recipe.start(training.token_counts), self.recipe.save
+            return train(self.config, head, data, self.features, evaluate, output, console, save=save)
+
+
+def common_settings(model: SpeculativeModel, family: str, config: TrainConfig, held_out: int) -> dict[str, Setting]:
+    """What decides the result for every family of heads."""
+    described = model.describe()
+    values = {
+        "head": Setting(family),
+        "target": Setting(target_fingerprint(model.hf_model), str(described["target"])),
+        "dtype": Setting(str(model.dtype).removeprefix("torch.")),
+        "device": Setting(model.device.type),
+        "backend": Setting(model.backend_name),
+        "held_out": Setting(held_out),
+    }
+    return values | {name: Setting(value) for name, value in asdict(config).items() if name not in FREE_SETTINGS}
+
+
+def _results(output: Path) -> list[Path]:
+    """Checkpoints, whole, damaged or half-written, and the head of earlier runs."""
+    return sorted(path for pattern in ("step-*", "head", "head.*") for path in output.glob(pattern) if path.is_dir())
+
+
+def _evaluation(
+    model: SpeculativeModel, measured: AnswerSet, num_drafts: int, finished: Callable[[TrainedHead], Head]
+) -> Callable[[TrainedHead], Mapping[str, float]]:
+    """Acceptance of the finished head in a real engine on held-out prompts; `finished` makes it ready for that."""
+    count = min(len(measured), _EVALUATED_PROMPTS)
+    prompts = [measured.sequence(i)[: measured.answer_starts[i]].tolist() for i in range(count)]
+
+    def evaluate(head: TrainedHead) -> Mapping[str, float]:
+        trial = SpeculativeModel.from_pretrained(
+            model.hf_model,
+            draft=finished(head),
+            num_speculative_tokens=num_drafts,
+            tokenizer=model.tokenizer,
+            max_model_len=model.config.max_model_len,
+            backend=model.backend_name,
+            generation_config=model.generation_config_use,
+            cuda_graphs=False,
+        )
+        completions = trial.generate(prompts, SamplingParams(max_new_tokens=_EVALUATED_TOKENS))
+        return {"tau": pool_requests([c.stats for c in completions]).tau}
+
+    return evaluate
+
+
+def plan_training(
+    model: SpeculativeModel, family: str, options: Mapping[str, Any], config: TrainConfig, held_out: int
+) -> TrainingPlan[Any]:
+    """Check everything about training a head that can be known before there are answers.
+
+    Args:
+        family: one of `drafters.families.FAMILIES`. options: see the `recipe` of its code.
+
+    Raises:
+        InvalidInputError: the model has a head already, or cannot have one of this shape.
+        HeadLoadError: the target has no output embedding, or the head to go on from cannot be read or saved.
+    """
+    _check_alone(model)
+    hf_model = model.hf_model
+    recipe = (
+        FAMILIES[family]
+        .code()
+        .recipe(
+            hf_model, lambda: target_facts(probe_target(hf_model)), model.config.max_model_len, config.seed, options
+        )
+    )
+    settings = common_settings(model, family, config, held_out)
+    if recipe.initial is not None:
+        self_test_head(recipe.initial, hf_model, model.tokenizer, config.ttt_steps)
+        settings["module"] = Setting(weights_fingerprint(recipe.initial), str(options["module"]))
+    settings |= {name: Setting(value) for name, value in recipe.settings.items()}
+    last = recipe.aux_layers == (FINAL_NORM,)
+    features = final_features(model) if last else target_features(model, recipe.aux_layers)
+    return TrainingPlan(model, config, held_out, settings, recipe, features)
+
+
+def _check_alone(model: SpeculativeModel) -> None:
+    if model.group.size > 1:
+        raise InvalidInputError(
+            f"training needs the whole target in one process; load it without tensor_parallel_size={model.group.size}"
+        )
+    if model.head is not None:
+        raise InvalidInputError("the target was loaded with a head; load it with draft=None to train one")
+
+
+def final_features(model: SpeculativeModel) -> Features:
+    """The target's states after its final norm and its logits, of right-padded batches."""
+    decoder, width = decoder_of(model.hf_model), model.hf_model.config.get_text_config().hidden_size
+
+    @torch.no_grad()
+    def features(token_ids: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        caught: list[torch.Tensor] = []
+        hook = decoder.register_forward_hook(
+            lambda module, _, output: caught.append(last_states(module, output, width))
+        )
+        try:
+            logits = model.hf_model(input_ids=token_ids, use_cache=False).logits
+        finally:
+            hook.remove()
+        return caught[0].float(), logits.float()
+
+    return features
+
+
+def target_features(model: SpeculativeModel, aux_layers: tuple[int, ...]) -> Features:
+    """The target's aux hidden states and logits of right-padded batches, through transformers' own forward.
+
+    The tuple form of `output_hidden_states` is used: index b is aux layer b below N in every release. The causal mask
+    alone keeps padding on the right out of the real tokens.
+
+    Raises:
+        InvalidInputError: an aux layer is not one of 0 … N-1.
+    """
+    num_layers = int(model.hf_model.config.get_text_config().num_hidden_layers)  # recurrent ones, too
+    if FINAL_NORM in aux_layers or max(aux_layers) >= num_layers:
+        raise InvalidInputError(f"aux layers {aux_layers}: to train, aux layers 0 … {num_layers - 1} can be read")
+
+    @torch.no_grad()
+    def features(token_ids: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = model.hf_model(input_ids=token_ids, output_hidden_states=True, use_cache=False)
+        return torch.cat([out.hidden_states[layer] for layer in aux_layers], -1).float(), out.logits.float()
+
+    return features

@@ -1,0 +1,81 @@
+"""Names under which modules are imported: of the packages beside `specdec`, and those of an earlier release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The folder that the packages lie in: of a checkout, or site-packages."""
+_EXTENSIONS = (
+    "attached",
+    "batches",
+    "grammars",
+    "handoff",
+    "head_check",
+    "parallel",
+    "rollouts",
+    "service",
+    "training",
+)
+OLD_NAMES = {
+    **{f"specdec.{name}": f"specdec.extensions.{name}" for name in _EXTENSIONS},
+    "specdec.ray": "specdec.extensions.batches.ray",
+    "specdec.service.openai_format": "specdec.extensions.openai_format",
+}
+"""Modules and packages by the names of an earlier release; modules below them are found, too."""
+
+
+class OldNames(MetaPathFinder):
+    """Imports a module under its old name: the same module object, not a second copy of it.
+
+    It must be the first finder, or `sys.path` would find a copy of `specdec.rollouts.trl` in that package's folder.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder.find_spec`."""
+        parts = fullname.split(".")
+        for count in range(len(parts), 1, -1):
+            new = OLD_NAMES.get(".".join(parts[:count]))
+            if new is not None:
+                name = ".".join([new, *parts[count:]])
+                return None if find_spec(name) is None else ModuleSpec(fullname, _Renamed(name))
+        return None
+
+
+class _Renamed(Loader):
+    """Loads the module of another name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has just replaced it by that of the old name
+
+
+def check_sibling(name: str) -> None:
+    """Make sure that `import name` finds the package beside this one.
+
+    Raises:
+        ImportError: it finds another or none; the message names the file.
+    """
+    spec = find_spec(name)
+    origin = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+    found = None if origin is None else Path(origin).resolve()
+    if found is None or found != ROOT / name / "__init__.py":
+        raise ImportError(
+            f"specdec needs its own package {name!r} at {ROOT / name}, but `import {name}` finds "
+            f"{found or 'nothing'}; remove or rename what shadows it"
+        )

@@ -1,0 +1,41 @@
+"""Answers that no model has made, for tests of what stands around one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from specdec.extensions.batches.lines import Line
+from specdec.extensions.batches.records import Record, record_of
+from specdec.extensions.batches.tasks import Asking, task_of
+from specdec.requests.request import Completion
+from specdec.requests.stats import RequestStats, RoundRecord
+
+
+def completion(text: str = "ab", **changes: Any) -> Completion:
+    """Three new tokens of two rounds."""
+    stats = RequestStats((RoundRecord(3, 1, 2),), prompt_tokens=4, new_tokens=3)
+    return Completion(
+        **{"text": text, "token_ids": [1, 2, 3], "prompt_token_ids": [1] * 4, "finish_reason": "length", "stats": stats}
+        | changes
+    )
+
+
+def echoed(lines: Iterable[Line]) -> Iterator[Record]:
+    """As a model that says its seed, which tells a row from every other."""
+    for line in lines:
+        task = task_of(line, Asking())
+        yield record_of(task, [] if task.error else [completion(str(task.params.seed))], task.error, None)
+
+
+def write(path: Path, *rows: Any) -> Path:
+    """A file of rows; bytes as they are, anything else as JSON."""
+    path.write_bytes(b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, in its order."""
+    return [json.loads(line) for line in path.read_bytes().splitlines()]

@@ -1,0 +1,42 @@
+"""Heads for targets that give no attention heads, and whose layers are not all attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fakes import wrap
+
+from drafters.eagle3.family import new_spec
+from specdec.errors import InvalidInputError
+from specdec.extensions.training.run import target_features
+from tests.hybrids import tiny_hybrid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_a_recurrent_target_gives_a_head_its_shape(name: str) -> None:
+    model = wrap(tiny_hybrid(name), max_num_seqs=1, max_model_len=64, kv_cache_tokens=256)
+    config = model.hf_model.config
+    spec = new_spec(model.hf_model, model.target.vocab_size, 64, {"aux_layers": (1, 2, 3)})
+    heads = {
+        "mamba2": (1, 32),
+        "qwen3_next": (config.to_dict().get("num_attention_heads"), config.to_dict().get("head_dim")),
+    }
+    assert (spec.num_heads, spec.head_dim) == heads[name]
+    assert spec.num_heads % spec.num_kv_heads == 0 and spec.intermediate_size > 0
+
+
+@pytest.mark.slow
+def test_every_boundary_of_a_hybrid_can_be_trained_on() -> None:
+    """Its last layers too, though fewer layers attend than it has."""
+    model = wrap(tiny_hybrid("qwen3_next"), max_num_seqs=1, max_model_len=64, kv_cache_tokens=256)
+    layers = model.hf_model.config.num_hidden_layers
+    assert len(model.target.runner.layers) < layers
+    ids = torch.tensor([[5, 6, 7]])
+    states, logits = target_features(model, (0, layers - 1))(ids, torch.ones_like(ids, dtype=torch.bool))
+    with torch.no_grad():
+        expected = model.hf_model(ids, output_hidden_states=True, use_cache=False)
+    right = torch.cat([expected.hidden_states[0], expected.hidden_states[layers - 1]], -1)
+    assert torch.equal(states, right) and torch.equal(logits, expected.logits)
+    with pytest.raises(InvalidInputError, match=f"aux layers 0 … {layers - 1}"):
+        target_features(model, (0, layers))

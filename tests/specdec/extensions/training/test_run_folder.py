@@ -1,0 +1,115 @@
+"""A run's folder: one process at a time, one run only, and fingerprints that see every weight."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import tiny_llama
+
+from specdec.errors import InvalidInputError, RunFolderError
+from specdec.extensions.training.run_folder import Setting, check_writable, claim, locked
+from specdec.wrapped.fingerprint import target_fingerprint, weights_fingerprint
+
+SETTINGS = {"data": Setting("1a", "a.jsonl"), "aux_layers": Setting((1, 2)), "steps": Setting(4)}
+
+
+def test_only_what_differs_is_shown(tmp_path: Path) -> None:
+    claim(tmp_path, SETTINGS, [])
+    claim(tmp_path, {**SETTINGS, "data": Setting("1a", "renamed.jsonl")}, [])
+    with pytest.raises(InvalidInputError) as caught:
+        claim(tmp_path, {**SETTINGS, "data": Setting("2b", "b.jsonl"), "seed": Setting(0)}, [])
+    message = str(caught.value)
+    assert "data: a.jsonl (1a) -> b.jsonl (2b)" in message and "seed: null -> 0" in message
+    assert "aux_layers" not in message and "steps" not in message
+    with pytest.raises(InvalidInputError, match="steps: 4 -> null"):
+        claim(tmp_path, {"data": SETTINGS["data"], "aux_layers": SETTINGS["aux_layers"]}, [])
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "null", '{"format": 1}', '{"format": 1, "settings": {"a": 3}}'])
+def test_a_damaged_record_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(RunFolderError, match=r"run\.json is damaged.*--overwrite"):
+        claim(tmp_path, SETTINGS, [])
+
+
+def test_an_older_record_has_aux_layers_under_their_older_name(tmp_path: Path) -> None:
+    claim(tmp_path, SETTINGS, [])
+    record = (tmp_path / "run.json").read_text()
+    assert '"aux_layers"' in record
+    (tmp_path / "run.json").write_text(record.replace('"aux_layers"', '"taps"'))
+    claim(tmp_path, SETTINGS, [])
+    with pytest.raises(InvalidInputError, match=r"aux_layers: \[1, 2\] -> \[0, 2\]"):
+        claim(tmp_path, {**SETTINGS, "aux_layers": Setting((0, 2))}, [])
+
+
+def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
+    claim(tmp_path, SETTINGS, [])
+    record = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**record, "format": 2}))
+    with pytest.raises(RunFolderError, match="format 2"):
+        claim(tmp_path, SETTINGS, [])
+
+
+def test_a_lock_keeps_other_processes_out_and_goes_with_its_process(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with locked(tmp_path):
+            os.write(writer, b"!")
+            time.sleep(60)
+        os.kill(os.getpid(), signal.SIGKILL)  # no clean-up of pytest's in the child
+    try:
+        os.read(reader, 1)
+        with pytest.raises(RunFolderError, match=f"another process is writing to {tmp_path}"), locked(tmp_path):
+            pass
+        with locked(tmp_path, "another part"):
+            pass
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    with locked(tmp_path), locked(tmp_path):
+        pass
+
+
+def test_folders_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    check_writable(tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
+    for inside in ("file", "file/run"):
+        with pytest.raises(InvalidInputError, match="is a file"):
+            check_writable(tmp_path / inside)
+    with pytest.raises(RunFolderError, match="cannot write to"), locked(tmp_path / "file" / "run"):
+        pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_fingerprint_sees_every_bit(dtype: torch.dtype) -> None:
+    """One element changed by one unit in the last place, another name, another dtype."""
+    plain = torch.nn.Linear(50, 7).to(dtype)
+    before = weights_fingerprint(plain)
+    assert weights_fingerprint(plain) == before
+    with torch.no_grad():
+        old = plain.weight[3, 17].clone()
+        plain.weight[3, 17] = torch.nextafter(old, old + 1)
+        assert weights_fingerprint(plain) != before
+        plain.weight[3, 17] = old
+    assert weights_fingerprint(plain) == before
+    assert weights_fingerprint(torch.nn.ModuleDict({"other": plain})) != before
+    assert weights_fingerprint(plain.to(torch.float16)) != before
+
+
+def test_a_targets_fingerprint_is_about_what_it_computes() -> None:
+    model, same = tiny_llama(), tiny_llama()
+    same.config.name_or_path = "elsewhere"
+    before = target_fingerprint(model)
+    assert target_fingerprint(same) == before
+    same.generation_config.eos_token_id = 5
+    assert target_fingerprint(same) != before
+    model.config.rms_norm_eps = 0.5
+    assert target_fingerprint(model) != before
