@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,13 @@ from attention.backends.base import AttentionBackend, Building, FixedMetadataBui
 from attention.backends.building import Build
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata, with_rows
-from attention.batch.transforms.fixed_local import FixedLocalRows
-from attention.batch.transforms.local_attention import check_chunk_size, local_attention
 from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
 from attention.checking import CHECKS, require
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec, TemperatureTuning
+
+if TYPE_CHECKING:
+    from attention.batch.transforms.fixed_local import FixedLocalRows
 
 _EMPTY: Mapping[int, FixedLocalRows] = MappingProxyType({})
 """The chunk sizes of a group without local attention."""
@@ -110,6 +111,8 @@ class GroupRunner:
             dict.fromkeys(s.chunk_size for s in group.attention_specs if s.chunk_size is not None)
         )
         for chunk_size in self._chunk_sizes:
+            from attention.batch.transforms.local_attention import check_chunk_size
+
             check_chunk_size(chunk_size, group.page_size)
         specs = reversed(list(enumerate(group.attention_specs)))
         self._first_tuned = {spec.temperature: layer for layer, spec in specs if spec.temperature is not None}
@@ -180,10 +183,7 @@ class GroupRunner:
         backend, group = self._backend, self.group
         if not isinstance(backend, GraphBackend):
             raise UnsupportedAttentionError(f"backend {backend.name!r} has no plans that a CUDA graph can hold")
-        local = {
-            size: FixedLocalRows(rows, query_len, size, group.page_size, group.num_pages, self._device)
-            for size in self._chunk_sizes
-        }
+        local = {size: self._local_rows(rows, query_len, size) for size in self._chunk_sizes}
         builders = {}
         for key in self._builders:
             own = (group, key, self._dtype)
@@ -194,6 +194,11 @@ class GroupRunner:
                 virtual, most = local[key.chunk_size].num_rows, min(query_len, key.chunk_size)
                 builders[key] = backend.fixed_builder(*own, virtual, most, shared, tokens=rows * query_len)
         return FixedPlanner(builders, group.num_pages, local)
+
+    def _local_rows(self, rows: int, query_len: int, chunk_size: int) -> FixedLocalRows:
+        from attention.batch.transforms.fixed_local import FixedLocalRows
+
+        return FixedLocalRows(rows, query_len, chunk_size, self.group.page_size, self.group.num_pages, self._device)
 
     def attend(
         self,
@@ -240,6 +245,8 @@ def _in_chunks(metadata: CommonAttentionMetadata, chunk_size: int) -> CommonAtte
     """The batch in virtual rows; itself when every row lies in its first chunk."""
     if int(metadata.host.seq_lens.max(initial=0)) <= chunk_size:
         return metadata
+    from attention.batch.transforms.local_attention import local_attention
+
     return with_rows(metadata, local_attention(metadata.host, chunk_size))
 
 

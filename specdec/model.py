@@ -21,7 +21,6 @@ from specdec.engine.streams import Stream, StreamUpdate, collected, completed
 from specdec.errors import ClosedModelError, InvalidInputError, ModelLoadError, refuse_copy
 from specdec.interrupts import interrupts_as_they_are
 from specdec.loading.assembly import FREED, Parts, assemble, dismantle
-from specdec.loading.facts import facts_of
 from specdec.loading.memory import memory_named
 from specdec.loading.parts import load_parts
 from specdec.loading.progress import startup_progress
@@ -398,6 +397,8 @@ class SpeculativeModel:
 
     def describe(self) -> dict[str, Any]:
         """Resolved facts of the model, head and engine."""
+        from specdec.loading.facts import facts_of
+
         self._shared.check_open()
         return facts_of(self)
 

@@ -7,18 +7,20 @@ together; every longer row (a prompt chunk) is a segment of its own, so that mem
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from attention.backends.two_levels import Level, PrefixLevel, attend_prefix, cascade_limit, level_of, merged
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.batch.transforms.cascade import cascade, shared_prefix
 from attention.cache.kv_cache import CacheGroup, LayerKV, gather, write
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from attention.backends.two_levels import PrefixLevel
 
 _SHORT_QUERY = 16
 """Rows with at most this many query tokens are padded into one segment."""
@@ -78,20 +80,26 @@ class TorchBuilder:
         """
         host = metadata.host
         host.validate_pages(self._num_pages)
-        prefix = level = None
-        if self._cascades:
-            prefix = shared_prefix(host.block_table, host.num_computed_tokens, host.page_size)
-        if prefix is not None:
-            two = cascade(host, prefix)
-            pages, within = np.divmod(np.arange(two.num_keys), host.page_size)
-            slots = two.pages[pages].astype(np.int64) * host.page_size + within
-            host, level = two.suffix, PrefixLevel(self._send(two.tokens), self._send(slots))
+        host, level = self._two_levels(host) if self._cascades else (host, None)
         lens, rows = host.query_lens, np.arange(len(host.seq_lens))
         if lens.min(initial=1) > 0 and lens.max(initial=0) <= _SHORT_QUERY:
             return TorchPlan((self._segment(host, rows),), level)
         short = rows[(lens > 0) & (lens <= _SHORT_QUERY)]
         groups = [*([short] if len(short) else []), *rows[lens > _SHORT_QUERY][:, None]]
         return TorchPlan(tuple(self._segment(host, group) for group in groups), level)
+
+    def _two_levels(self, host: HostBatch) -> tuple[HostBatch, PrefixLevel | None]:
+        """The batch behind the pages that rows share, and these; itself and None where rows share none."""
+        from attention.backends.two_levels import PrefixLevel
+        from attention.batch.transforms.cascade import cascade, shared_prefix
+
+        prefix = shared_prefix(host.block_table, host.num_computed_tokens, host.page_size)
+        if prefix is None:
+            return host, None
+        two = cascade(host, prefix)
+        pages, within = np.divmod(np.arange(two.num_keys), host.page_size)
+        slots = two.pages[pages].astype(np.int64) * host.page_size + within
+        return two.suffix, PrefixLevel(self._send(two.tokens), self._send(slots))
 
     def _segment(self, host: HostBatch, rows: np.ndarray) -> Segment:
         """These rows [b] of a batch, padded to the longest query Q and the most keys S of them."""
@@ -150,9 +158,11 @@ class TorchBackend:
             raise UnsupportedAttentionError(
                 f"group {group.name}: {key.num_q_heads} query heads are not a multiple of {key.num_kv_heads} KV heads"
             )
-        limit = cascade_limit(key, group.format.dtype_for(dtype) != dtype)
-        if self._cascades and limit:
-            raise UnsupportedAttentionError(f"group {group.name}: there is no cascade attention with {limit}")
+        if self._cascades:
+            from attention.backends.two_levels import cascade_limit
+
+            if limit := cascade_limit(key, group.format.dtype_for(dtype) != dtype):
+                raise UnsupportedAttentionError(f"group {group.name}: there is no cascade attention with {limit}")
         return TorchBuilder(key, group.num_pages, self._device, self._cascades)
 
     def run(
@@ -198,6 +208,8 @@ def _attend_levels(
     plan: TorchPlan, prefix: PrefixLevel, key: AttentionSpec, query: torch.Tensor, layer_kv: LayerKV
 ) -> torch.Tensor:
     """query [T, Hq, Dk] -> [T, Hq, Dv] in float32: every row's own keys, then those before them."""
+    from attention.backends.two_levels import Level, attend_prefix, level_of, merged
+
     dtype = torch.promote_types(query.dtype, torch.float32)
     means = query.new_empty(len(query), key.num_q_heads, key.head_dim_v, dtype=dtype)
     log_sums = query.new_empty(len(query), key.num_q_heads, dtype=dtype)

@@ -61,6 +61,11 @@ def is_quantised(layer: nn.Module) -> bool:
     return any(chain(made_of_others, packed))
 
 
+def has_quantised(model: nn.Module) -> bool:
+    """Whether any layer of a model is quantised: see `is_quantised`."""
+    return any(map(is_quantised, model.modules()))
+
+
 def runs_plainly(layer: nn.Module) -> bool:
     """Whether a layer is not quantised, or was and is decompressed to an `nn.Linear` that computes as any other."""
     return not is_quantised(layer) or computes_plainly(layer)

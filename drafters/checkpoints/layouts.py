@@ -161,3 +161,20 @@ _UNSERVED = frozenset(
     }
 )
 _SERVED = "this kind of head is not supported: take an EAGLE-3 head, or draft='mtp' where the target has a module"
+
+
+def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:
+    """Patterns that find (re.search) the names of module tensors, in any format, and no others of a target.
+
+    Args:
+        num_layers: N of the target; num_modules: how many its configuration has.
+
+    >>> import re
+    >>> patterns = module_names(4, 1)
+    >>> names = ("model.layers.4.enorm.weight", "model.layers.3.mlp.gate.weight", "mtp.fc.weight")
+    >>> [any(re.search(p, name) for p in patterns) for name in names]
+    [True, False, True]
+    """
+    numbered = (rf"(^|\.)layers\.{num_layers + k}\." for k in range(num_modules))
+    parts = r"(emb_norm|hidden_norm|linear_proj|block)"
+    return (*numbered, r"(^|\.)mtp_layers\.\d+\.", rf"(^|\.)mtp_{parts}\.\d+\.", r"(^|\.)mtp\.")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -26,12 +26,14 @@ from drafters.eagle3.checkpoint import (
     save_eagle3,
     target_of_files,
 )
-from drafters.eagle3.eagle1 import Eagle1Head, describe_eagle1, load_eagle1
 from drafters.eagle3.formats import target_named_by as named_target
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.rope import RopeSpec
+
+if TYPE_CHECKING:
+    from drafters.eagle3.eagle1 import Eagle1Head
 
 _NO_OVERRIDES = Eagle3Overrides()
 
@@ -48,6 +50,8 @@ def load_eagle(
     Args, Raises: as `drafters.eagle3.checkpoint.load_eagle3`.
     """
     if open_head(path).layout is Layout.EAGLE1:
+        from drafters.eagle3.eagle1 import load_eagle1
+
         return load_eagle1(path, target, dtype, device, overrides)
     return load_eagle3(path, target, dtype, device, overrides)
 
@@ -58,8 +62,11 @@ def describe_eagle(path: str | Path, target: TargetFacts, overrides: Eagle3Overr
     Raises:
         HeadLoadError, HeadMismatchError: as `load_eagle`, except for what only the values show.
     """
-    describe = describe_eagle1 if open_head(path).layout is Layout.EAGLE1 else describe_eagle3
-    return describe(path, target, overrides)
+    if open_head(path).layout is Layout.EAGLE1:
+        from drafters.eagle3.eagle1 import describe_eagle1
+
+        return describe_eagle1(path, target, overrides)
+    return describe_eagle3(path, target, overrides)
 
 
 def load_head(

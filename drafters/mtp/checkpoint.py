@@ -123,22 +123,6 @@ def _start(names: Mapping[str, str]) -> str:
     return full.removesuffix(rest) if full.endswith(rest) else full.split(".")[0]
 
 
-def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:
-    """Patterns that find (re.search) the names of module tensors, in any format, and no others of a target.
-
-    Args:
-        num_layers: N of the target; num_modules: how many its configuration has.
-
-    >>> patterns = module_names(4, 1)
-    >>> names = ("model.layers.4.enorm.weight", "model.layers.3.mlp.gate.weight", "mtp.fc.weight")
-    >>> [any(re.search(p, name) for p in patterns) for name in names]
-    [True, False, True]
-    """
-    numbered = (rf"(^|\.)layers\.{num_layers + k}\." for k in range(num_modules))
-    parts = r"(emb_norm|hidden_norm|linear_proj|block)"
-    return (*numbered, r"(^|\.)mtp_layers\.\d+\.", rf"(^|\.)mtp_{parts}\.\d+\.", r"(^|\.)mtp\.")
-
-
 def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
     """A module's tensors under the names that DeepSeek checkpoints give those of layer N + k; none of the target.
 

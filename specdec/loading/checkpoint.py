@@ -30,7 +30,7 @@ from drafters.checkpoints.tensor_files import (
 from drafters.errors import HeadLoadError
 from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.builtin import BUILTIN_HEADS, misspelt, resolve
-from specdec.loading.quantisation import MODELOPT, MODELOPT_FILE, Quantisation, check_packages, method_of
+from specdec.loading.quantisation import MODELOPT, MODELOPT_FILE, QUANTO_MAP, Quantisation, check_packages, method_of
 from specdec.values import short
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -158,6 +158,11 @@ class Checkpoint:
     def is_folder(self) -> bool:
         """Whether it is a folder on this machine."""
         return os.path.isdir(self.path)
+
+    @property
+    def is_quanto(self) -> bool:
+        """Whether it is a folder that optimum-quanto wrote."""
+        return self.is_folder and os.path.isfile(os.path.join(self.path, QUANTO_MAP))
 
     @property
     def options(self) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from attention.runner import GroupRunner
 from specdec.loading.assembly import builds_of
 from specdec.loading.kv_scales import scales_in_words
 from specdec.loading.quantisation import facts_of_quantisation
-from specdec.ops.experts import form_in_words
 from specdec.requests.generation_config import named, sampling_of_model, unsupported
 from specdec.wrapped.fingerprint import tokens_fingerprint
 from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
@@ -98,6 +97,8 @@ def _experts(model: Any) -> dict[str, str] | None:
     served: dict[str, list[int]] = {}
     for name, mixture in model.hf_model.named_modules():
         if name.endswith(".experts") and (hasattr(mixture, "down_proj") or hasattr(mixture, "down_proj_blocks")):
+            from specdec.ops.experts import form_in_words
+
             packed = hasattr(mixture, "down_proj_blocks") or hasattr(mixture, "down_proj_scale_inv")
             form = form_in_words(mixture) if packed or model.graphs == "on" else "transformers' own form"
             served.setdefault(form, []).append(sum(p.nbytes for p in mixture.parameters()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,8 @@ from specdec.loading.backends import (
     name_what_is_left_out,
 )
 from specdec.loading.checkpoint import Checkpoint
-from specdec.loading.draft_vocabulary import check_draft_vocab, draft_on, read_draft_vocab
 from specdec.loading.groups import Division, Rows, TokenBytes, divide_cache, token_bytes
 from specdec.loading.heads import load_head, reading_options, split_draft
-from specdec.loading.kv_scales import chosen_scales
 from specdec.loading.memory import check_counts, check_page_size, check_sizes_fit, check_tables_fit, scores_bytes
 from specdec.loading.objects import check_head_type
 from specdec.loading.pairs import load_pair
@@ -67,7 +66,8 @@ def load_parts(
     """
     check_counts(options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len)
     draft, lookup = split_draft(draft)
-    draft_vocab = read_draft_vocab(options.draft_vocab)
+    vocabulary = None if options.draft_vocab is None else _draft_vocabulary()
+    draft_vocab = vocabulary and vocabulary.read_draft_vocab(options.draft_vocab)
     if draft is not None:
         check_head_type(draft)
     opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, group))
@@ -75,9 +75,9 @@ def load_parts(
     reading = reading_options(options)
     if draft is None:
         check_options(reading, None, "there is no draft head")
-    if not isinstance(draft, (str, Path)):
+    if not isinstance(draft, (str, Path)) and vocabulary is not None:
         reason = "there is no draft head" if draft is None else "the head is loaded already (it has `draft_on`)"
-        check_draft_vocab(draft_vocab, reason)
+        vocabulary.check_draft_vocab(draft_vocab, reason)
     tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     backend = make_backend(options.backend, model.device)
     if model.device.type == "cpu" and (busy := busy_cores(torch.get_num_threads())):
@@ -89,12 +89,18 @@ def load_parts(
     log.info("loading the head")
     with pair.explained():
         head = None if draft is None else load_head(draft, checkpoint, probed, reading)
-    if head is not None and draft_vocab is not None:
-        draft_on(head, draft_vocab, probed, tokenizer, group)
+    if head is not None and vocabulary is not None:
+        vocabulary.draft_on(head, draft_vocab, probed, tokenizer, group)
     parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup, more_extras)
     if isinstance(draft, (str, Path)):
         self_test_head(head, model, tokenizer, parts.config.num_speculative_tokens)
     return parts
+
+
+def _draft_vocabulary() -> Any:
+    from specdec.loading import draft_vocabulary
+
+    return draft_vocabulary
 
 
 def _open(
@@ -133,6 +139,17 @@ def _states(probed: TargetProbe, rows: Rows) -> tuple[int, tuple[RoundExtra, ...
     return state_bytes(probed, rows), state_extras(probed, rows.num_speculative_tokens)
 
 
+def _scales(
+    checkpoint: Checkpoint | None, probed: TargetProbe, options: LoadOptions
+) -> tuple[Sequence[tuple[float, float]] | None, str]:
+    """The scales of an 8-bit KV cache and their origin: see `kv_scales.chosen_scales`."""
+    if options.kv_cache_dtype != "fp8":
+        return options.kv_cache_scales, ""
+    from specdec.loading.kv_scales import chosen_scales
+
+    return chosen_scales(checkpoint, probed, options.kv_cache_dtype, options.kv_cache_scales)
+
+
 def _sized(
     probed: TargetProbe,
     head: Head | None,
@@ -149,8 +166,7 @@ def _sized(
     longest = max_model_len_of(options.max_model_len, probed.model)
     check_page_size(page_size, longest)
     check_tables_fit(options.max_num_seqs, longest)
-    scales = chosen_scales(checkpoint, probed, options.kv_cache_dtype, options.kv_cache_scales)
-    format = kv_format(options.kv_cache_dtype, *scales)
+    format = kv_format(options.kv_cache_dtype, *_scales(checkpoint, probed, options))
     check_format_fits(probed, format)
     k, seqs, most = options.num_speculative_tokens, options.max_num_seqs, options.max_num_batched_tokens
     rows = Rows(num_drafts(k, head, lookup), longest, seqs, most, page_size)

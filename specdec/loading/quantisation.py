@@ -23,7 +23,6 @@ from transformers.utils import import_utils
 
 from attention.hf.weights import is_quantised
 from specdec.errors import ModelLoadError
-from specdec.selftest.quantised import rounds_activations
 from specdec.user_warnings import warn_user
 from specdec.values import short
 
@@ -38,6 +37,8 @@ MODELOPT = "modelopt"
 """quant_method of NVIDIA ModelOpt, which transformers does not know."""
 MODELOPT_FILE = "hf_quant_config.json"
 """Where ModelOpt says beside config.json what it quantised."""
+QUANTO_MAP = "quanto_qmap.json"
+"""A folder that optimum-quanto wrote has this file."""
 _OF_BITSANDBYTES = {
     "bitsandbytes_4bit": ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant"),
     "bitsandbytes_8bit": ("llm_int8_threshold",),
@@ -233,6 +234,8 @@ def facts_of_quantisation(model: PreTrainedModel, found: Quantisation | None) ->
     found = found or quantisation_of(model, None)
     if found is None:
         return None
+    from specdec.selftest.quantised import rounds_activations
+
     layers = Counter(_kind(layer) for layer in model.modules() if is_quantised(layer))
     runs = f"dequantised in {_dtype(model)}: {found.dequantised}" if found.dequantised else "as stored"
     return {

@@ -19,9 +19,8 @@ from drafters.checkpoints.tensor_files import open_folder
 from specdec.errors import ModelLoadError
 from specdec.loading.checkpoint import Checkpoint, read_object
 from specdec.loading.load_errors import check_complete
-from specdec.loading.quantisation import check_packages
+from specdec.loading.quantisation import QUANTO_MAP, check_packages
 
-_MAP = "quanto_qmap.json"
 _SCALES = (".weight._scale", ".weight._shift", ".input_scale", ".output_scale")
 """Last parts of the names of scales and shifts."""
 _NESTED = ("qint2", "qint4")
@@ -30,11 +29,6 @@ tensor" where such a weight is transposed or detached in inference mode and was 
 _ALIGNED = 64
 """Bytes. torch's kernel for bfloat16 times int8 on CPUs reads weights by instructions that need an address that this
 divides; one in a file that is mapped into memory is at any (torch 2.13: the process is killed by SIGSEGV)."""
-
-
-def is_quanto_folder(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is a folder that optimum-quanto wrote."""
-    return checkpoint.is_folder and (Path(checkpoint.path) / _MAP).is_file()
 
 
 def load_quanto(
@@ -54,7 +48,7 @@ def load_quanto(
     from accelerate import init_empty_weights
     from optimum.quanto import requantize
 
-    layers = _read_map(Path(checkpoint.path) / _MAP, what)
+    layers = _read_map(Path(checkpoint.path) / QUANTO_MAP, what)
     if nested := sorted({how["weights"] for how in layers.values()} & set(_NESTED)):
         raise ModelLoadError(
             f"{what}: its weights are in {', '.join(nested)}, whose packed tensors optimum-quanto cannot multiply in "
@@ -69,7 +63,9 @@ def load_quanto(
     with init_empty_weights(include_buffers=False):
         model: Any = loader.from_config(config, dtype=kind)
     if unknown := sorted(set(layers) - {name for name, _ in model.named_modules()}):
-        raise ModelLoadError(f"{what}: {_MAP} names layers that the model does not have: {', '.join(unknown[:3])}")
+        raise ModelLoadError(
+            f"{what}: {QUANTO_MAP} names layers that the model does not have: {', '.join(unknown[:3])}"
+        )
     requantize(model, state_dict=tensors, quantization_map=layers)
     model.tie_weights()
     check_complete(checkpoint.name, model, _differences(model, tensors))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.utils import logging as transformers_logging
 
-from drafters.mtp.checkpoint import module_names
-from specdec.errors import InvalidInputError, UnsupportedModelError
+from drafters.checkpoints.layouts import module_names
+from specdec.errors import InvalidInputError
 from specdec.loading.adapters import applied, unwrapped, with_adapter
 from specdec.loading.auto_classes import AutoClass, auto_class, model_class
 from specdec.loading.builtin import resolve
@@ -34,6 +32,7 @@ from specdec.loading.progress import log
 from specdec.loading.quantisation import (
     Quantisation,
     hold_dtype,
+    method_of,
     placed_at,
     quantisation_of,
     settle,
@@ -41,14 +40,11 @@ from specdec.loading.quantisation import (
     warn_of_dense,
     without_kernels,
 )
-from specdec.loading.quanto import is_quanto_folder, load_quanto
 from specdec.loading.sizes import resolve_device, resolve_dtype
 from specdec.options import LoadOptions
 from specdec.values import short
 from specdec.wrapped.alterations import without_unpickled
-from specdec.wrapped.fp8 import Scheme
 from specdec.wrapped.group import ALONE, Group
-from specdec.wrapped.mxfp4 import kept_in_mxfp4, stays_in_mxfp4
 
 OnConfig = Callable[[PreTrainedConfig, "torch.dtype | str", torch.device], None]
 """Called with a target's configuration, the dtype asked for ("auto": the checkpoint's) and its device, before its
@@ -84,14 +80,16 @@ def load_target(
             check_weight_files(Path(checkpoint.path), f"cannot load the target model {checkpoint.name!r}")
         if on_config is not None:
             on_config(config, dtype, device)
-        if is_quanto_folder(checkpoint):
+        if checkpoint.is_quanto:
+            from specdec.loading.quanto import load_quanto
+
             method = "quanto"
             model, stored = load_quanto(checkpoint, found.loader, config, dtype)
         else:
-            kept = stays_in_mxfp4(config, method, dtype, device, group is ALONE)
-            if method is not None and not kept and without_kernels(method, device):
+            kept = _kept_in_mxfp4(config, method, dtype, device, group)
+            if method is not None and kept is None and without_kernels(method, device):
                 config.quantization_config = {**(stored or {}), "dequantize": True}  # transformers would do so silently
-            with kept_in_mxfp4() if kept else nullcontext():
+            with kept or nullcontext():
                 model = _from_pretrained(checkpoint, config, found, dtype, place, group)
     settle(model)
     hold_dtype(model, method, dtype)
@@ -109,6 +107,17 @@ def load_target(
     return placed, quantisation
 
 
+def _kept_in_mxfp4(
+    config: PreTrainedConfig, method: str | None, dtype: torch.dtype | str, device: torch.device, group: Group
+) -> AbstractContextManager[None] | None:
+    """A context in which the experts stay in 4 bits; None where they do not, see `stays_in_mxfp4`."""
+    if method != "mxfp4":
+        return None
+    from specdec.wrapped.mxfp4 import kept_in_mxfp4, stays_in_mxfp4
+
+    return kept_in_mxfp4() if stays_in_mxfp4(config, method, dtype, device, group is ALONE) else None
+
+
 def _from_pretrained(
     checkpoint: Checkpoint,
     config: PreTrainedConfig,
@@ -120,8 +129,7 @@ def _from_pretrained(
     """The checkpoint through transformers, or this process's share of it in a group; `place`: see `placed_at`."""
     reading = group.reading(config, found)
     quiet = _without_progress_bar() if checkpoint.builtin else nullcontext()
-    expected, fp8 = _module_tensors_expected(config, found), fp8_checkpoint(config, checkpoint.name)
-    with expected, fp8, quiet, reading.while_reading():
+    with _module_tensors_expected(config, found), _quantiser(config, checkpoint.name), quiet, reading.while_reading():
         loaded: Any = found.loader.from_pretrained(
             checkpoint.path,
             config=config,
@@ -139,6 +147,15 @@ def _from_pretrained(
     check_complete(checkpoint.name, model, info)
     reading.finish(model)
     return model
+
+
+def _quantiser(config: PreTrainedConfig, name: str) -> AbstractContextManager[None]:
+    """A context in which a target of this configuration is loaded; see `specdec.wrapped.fp8.fp8_checkpoint`."""
+    if method_of(stored_quantisation(config) or {}) != "fp8":
+        return nullcontext()
+    from specdec.wrapped.fp8 import fp8_checkpoint
+
+    return fp8_checkpoint(config, name)
 
 
 @contextmanager
@@ -174,52 +191,6 @@ def _without_progress_bar() -> Iterator[None]:
     finally:
         if was_shown:
             transformers_logging.enable_progress_bar()
-
-
-_FP8 = "fp8"
-
-
-class Fp8Quantizer(FineGrainedFP8HfQuantizer):
-    """transformers' quantizer for weights that stay in FP8, on any device (`specdec.wrapped.fp8` runs them). Its own
-    needs accelerate, and multiplies the weights out silently where there is no GPU."""
-
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is needed."""
-
-
-@contextmanager
-def fp8_checkpoint(config: Any, name: str) -> Iterator[None]:
-    """A context in which a target of this configuration is loaded in FP8. Changes nothing for one in another format.
-
-    Raises:
-        UnsupportedModelError: a scheme of FP8 that no operator serves, or `dequantize`, before weights are read.
-    """
-    stored = getattr(config, "quantization_config", None)
-    values: Mapping[str, Any] = stored if isinstance(stored, Mapping) else vars(stored) if stored else {}
-    if values.get("quant_method") != _FP8:
-        yield
-        return
-    if values.get("dequantize"):
-        raise UnsupportedModelError(
-            f"{name}: quantization_config of its config.json has dequantize=true, another model whose activations are "
-            "not rounded; leave it out, or load the model with transformers and give it as the target"
-        )
-    if (kind := values.get("fmt", "e4m3")) != "e4m3":
-        raise UnsupportedModelError(f"{name} is quantised in FP8 with fmt={kind!r}; supported is 'e4m3'")
-    _scheme(values).check(name)
-    before = AUTO_QUANTIZER_MAPPING[_FP8]
-    AUTO_QUANTIZER_MAPPING[_FP8] = Fp8Quantizer
-    try:
-        yield
-    finally:
-        AUTO_QUANTIZER_MAPPING[_FP8] = before
-
-
-def _scheme(values: Mapping[str, Any]) -> Scheme:
-    """The scheme as transformers reads it: 128 x 128 by default, one scale a weight where it is null."""
-    blocks = values.get("weight_block_size", (128, 128))
-    static = str(values.get("activation_scheme", "dynamic")).lower() == "static"
-    return Scheme(None if blocks is None else tuple(blocks), static, values.get("scale_fmt", "float") == "ue8m0")
 
 
 def open_target(

@@ -11,7 +11,6 @@ from attention.batch.host import HostBatch, offsets_within, rows_batch
 from attention.staging import A, array
 from drafters.loops.base import CarriedRows, DraftingRows, DraftInput
 from drafters.loops.lengths import drafts_within, tokens_accepted
-from drafters.loops.module_arrays import rows_before, shifted_batch
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import TargetArrays, Verified
 
@@ -140,11 +139,17 @@ def ahead_inputs(target: TargetArrays, num_modules: int = 1, num_carried: int = 
     decided_place = np.full(len(rows), len(target.decided))
     decided_place[target.decided] = np.arange(len(target.decided))
     place = starts, target.start, target.pages.head, target.pages.page_size
+    batches, carried = [rows_batch(*place)], None
+    if num_modules > 1:
+        from drafters.loops.module_arrays import rows_before, shifted_batch
+
+        batches += [shifted_batch(m, *place, target.begins) for m in range(1, num_modules)]
+        carried = CarriedRows(target.request_rows, rows_before(starts, num_carried))
     return AheadInputs(
-        batches=(rows_batch(*place), *(shifted_batch(m, *place, target.begins) for m in range(1, num_modules))),
+        batches=tuple(batches),
         token_ids=token_ids,
         token_sources=np.repeat(np.arange(len(counts)) * (target.max_drafts + 1), counts) + offsets_within(counts),
         last_row=starts[:-1] + num_new - 1,
         decided_place=decided_place,
-        carried=None if num_modules < 2 else CarriedRows(target.request_rows, rows_before(starts, num_carried)),
+        carried=carried,
     )

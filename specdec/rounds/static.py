@@ -26,7 +26,6 @@ from attention.batch.transforms.windowed import WindowedBatch, first_listed, lis
 from attention.spec import Reach
 from attention.staging import Staged, StagingArena, bucket_of
 from drafters.loops.base import CarriedRows, StaticShape
-from drafters.loops.module_arrays import rows_before
 from specdec.config import EngineConfig
 from specdec.rounds.buckets import static_entries, static_shape
 from specdec.rounds.extras import make_sections
@@ -158,6 +157,8 @@ class _TargetPlace:
             self.groups.append(_Pages(first, self.start, shape))
             self.later = [_LaterPass(each, m, shape) for m, each in enumerate(later, 1)]
         if self.carried is not None:
+            from drafters.loops.module_arrays import rows_before
+
             self.carried.sources[:] = rows_before(batch.query_start_loc, rows)
         places = np.arange(rows * query_len).reshape(rows, query_len)
         own.logits_indices[:] = places.reshape(-1)

@@ -34,6 +34,14 @@ _LINEAR = 1e-4
 """The same of f(x + y) to f(x) + f(y), in float32; activations in 8 bits make 3e-3 or more."""
 
 
+def quantised_self_test(model: PreTrainedModel, fp8: Fp8Layers | None) -> None:
+    """All tests of a quantised target's layers. Raises UnsupportedModelError: one fails."""
+    neighbour_test(model)
+    mxfp4_self_test(model)
+    if fp8 is not None:
+        fp8_self_test(fp8)
+
+
 @torch.no_grad()
 def neighbour_test(model: PreTrainedModel) -> None:
     """Give one quantised linear layer of each kind the same row beside faint rows and beside loud ones.

@@ -7,6 +7,7 @@ to be read is checked on a text.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.backends.limits import HALF
-from attention.hf.weights import is_plain_weight
+from attention.hf.weights import has_quantised, is_plain_weight
 from drafters.base import HasInputConvention, Head
 from specdec.errors import InvalidInputError, UnsupportedModelError
-from specdec.ops.linear import invariant_linear
 from specdec.requests.prompts import encode_prompts
 from specdec.selftest.eager_reference import (
     dummy_ids,
@@ -33,11 +33,9 @@ from specdec.selftest.eager_reference import (
     rollback_of,
     scrambled_table,
 )
-from specdec.selftest.quantised import fp8_self_test, mxfp4_self_test, neighbour_test, rounds_activations
 from specdec.selftest.routers import RoutedReader, check_choices, has_mixtures
 from specdec.selftest.twin import TwinReport, in_words
 from specdec.user_warnings import warn_user
-from specdec.wrapped.fp8 import unrounded_activations
 from specdec.wrapped.probing import TargetProbe, decoder_of, last_states
 from specdec.wrapped.target import Target
 
@@ -82,11 +80,11 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int, report
         UnsupportedModelError, CacheTooSmallError: as `self_test`; the former also of a quantised target whose results
             depend on the batch, and of a kernel of recurrent layers that comes out wrong.
     """
-    neighbour_test(probed.model)
-    mxfp4_self_test(probed.model)
     room, half = min(max_model_len, _room(target)), probed.model.dtype in HALF
-    if target.fp8 is not None:
-        fp8_self_test(target.fp8)
+    if has_quantised(probed.model):
+        from specdec.selftest.quantised import quantised_self_test
+
+        quantised_self_test(probed.model, target.fp8)
     if target.states is not None:
         from specdec.selftest.recurrences import recurrence_self_test
 
@@ -125,8 +123,16 @@ def self_test(target: Target, longest: int = 0) -> float:
         UnsupportedModelError: the target comes out wrong through the paged attention, fails in it, or has NaN.
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
-    with unrounded_activations(target.hf_model):
+    with _unrounded(target.hf_model):
         return _self_test(target, longest)
+
+
+def _unrounded(model: PreTrainedModel) -> AbstractContextManager[None]:
+    if not has_quantised(model):
+        return nullcontext()
+    from specdec.wrapped.fp8 import unrounded_activations
+
+    return unrounded_activations(model)
 
 
 @torch.inference_mode()
@@ -239,8 +245,10 @@ def _eight_bits(target: Target) -> bool:
 def _limit(target: Target, error: float) -> float:
     """What rounding explains."""
     limit = _EIGHT_BIT_TOLERANCE if _eight_bits(target) else _TOLERANCE[target.hf_model.dtype]
-    if limit < error <= _ROUNDED_TOLERANCE and rounds_activations(target.hf_model):
-        return _ROUNDED_TOLERANCE
+    if limit < error <= _ROUNDED_TOLERANCE:
+        from specdec.selftest.quantised import rounds_activations
+
+        return _ROUNDED_TOLERANCE if rounds_activations(target.hf_model) else limit
     return limit
 
 
@@ -282,6 +290,8 @@ def matmul_test(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: on this device the result for a token depends on how many there are.
     """
+    from specdec.ops.linear import invariant_linear
+
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and is_plain_weight(m.weight)]
     weights = {m.weight.shape: m.weight for m in layers}
     for weight in weights.values():

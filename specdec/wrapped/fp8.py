@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from specdec.errors import UnsupportedModelError
 from specdec.ops.experts import fp8_experts
@@ -288,3 +290,49 @@ def _check_device(what: str, device: torch.device) -> None:
             f"{what} is quantised in FP8, which needs an NVIDIA GPU of compute capability 8.9 or more (L4, H100, …), "
             f"not {torch.cuda.get_device_name(device)}"
         )
+
+
+_FP8 = "fp8"
+
+
+class Fp8Quantizer(FineGrainedFP8HfQuantizer):
+    """transformers' quantizer for weights that stay in FP8, on any device (`specdec.wrapped.fp8` runs them). Its own
+    needs accelerate, and multiplies the weights out silently where there is no GPU."""
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is needed."""
+
+
+@contextmanager
+def fp8_checkpoint(config: Any, name: str) -> Iterator[None]:
+    """A context in which a target of this configuration is loaded in FP8. Changes nothing for one in another format.
+
+    Raises:
+        UnsupportedModelError: a scheme of FP8 that no operator serves, or `dequantize`, before weights are read.
+    """
+    stored = getattr(config, "quantization_config", None)
+    values: Mapping[str, Any] = stored if isinstance(stored, Mapping) else vars(stored) if stored else {}
+    if values.get("quant_method") != _FP8:
+        yield
+        return
+    if values.get("dequantize"):
+        raise UnsupportedModelError(
+            f"{name}: quantization_config of its config.json has dequantize=true, another model whose activations are "
+            "not rounded; leave it out, or load the model with transformers and give it as the target"
+        )
+    if (kind := values.get("fmt", "e4m3")) != "e4m3":
+        raise UnsupportedModelError(f"{name} is quantised in FP8 with fmt={kind!r}; supported is 'e4m3'")
+    _scheme(values).check(name)
+    before = AUTO_QUANTIZER_MAPPING[_FP8]
+    AUTO_QUANTIZER_MAPPING[_FP8] = Fp8Quantizer
+    try:
+        yield
+    finally:
+        AUTO_QUANTIZER_MAPPING[_FP8] = before
+
+
+def _scheme(values: Mapping[str, Any]) -> Scheme:
+    """The scheme as transformers reads it: 128 x 128 by default, one scale a weight where it is null."""
+    blocks = values.get("weight_block_size", (128, 128))
+    static = str(values.get("activation_scheme", "dynamic")).lower() == "static"
+    return Scheme(None if blocks is None else tuple(blocks), static, values.get("scale_fmt", "float") == "ue8m0")

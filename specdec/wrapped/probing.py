@@ -6,15 +6,18 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attention.hf.mixing import MIXING_FUNCTIONS, RecurrentCall, modeling_files
 from attention.hf.probe import AttentionCall, probe
+from attention.hf.weights import has_quantised
 from specdec.errors import UNNAMED_ERRORS, UnsupportedAttentionError, UnsupportedModelError
-from specdec.wrapped.fp8 import Fp8Layers, fp8_layers
+
+if TYPE_CHECKING:
+    from specdec.wrapped.fp8 import Fp8Layers
 
 _FIELD = re.compile(r"(image|video|audio|speech)_(token|patch)_(id|index)")
 
@@ -65,6 +68,14 @@ class TargetProbe:
         return tuple(call.spec for call in self.recurrent_calls)
 
 
+def _fp8_layers(model: PreTrainedModel) -> Fp8Layers | None:
+    if not has_quantised(model):
+        return None
+    from specdec.wrapped.fp8 import fp8_layers
+
+    return fp8_layers(model)
+
+
 def probe_target(model: PreTrainedModel) -> TargetProbe:
     """Probe a model and refuse it when paged attention would make it come out wrong.
 
@@ -73,7 +84,7 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
             attention types other than full, sliding, chunked and indexed; FP8 layers that our operators do not serve.
     """
     name = type(model).__name__
-    fp8 = fp8_layers(model)
+    fp8 = _fp8_layers(model)
     try:
         found = probe(model)
     except UnsupportedAttentionError as error:

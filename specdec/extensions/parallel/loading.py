@@ -31,7 +31,6 @@ from specdec.loading.load_errors import loading_named
 from specdec.loading.pairs import pair_of
 from specdec.loading.progress import log
 from specdec.loading.quantisation import stored_quantisation
-from specdec.loading.quanto import is_quanto_folder
 from specdec.loading.tokenizers import open_tokenizer
 from specdec.options import LoadOptions
 from specdec.requests.prompts import encode_prompts
@@ -100,7 +99,7 @@ def check_shares(checkpoint: Checkpoint, size: int) -> None:
     with loading_named(checkpoint, "the target model"):
         config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
         method = check_quantisation(stored_quantisation(config), f"cannot load the target model {checkpoint.name!r}")
-        check_not_quantised("quanto" if is_quanto_folder(checkpoint) else method, size)
+        check_not_quantised("quanto" if checkpoint.is_quanto else method, size)
         plan_for(config, auto_class(config, checkpoint.name), size)
 
 

@@ -15,8 +15,8 @@ import torch
 from fakes import backend_of_ours, count_calls, free_everywhere, launch_ahead, random_prompts
 from torch._dynamo.backends.debugging import aot_eager
 
+import drafters.loops.module_arrays
 import specdec.execution.ragged
-import specdec.rounds.drafting
 import specdec.rounds.static
 from attention.batch.host import HostBatch
 from drafters.loops.base import CarriedRows, StaticPrefill
@@ -149,7 +149,7 @@ def test_pages_of_other_requests(
     drafted = compared(graphed, SHARED, again)
     assert drafted and [ours for ours, _ in drafted] == [oracle for _, oracle in drafted]
     assert graphed.engine_stats.cached_tokens > 100
-    monkeypatch.setattr(specdec.rounds.drafting, "shifted_batch", lambda m, *place: shifted_batch(m, *place[:4]))
+    monkeypatch.setattr(drafters.loops.module_arrays, "shifted_batch", lambda m, *place: shifted_batch(m, *place[:4]))
     graphed.refresh()
     assert any(ours != oracle for ours, oracle in compared(graphed, SHARED, graphed.generate(SHARED, GREEDY)))
 
@@ -342,21 +342,19 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what is carried is not updated": (StaticModules, "prefill", altered_prefill(_same, keep=True)),
     "what is carried is another module's": (StaticModules, "prefill", altered_prefill(_other_module)),
     "all requests carry in one place": (StaticModules, "prefill", altered_prefill(_one_slot)),
-    "rows of one shape read their own output": (specdec.rounds.static, "rows_before", _row_itself),
-    "rows of any shape read their own output": (specdec.rounds.drafting, "rows_before", _row_itself),
-    "rows of one shape carry a neighbour's": (specdec.rounds.static, "rows_before", _wrong_first),
-    "rows of any shape carry a neighbour's": (specdec.rounds.drafting, "rows_before", _wrong_first),
-    "a pass of any shape stands where the one before does": (specdec.rounds.drafting, "shifted_batch", _not_shifted),
-    "rows that do not exist are the first ones": (specdec.rounds.drafting, "shifted_batch", _not_split),
+    "rows read their own output": (drafters.loops.module_arrays, "rows_before", _row_itself),
+    "rows carry a neighbour's": (drafters.loops.module_arrays, "rows_before", _wrong_first),
+    "a pass stands where the one before does": (
+        drafters.loops.module_arrays,
+        "shifted_batch",
+        _not_shifted,
+    ),
+    "rows that do not exist are the first ones": (drafters.loops.module_arrays, "shifted_batch", _not_split),
 }
 
 
-ALIKE = (
-    "what is carried is another module's",
-    "rows of one shape read their own output",
-    "rows of any shape carry a neighbour's",
-)
-"""Each much like another one, planted where rounds are of the other kind."""
+ALIKE = ("what is carried is another module's",)
+"""Much like another one."""
 
 
 def drafts_with(build: Make, modules: int = 3) -> list[tuple[Any, Any]]:

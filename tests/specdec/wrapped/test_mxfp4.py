@@ -11,7 +11,6 @@ from fakes import wrap
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from attention.hf.weights import model_bytes
-from specdec.loading import targets
 from specdec.requests.sampling import SamplingParams
 from specdec.wrapped.mxfp4 import Mxfp4Experts, kept_in_mxfp4, stays_in_mxfp4
 from tests.quantised import mxfp4
@@ -64,7 +63,7 @@ def test_it_is_saved_as_it_was_read(folder: Path, tmp_path: Path) -> None:
 
 def test_generates_the_tokens_of_the_dense_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the reference runs: 4 bits stay on a GPU only, where kernels read them."""
-    monkeypatch.setattr(targets, "stays_in_mxfp4", lambda *_: True)
+    monkeypatch.setattr("specdec.wrapped.mxfp4.stays_in_mxfp4", lambda *_: True)
     prompt, params = list(range(3, 12)), SamplingParams(max_new_tokens=12, ignore_eos=True)
     with wrap(folder, num_speculative_tokens=0) as model:
         found = model.generate([prompt], params)[0].token_ids
