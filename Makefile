@@ -40,6 +40,7 @@ lint: $(DEV)
 
 # The site, into build/site: what is written from code first, then a strict build. Extra [docs].
 docs: $(DOCS)
+	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python docs/scripts/command_line.py
 	$(BIN)/python docs/scripts/pictures.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

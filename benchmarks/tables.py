@@ -1,7 +1,6 @@
 """docs/benchmarks.md: every committed result as a table.
 
-python -m benchmarks.tables            # write the page
-python -m benchmarks.tables --check    # fail where the page is not what the results say
+python -m benchmarks.tables
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import click
 
-from benchmarks.document import md_table, usage, write_page
+from benchmarks.document import md_table, usage
 from benchmarks.evaluation_tables import DOCUMENTS, measured_by, percent, short
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -436,10 +435,9 @@ def _measured_on(line: Line) -> str:
 
 
 @click.command(help=usage(__doc__))
-@click.option("--check", is_flag=True, help="Write nothing; exit 1 where the page differs.")
-def main(check: bool) -> None:
-    """Write docs/benchmarks.md, or check it."""
-    write_page(PAGE, page(), check, "tables")
+def main() -> None:
+    """Write docs/benchmarks.md."""
+    PAGE.write_text(page(), "utf-8")
 
 
 if __name__ == "__main__":

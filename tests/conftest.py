@@ -56,6 +56,30 @@ class FakesFinder(MetaPathFinder):
 sys.meta_path.append(FakesFinder())
 
 
+class Refused(MetaPathFinder):
+    """Refuses what can be absent: `make test-core` runs the core's tests without it."""
+
+    packages = ("specdec.extensions", "attention.recurrence", "attention.transport")
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if any(fullname == name or fullname.startswith(f"{name}.") for name in self.packages):
+            raise ImportError(f"{fullname} is refused in this run", name=fullname)
+        return None
+
+
+REFUSES = bool(os.environ.get("SPECDEC_REFUSE_EXTENSIONS"))
+if REFUSES:
+    sys.meta_path.insert(0, Refused())
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Where extensions are refused: files of tests whose code names one are about it, and not the core's."""
+    if not REFUSES or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text("utf-8")
+    return True if any(name in text for name in Refused.packages) else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> None:
     """Triton's interpreter in less than half of its time, and with an eye on every address: tests/interpreter.py,

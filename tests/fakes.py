@@ -28,7 +28,6 @@ from attention.spec import AttentionSpec
 from drafters.base import Attend, Head
 from drafters.loops.base import LoopSize
 from drafters.loops.chain import ChainLoop
-from specdec.extensions.handoff.moving import moving_requests
 from specdec.loading import targets
 from specdec.loading.checkpoint import find_checkpoint
 from specdec.selftest.twin import enlarge as enlarge
@@ -339,6 +338,8 @@ def engine_of(wrapped: Any) -> Any:
 
 def guests_of(wrapped: Any) -> Any:
     """The `MovingRequests` of the model's engine."""
+    from specdec.extensions.handoff.moving import moving_requests
+
     return moving_requests(engine_of(wrapped))
 
 

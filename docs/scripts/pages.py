@@ -22,6 +22,8 @@ AUTHORS = (
 )
 """Pages for developers of this library, written before the manual: their examples are fragments."""
 GENERATED = ("models.md", "generation_options.md", "reference/command_line.md")
+BUILT = "benchmarks.md"
+"""Made from benchmarks/results/ by `make docs`, and not in git."""
 _BLOCK = re.compile(r"(?:<!-- not run: ([^>]*?) -->\n)?```(\w+)\n(.*?)```", re.S)
 
 
