@@ -10,9 +10,9 @@ JOBS ?= $(shell nproc)
 # Each worker has half of the tests in their order, and takes from another when it is done: what modules share is made once.
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal
 # Test modules are compiled by pytest (its assertions), 4 s of each worker: kept for the next run whatever the shell says.
-test test-all test-quick mutants: export PYTHONDONTWRITEBYTECODE =
+test test-all test-core test-quick mutants: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-quick mutants sweep docs lint format dist release-notes clean
+.PHONY: demo test test-all test-core test-quick mutants sweep docs lint format dist release-notes clean
 
 demo: $(RUN)
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,11 @@ test: $(DEV)
 
 test-all: $(DEV)
 	$(PYTEST)
+
+# The core's tests in processes that refuse every extension, recurrent layers and transports.
+test-core: $(DEV)
+	SPECDEC_REFUSE_EXTENSIONS=1 $(PYTEST) -m "not slow and not long" tests/attention tests/drafters tests/specdec \
+	    --ignore=tests/specdec/extensions --ignore=tests/attention/recurrence --ignore=tests/attention/transport
 
 test-quick: $(DEV)
 	$(PYTEST) -m "not slow and not long"

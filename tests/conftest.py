@@ -60,6 +60,8 @@ class Refused(MetaPathFinder):
     """Refuses what can be absent: `make test-core` runs the core's tests without it."""
 
     packages = ("specdec.extensions", "attention.recurrence", "attention.transport")
+    through_others = ("logits/test_requests.py", "specdec/test_options.py", "specdec/test_recurrent_targets.py")
+    """Tests that need one of them without its name: of what another test file imports, or of a public name."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if any(fullname == name or fullname.startswith(f"{name}.") for name in self.packages):
@@ -77,7 +79,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if not REFUSES or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
     text = collection_path.read_text("utf-8")
-    return True if any(name in text for name in Refused.packages) else None
+    named = any(name in text for name in Refused.packages)
+    return True if named or collection_path.as_posix().endswith(Refused.through_others) else None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -74,7 +74,8 @@ class NotingExecutor:
 def engine_of(kind: type[Verification], monkeypatch: pytest.MonkeyPatch, queue: bool = True, rows: int = 2) -> Engine:
     k = 0 if kind is ChainedVerification else K
     config = EngineConfig(k, 64, rows, 32, 4, 40)
-    target: Any = SimpleNamespace(hf_model=SimpleNamespace(device=CPU), num_embeddings=50, placeholders={}, group=ALONE)
+    facts = {"num_embeddings": 50, "vocab_size": 50, "placeholders": {}, "group": ALONE}
+    target: Any = SimpleNamespace(hf_model=SimpleNamespace(device=CPU), **facts)
     drafter: Any = SimpleNamespace(loop=SimpleNamespace(num_modules=1)) if k else None
     tokenizer: Any = SimpleNamespace(decode=lambda token_ids, **_: "")
     executor: Any = NotingExecutor(kind)

@@ -6,6 +6,7 @@ whose result is then random. No model is needed: who owns which page is all on t
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -205,13 +206,13 @@ def test_rows_are_preempted_when_the_windowed_pool_is_full(reach: Reach) -> None
 
 @REACHES
 def test_a_request_that_the_windowed_pool_could_never_hold_is_refused(reach: Reach) -> None:
-    target: Any = type("Target", (), {"num_embeddings": 1000, "placeholders": {}})()
+    target: Any = type("Target", (), {"num_embeddings": 1000, "vocab_size": 1000, "placeholders": {}})()
     tokenizer: Any = None
     config = EngineConfig(DRAFTS, LONGEST, SEQS, BUDGET, PAGE, 60)
     needed = most_owned_pages(reach, BUDGET, PAGE)
     tables = WindowedTables(needed, SEQS, LONGEST, PAGE, reach)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdec.engine.admission.Vocabulary", lambda tokenizer: None)
+        patch.setattr("specdec.engine.admission.Vocabulary", lambda tokenizer: SimpleNamespace(tokenizer=tokenizer))
         admission = Admission(target, tokenizer, config, (), 200, (tables,))
         assert admission.check([1] * 10, SamplingParams(max_new_tokens=20)) == 30
         message = rf"200 tokens, read up to 40 at a time, need {needed} pages of 4 tokens .* with {reach}; the KV cache"

@@ -168,7 +168,7 @@ def test_matmuls_are_compared(defect: bool, monkeypatch: pytest.MonkeyPatch) -> 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
         return x[:, :1] * weight[:, 0] + (1e-6 if defect and len(x) == 17 else 0)
 
-    monkeypatch.setattr("specdec.selftest.selftest.invariant_linear", linear)
+    monkeypatch.setattr("specdec.ops.linear.invariant_linear", linear)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
     if not defect:
         return matmul_test(tiny_llama())
