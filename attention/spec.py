@@ -68,6 +68,8 @@ class AttentionSpec:
         alibi: a slope for each query head, [Hq], or None. A logit gets slope·(key's position - query's position) after
             the softcap (Source: Press et al. 2021, arXiv 2108.12409). No model of transformers asks its attention
             interface for it: it is for builders without an engine, on "flex" and "torch".
+        causal: a query sees no position after its own. Every backend refuses False, see `check_causal`: the field is
+            here so that a kernel for tokens that see each other has a spec, and a plan, of its own.
 
     Raises:
         InvalidInputError: not one finite slope for each query head, or slopes with values inside keys.
@@ -85,6 +87,7 @@ class AttentionSpec:
     chunk_size: int | None = None
     temperature: TemperatureTuning | None = None
     alibi: tuple[float, ...] | None = None
+    causal: bool = True
 
     @property
     def reach(self) -> Reach | None:

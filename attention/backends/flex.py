@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from attention.backends.flex_kernel import LEAST_KEYS, Attend, Compiler, FlexKernel, function_of
+from attention.backends.limits import check_causal
 from attention.batch.host import HostBatch, offsets_within
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import FP8, CacheGroup, LayerKV, write
@@ -300,6 +301,7 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, d
         UnsupportedAttentionError: MLA or head counts; on CUDA also head dims, page sizes, caches and GPUs that the
             compiled kernel does not take.
     """
+    check_causal(key, group.name, "flex")
     where, elsewhere = f"group {group.name}: FlexAttention", "; use backend='torch'"
     if key.value_in_key:
         raise UnsupportedAttentionError(f"{where} does not serve MLA; use backend='flashinfer' or 'torch'")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.backends.limits import HALF, check_heads
+from attention.backends.limits import HALF, check_causal, check_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
@@ -82,6 +82,7 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
     Raises:
         UnsupportedAttentionError: dtype, head dim, head counts, MLA, or a cache in 8 bits.
     """
+    check_causal(key, group.name, "batch_invariant")
     where = f"group {group.name}: batch-invariant attention"
     if dtype not in HALF:
         raise UnsupportedAttentionError(

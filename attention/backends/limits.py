@@ -19,6 +19,14 @@ def has_flashinfer_heads(key: AttentionSpec) -> bool:
     return key.head_dim_k == key.head_dim_v and key.head_dim_k in HEAD_DIMS
 
 
+def check_causal(key: AttentionSpec, group: str, backend: str) -> None:
+    """Raises UnsupportedAttentionError for tokens that see those after them; no backend has such a kernel."""
+    if not key.causal:
+        raise UnsupportedAttentionError(
+            f"group {group}: backend {backend!r} has causal attention alone, and AttentionSpec.causal is False"
+        )
+
+
 def check_heads(key: AttentionSpec, where: str, elsewhere: str = "") -> None:
     """Refuse heads that no kernel is built for. `where` begins the message, what `elsewhere` recommends ends it.
 

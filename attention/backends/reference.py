@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from attention.backends.limits import check_causal
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV, gather, write
@@ -154,6 +155,7 @@ class TorchBackend:
         Raises:
             UnsupportedAttentionError: Hq is not a multiple of Hkv, or two levels of what has none.
         """
+        check_causal(key, group.name, "torch")
         if key.num_q_heads % key.num_kv_heads:
             raise UnsupportedAttentionError(
                 f"group {group.name}: {key.num_q_heads} query heads are not a multiple of {key.num_kv_heads} KV heads"

@@ -15,7 +15,7 @@ import math
 import torch
 
 from attention.backends.flashinfer.mla import check_mla_supported
-from attention.backends.limits import HALF, check_heads, has_flashinfer_heads
+from attention.backends.limits import HALF, check_causal, check_heads, has_flashinfer_heads
 from attention.cache.kv_cache import CacheGroup
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
@@ -30,6 +30,7 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
         UnsupportedAttentionError: dtype, heads, or MLA; for heads that FlashInfer has a kernel for, page size and sinks
             with softcap as well.
     """
+    check_causal(key, group.name, "flashinfer")
     if key.value_in_key:
         check_mla_supported(group, key, dtype)
         return
