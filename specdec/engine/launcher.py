@@ -180,7 +180,8 @@ class Launcher:
         """Send a round of these RowTable rows [B] in one copy."""
         if self.group.size > 1:
             self.group.before_launch(target)
-        return self.executor.send(loop, target, sampling_round(target, rows, self._table))
+        sampling = sampling_round(target, rows, self._table) if self._table.any_sampled(rows) else None
+        return self.executor.send(loop, target, sampling)
 
 
 class Lookahead:
@@ -212,7 +213,7 @@ class Lookahead:
         none = np.zeros(len(rows), np.int64)
         target = target_after(current.target, self._table, self._reserved, none, none)
         self._launcher.group.before_launch(target)
-        sampling = sampling_round(target, rows, self._table)
+        sampling = sampling_round(target, rows, self._table) if self._table.any_sampled(rows) else None
         device, following = verification.launch_next(target, sampling)
         return self._launcher.launched(current.schedule, target, device, None, following)
 

@@ -80,7 +80,7 @@ class EagerExecutor:
         if round_.target.given is not None:
             draft = filled_drafts(device, token_ids, draft)
         extras = round_.target.extras
-        early = read_early(self._extras, extras, lambda: draft)
+        early = read_early(self._extras, extras, lambda: draft) if any(extras) else None
         output = self.target.forward(token_ids, planned, device.logits_indices)
         logits = output.logits
         notes: tuple[torch.Tensor, ...] = ()

@@ -100,10 +100,8 @@ class SamplingRound:
         return uniforms(self.keys[:, None], self.first[:, None] + offsets, role)
 
 
-def sampling_round(target: TargetArrays, rows: np.ndarray, table: RowTable) -> SamplingRound | None:
-    """Of a verification of these RowTable rows [B]; None when all of them are greedy."""
-    if not table.any_sampled(rows):
-        return None
+def sampling_round(target: TargetArrays, rows: np.ndarray, table: RowTable) -> SamplingRound:
+    """Of a verification of these RowTable rows [B], of which some are sampled."""
     return SamplingRound(
         arrays=table.sampling(rows),
         keys=table.key[rows],

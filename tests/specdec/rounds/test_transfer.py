@@ -39,7 +39,7 @@ def arrays(temperature: float = 0.0) -> tuple[DraftInput | None, TargetArrays, S
     schedule = Schedule(ROWS, np.ones(2, np.int64), np.full(2, K))
     draft = draft_input(verified, schedule, table, BLOCK_TABLE, PAGE)
     target = target_arrays(schedule, table, RoundTables(BLOCK_TABLE, BLOCK_TABLE, PAGE))
-    return draft, target, sampling_round(target, schedule.rows, table)
+    return draft, target, sampling_round(target, schedule.rows, table) if temperature else None
 
 
 def sent(temperature: float = 0.0, with_draft: bool = True) -> tuple[SentRound, RoundTransfer]:
