@@ -179,8 +179,8 @@ def _data_settings(options: dict[str, Any], questions: Sequence[Questions]) -> d
 
 
 def _kept(output: Path) -> str:
-    from drafters.training.data import kept_answers
     from drafters.training.state import checkpoints
+    from specdec.extensions.training.run_folder import kept_answers
 
     found = checkpoints(output)
     return f"the last checkpoint is {found[-1]}" if found else f"{kept_answers(output)} answers are kept in {output}"
