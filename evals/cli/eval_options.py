@@ -170,12 +170,11 @@ def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int)
         click.UsageError: a number of workers without Ray.
     """
     from evals.runs.conversations import Worker
-    from evals.runs.executor import LocalExecutor
 
     if ray is None and workers != DEFAULT_WORKERS:
         raise click.UsageError(f"--workers {workers} is of Ray's workers: give --ray with it")
     if ray is None:
-        yield LocalExecutor(Worker(specs))
+        yield Worker(specs)
         return
     from evals.runs.executor import RayExecutor, connect
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -177,16 +177,20 @@ class Work:
 
 
 class Worker:
-    """Models by key, loaded once."""
+    """Models by key, loaded once; by itself, it is the executor of a run in this process."""
 
     def __init__(self, specs: Mapping[str, ModelSpec], load: Callable[[ModelSpec], Any] = ModelSpec.load) -> None:
         self.models = {key: load(spec) for key, spec in specs.items()}
 
-    def run(self, work: Work) -> list[Answer]:
+    def run(self, works: Sequence[Work]) -> Iterator[list[Answer]]:
+        """The answers of each piece of work as they come."""
+        return map(self.answer, works)
+
+    def answer(self, work: Work) -> list[Answer]:
         """Answer one chunk."""
         return run_chunk(self.models, work.arms, work.chunk, work.asking, rotation=work.index)
 
-    def apply(self, function: Callable[[Worker], Result]) -> Result:
+    def on_one(self, function: Callable[[Worker], Result]) -> Result:
         """Call a function with this worker."""
         return function(self)
 

@@ -21,7 +21,6 @@ from drafters.eagle3.spec import Eagle3Spec
 from evals.acceptance.acceptance import settings
 from evals.lossless.lossless import Check, check
 from evals.runs.conversations import ModelSpec, Worker
-from evals.runs.executor import LocalExecutor
 from evals.runs.store import RunStore
 from specdec import SpeculativeModel
 from specdec.cli.main import cli
@@ -128,7 +127,7 @@ def test_sampled_answers_are_drawn_from_the_targets_distribution(
     head = RecallHead([greedy_text(name, prompt, 8) for prompt in prompts], 0.7)
     sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "kv_cache_tokens": 4096, "max_model_len": 128}
     model = wrap(tiny_hybrid(name), head, num_speculative_tokens=3, **sizes)
-    executor = LocalExecutor(Worker({"main": ModelSpec("main")}, lambda spec: model))
+    executor = Worker({"main": ModelSpec("main")}, lambda spec: model)
     store = RunStore(tmp_path / "run", settings(plan.greedy, executor.facts()))
     found = check(executor, plan, store, lambda answers: None, sample_prompts=1)
     assert found["passed"] and [arm["verdict"] for arm in found["sampled"]["arms"]] == ["PASS", "PASS"]
