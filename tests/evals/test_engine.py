@@ -13,7 +13,7 @@ from fakes import table_head, tiny_llama, wrap
 
 import specdec.acceptance.judge
 from evals.acceptance.acceptance import Plan, run, settings, sweep
-from evals.lossless.lossless import Check, check
+from evals.lossless.lossless import check
 from evals.runs.conversations import Asking, ModelSpec, Worker
 from evals.runs.store import RunStore
 from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_greedy, accept_sampled
@@ -36,10 +36,9 @@ def asking(**params: Any) -> Asking:
 
 
 def verdict(plant: SimpleNamespace, worker: Worker, folder: Path, **more: Any) -> dict[str, Any]:
-    plan = Check(plant.questions(8), (K,), asking(), **{"samples": 400, **more})
-    executor = worker
-    store = RunStore(folder, settings(plan.greedy, executor.facts()))
-    return check(executor, plan, store, lambda answers: None, sample_prompts=2)
+    plan = Plan(plant.questions(8), sweep((K,)), asking(), batch_size=8, warmup=0)
+    store = RunStore(folder, settings(plan, worker.facts()))
+    return check(worker, plan, store, lambda answers: None, **{"samples": 400, **more})
 
 
 @pytest.mark.slow
