@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -57,6 +58,22 @@ def write_atomically(path: Path, text: str) -> None:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             raise
+
+
+def check_writable(path: Path) -> None:
+    """Check that a file or folder can be made at `path`; leaves nothing behind.
+
+    Raises:
+        OutputError: it cannot.
+    """
+    folder = path if path.is_dir() else path.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    with writing(path):
+        if path.is_file():
+            path.open("ab").close()
+        if path.is_file() or path.is_dir() or not path.exists():  # else a pipe or a device
+            tempfile.TemporaryFile(dir=folder).close()
 
 
 def locked(path: Path, refused: Callable[[str], SpecdecError], *, nests: bool = False) -> AcquireReturnProxy:

@@ -27,28 +27,35 @@ def read_questions(path: str | Path) -> list[list[Message]]:
         InvalidInputError: the file is missing, empty or no UTF-8 text, or a line (named by its number) is none of
             these.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise InvalidInputError(f"there is no file of questions {path}")
+    return [_messages(content, place) for place, _, content in question_lines(Path(path))]
+
+
+def question_lines(path: Path) -> list[tuple[str, dict[str, Any], Any]]:
+    """The lines of a JSONL file: where each stands, its object, and the messages, prompt or question in it.
+
+    Raises:
+        InvalidInputError: see `read_questions`.
+    """
+    keys = ("messages", "prompt", "question")
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: a string may hold U+2028
+        text = path.read_text(encoding="utf-8-sig")  # files of Windows begin with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"the questions in {path} cannot be read as UTF-8 text: {error}") from error
-    questions = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not questions:
-        raise InvalidInputError(f"{path} has no questions")
-    return questions
-
-
-def _parse(line: str, place: str) -> list[Message]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise InvalidInputError(f"{place}: no JSON: {error}") from error
-    keys = [key for key in ("messages", "prompt", "question") if isinstance(row, dict) and row.get(key) is not None]
-    if not keys:
-        raise InvalidInputError(f"{place}: expected an object with messages, prompt or question")
-    return _messages(row[keys[0]], place)
+        raise InvalidInputError(f"cannot read questions from {path} as UTF-8 text: {error}") from error
+    found = []
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a string may hold U+2028
+        if line.strip():
+            place = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InvalidInputError(f"{place}: not JSON ({error})") from error
+            contents = [row[key] for key in keys if isinstance(row, dict) and row.get(key) is not None]
+            if not contents:
+                raise InvalidInputError(f"{place}: no field of {', '.join(keys)}")
+            found.append((place, row, contents[0]))
+    if not found:
+        raise InvalidInputError(f"{path} has no questions; give one JSON object a line, with {', '.join(keys)}")
+    return found
 
 
 def _messages(content: Any, place: str) -> list[Message]:

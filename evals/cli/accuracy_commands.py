@@ -298,7 +298,6 @@ def _measured(prepared: Prepared, chat_template: bool | None, options: dict[str,
     from evals.accuracy.accuracy import Measured, evaluate
     from evals.runs.conversations import Worker
     from specdec.errors import InvalidInputError, UnsupportedAttentionError
-    from specdec.requests.stats import pool
 
     model, backend = options["model"], options["backend"]
     try:
@@ -309,10 +308,9 @@ def _measured(prepared: Prepared, chat_template: bool | None, options: dict[str,
         folder = None if options["run_dir"] is None else options["run_dir"] / f"{Path(model).name}-{backend}"
         with _begun(prepared, worker.facts()["main"], chat_template, folder) as (own, fixed, store, progress):
             results, arms = evaluate(loaded, own, store, progress), own.plan.arms
-            drafted = {arm.name: [a for (_, name), a in store.answers.items() if name == arm.name] for arm in arms}
-    tested = {arm.name: not arm.k or any(pool(a.rounds).drafted for a in drafted[arm.name]) for arm in arms}
-    found = tuple((arm.name, result, tested[arm.name]) for arm, result in zip(arms, results, strict=True))
-    return Measured(model, backend, fixed, found)
+    drafting = {name for (_, name), answer in store.answers.items() if any(r.drafted for r in answer.rounds)}
+    found = ((arm.name, result, not arm.k or arm.name in drafting) for arm, result in zip(arms, results, strict=True))
+    return Measured(model, backend, fixed, tuple(found))
 
 
 def _print_grid(console: Console, document: Json) -> None:

@@ -215,7 +215,7 @@ def _data(options: dict[str, Any]) -> DataSet:
 
 def check_outputs(options: dict[str, Any]) -> None:
     """Check before the run that its outputs can be written. Raises OutputError: they cannot."""
-    from evals.runs.store import check_writable
+    from specdec.run_files import check_writable
 
     given = [options.get(name) for name in ("output", "report", "spec_bench_dir")]
     for path in (*filter(None, given), options.get("run_dir") or Path("runs")):

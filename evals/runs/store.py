@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import platform
-import tempfile
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
@@ -119,19 +118,3 @@ class RunStore(KeptLines):
         if key != self.key:
             raise RunStoreError(f"{place}: belongs to other settings; {_REMEDY}")
         self.answers[answer.question_id, answer.arm] = answer
-
-
-def check_writable(path: Path) -> None:
-    """Check that a file or folder can be made at `path`; leaves nothing behind.
-
-    Raises:
-        OutputError: it cannot.
-    """
-    folder = path if path.is_dir() else path.parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    with writing(path):
-        if path.is_file():
-            path.open("ab").close()
-        if path.is_file() or path.is_dir() or not path.exists():  # else a pipe or a device
-            tempfile.TemporaryFile(dir=folder).close()

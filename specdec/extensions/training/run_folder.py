@@ -44,19 +44,6 @@ class Setting:
         return f"{self.name} ({self.value})" if self.name else json.dumps(self.value)
 
 
-def check_writable(folder: Path) -> None:
-    """Find out whether `folder` can be made and written to, without making it.
-
-    Raises:
-        InvalidInputError: it or something above it is a file, or may not be written.
-    """
-    above = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))  # "/" does at last
-    if not above.is_dir():
-        raise InvalidInputError(f"the output folder {folder} cannot be made: {above} is a file; name another folder")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise InvalidInputError(f"the output folder {folder} cannot be written: no permission to write in {above}")
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Make `folder` if it is missing, and keep other processes out of it while the block runs. Nested use is allowed.

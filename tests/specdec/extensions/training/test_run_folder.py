@@ -14,7 +14,8 @@ import torch
 from fakes import tiny_llama
 
 from specdec.errors import InvalidInputError, OutputError, RunFolderError
-from specdec.extensions.training.run_folder import AnswerStore, Setting, check_writable, claim, locked
+from specdec.extensions.training.run_folder import AnswerStore, Setting, claim, locked
+from specdec.run_files import check_writable
 from specdec.user_warnings import SpecdecWarning
 from specdec.wrapped.fingerprint import target_fingerprint, weights_fingerprint
 
@@ -98,9 +99,8 @@ def test_folders_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     check_writable(tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()
-    for inside in ("file", "file/run"):
-        with pytest.raises(InvalidInputError, match="is a file"):
-            check_writable(tmp_path / inside)
+    with pytest.raises(OutputError, match=r"cannot write .*file/run: Not a directory"):
+        check_writable(tmp_path / "file" / "run")
     with pytest.raises(OutputError, match="cannot write"), locked(tmp_path / "file" / "run"):
         pass
 
