@@ -1,11 +1,9 @@
-"""Training data of a head: questions from a JSONL file, and the target's answers, stored on disk as they come."""
+"""Training data of a head: questions from a JSONL file, and the target's answers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +13,6 @@ import numpy as np
 import torch
 
 from attention.errors import InvalidInputError
-from drafters.errors import RunFolderError
-from drafters.training.files import sync, write_file
 
 Message = dict[str, str]
 
@@ -31,28 +27,35 @@ def read_questions(path: str | Path) -> list[list[Message]]:
         InvalidInputError: the file is missing, empty or no UTF-8 text, or a line (named by its number) is none of
             these.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise InvalidInputError(f"there is no file of questions {path}")
+    return [_messages(content, place) for place, _, content in question_lines(Path(path))]
+
+
+def question_lines(path: Path) -> list[tuple[str, dict[str, Any], Any]]:
+    """The lines of a JSONL file: where each stands, its object, and the messages, prompt or question in it.
+
+    Raises:
+        InvalidInputError: see `read_questions`.
+    """
+    keys = ("messages", "prompt", "question")
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: a string may hold U+2028
+        text = path.read_text(encoding="utf-8-sig")  # files of Windows begin with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"the questions in {path} cannot be read as UTF-8 text: {error}") from error
-    questions = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not questions:
-        raise InvalidInputError(f"{path} has no questions")
-    return questions
-
-
-def _parse(line: str, place: str) -> list[Message]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise InvalidInputError(f"{place}: no JSON: {error}") from error
-    keys = [key for key in ("messages", "prompt", "question") if isinstance(row, dict) and row.get(key) is not None]
-    if not keys:
-        raise InvalidInputError(f"{place}: expected an object with messages, prompt or question")
-    return _messages(row[keys[0]], place)
+        raise InvalidInputError(f"cannot read questions from {path} as UTF-8 text: {error}") from error
+    found = []
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a string may hold U+2028
+        if line.strip():
+            place = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InvalidInputError(f"{place}: not JSON ({error})") from error
+            contents = [row[key] for key in keys if isinstance(row, dict) and row.get(key) is not None]
+            if not contents:
+                raise InvalidInputError(f"{place}: no field of {', '.join(keys)}")
+            found.append((place, row, contents[0]))
+    if not found:
+        raise InvalidInputError(f"{path} has no questions; give one JSON object a line, with {', '.join(keys)}")
+    return found
 
 
 def _messages(content: Any, place: str) -> list[Message]:
@@ -156,100 +159,3 @@ def _flatten(sequences: list[np.ndarray], answer_starts: np.ndarray) -> AnswerSe
     lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
     return AnswerSet(np.concatenate(sequences), starts, answer_starts)
-
-
-_SYNC_SECONDS = 1.0
-"""Between two syncs: a killed process loses no answer, a power failure at most those of this time."""
-
-
-class AnswerStore:
-    """Answers on disk by the index of their question, including those of earlier processes. A context manager.
-
-    A line of the file is a JSON object with `index`, `token_ids` and `check`, a hash of both and of the store's key: a
-    line that was cut off, altered, or comes from another store is ignored. damaged: whole lines that were.
-    """
-
-    def __init__(self, path: Path, key: str) -> None:
-        """Read `path`, if it exists. key: identifies prompts, target and limits.
-
-        Raises:
-            RunFolderError: the file cannot be read or repaired.
-        """
-        self.path = path
-        self._key = key
-        self.answers: dict[int, list[int]] = {}
-        self.damaged = 0
-        self._read()
-        try:
-            self._file = path.open("ab")
-        except OSError as error:
-            raise RunFolderError(f"cannot write {path}: {error}") from error
-        self._synced = time.monotonic()
-
-    def __enter__(self) -> AnswerStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def add(self, index: int, token_ids: list[int]) -> None:
-        """Append an answer; once this returns it outlives the process.
-
-        Raises:
-            RunFolderError: the file cannot be written; what was stored before stays.
-        """
-        try:
-            self._file.write(self._line(index, token_ids))
-            self._file.flush()
-            if time.monotonic() > self._synced + _SYNC_SECONDS:
-                self.sync()
-        except OSError as error:
-            raise RunFolderError(
-                f"cannot write {self.path}: {error}; {len(self.answers)} answers are kept, the same command goes on "
-                "from there"
-            ) from error
-        self.answers[index] = token_ids
-
-    def sync(self) -> None:
-        """Wait until all answers are on the disk. Raises OSError: they cannot be written."""
-        sync(self._file.fileno())
-        self._synced = time.monotonic()
-
-    def _line(self, index: int, token_ids: list[int]) -> bytes:
-        line = {"index": index, "token_ids": token_ids, "check": self._check(index, token_ids)}
-        return json.dumps(line, separators=(",", ":")).encode() + b"\n"
-
-    def _check(self, index: int, token_ids: list[int]) -> str:
-        return hashlib.sha256(repr((self._key, index, token_ids)).encode()).hexdigest()[:16]
-
-    def _read(self) -> None:
-        try:
-            content = self.path.read_bytes()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise RunFolderError(f"cannot read {self.path}: {error}") from error
-        lines = content.split(b"\n")
-        for line in lines[:-1]:
-            kept = self._parse(line)
-            if kept is None:
-                self.damaged += 1
-            else:
-                self.answers[kept[0]] = kept[1]
-        if self.damaged or lines[-1]:  # a last line without its end was being written when the process was killed
-            write_file(self.path, b"".join(self._line(i, ids) for i, ids in self.answers.items()))
-
-    def _parse(self, line: bytes) -> tuple[int, list[int]] | None:
-        try:
-            row = json.loads(line)
-            index, token_ids, check = row["index"], row["token_ids"], row["check"]
-        except (ValueError, KeyError, TypeError):
-            return None
-        if check != self._check(index, token_ids):
-            return None
-        return index, token_ids
-
-
-def kept_answers(folder: Path) -> int:
-    """Number of lines in all answer stores of a folder, for display."""
-    return sum(path.read_bytes().count(b"\n") for path in folder.glob("answers-*.jsonl") if os.access(path, os.R_OK))

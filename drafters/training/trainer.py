@@ -32,34 +32,23 @@ from drafters.training.state import (
 from drafters.training.train_config import TrainConfig
 
 
-class TrainingDisplay:
+class TrainingDisplay(Progress):
     """A progress bar with the loss, and a line above it for every measurement. A context manager."""
 
     def __init__(self, console: Console, steps: int, done: int) -> None:
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
-        self._progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
-        self._task = self._progress.add_task("training", total=steps, completed=done, loss="-")
+        super().__init__(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+        self._steps = self.add_task("training", total=steps, completed=done, loss="-")
 
-    def __enter__(self) -> TrainingDisplay:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def advance(self, step: int) -> None:
-        """Show that `step` optimizer steps are done."""
-        self._progress.update(self._task, completed=step)
-
-    def loss(self, value: float) -> None:
-        """Show the loss."""
-        self._progress.update(self._task, loss=f"{value:.3f}")
+    def show(self, **shown: Any) -> None:
+        """Show how many optimizer steps are `completed`, or the `loss`."""
+        self.update(self._steps, **shown)
 
     def measurement(self, measured: Measurement) -> None:
         """Print one line: held-out acceptance per draft."""
         per_draft = " ".join(f"{share:.3f}" for share in measured.acceptance)
         line = f"step {measured.step}: loss {measured.loss:.3f}, held-out acceptance {per_draft} (τ {measured.tau:.2f})"
-        self._progress.console.print(line, highlight=False)
+        self.console.print(line, highlight=False)
 
 
 Evaluate = Callable[[TrainedHead], Mapping[str, float]]
@@ -128,12 +117,12 @@ def train(
     with TrainingDisplay(console, config.steps, done) as display:
         for step in range(done + 1, config.steps + 1):
             loss = _optimize(config, learner, score(next(batches)).loss)
-            display.advance(step)
+            display.show(completed=step)
             measure = _is_due(step, config.held_out_every, config.steps)
             keep = _is_due(step, config.checkpoint_every, config.steps)
             # Only then, as reading the loss waits for the GPU; and before a checkpoint, so that none is saved from NaN.
             if step % config.log_every == 0 or measure or keep:
-                display.loss(_finite(loss, step))
+                display.show(loss=f"{_finite(loss, step):.3f}")
             if measure:
                 history.append(_measure(config, score, data.held_out, step, loss))
                 display.measurement(history[-1])

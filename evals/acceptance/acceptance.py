@@ -198,6 +198,7 @@ def _document(
     seed = plan.asking.seed
     repeats = {arm.name: _paired(arm.name, kept[arm.name], repeated) for arm in plan.arms}
     summaries = [summarize(arm, kept[arm.name], baseline, seed, repeats[arm.name]) for arm in plan.arms]
+    rows = question_rows(kept, plan.arms)
     document: Json = {
         "schema": "specdec.acceptance",
         "schema_version": SCHEMA_VERSION,
@@ -209,10 +210,10 @@ def _document(
         },
         "definitions": definitions(),
         "arms": summaries,
-        "questions": question_rows(kept, plan.arms),
+        "questions": rows,
         "failures": failures(answers),
         "not_measured": [arm.name for arm in plan.arms if arm.k and not _drafts(kept[arm.name])],
-        "worst": _worst(executor, plan, kept),
+        "worst": _worst(executor, plan, rows),
     }
     if baseline is None:
         left, right = plan.arms
@@ -245,14 +246,15 @@ def _prediction(executor: Executor, plan: Plan, kept: dict[str, list[Answer]], s
     if sizes:
         arms, question, asking = plan.arms, plan.data.questions[0], plan.asking
         times |= executor.on_one(lambda worker: worker.step_times(sizes, arms, question, asking))
+    nothing: Json = {"round_seconds": {}, "table": [], "best": {}}
     if not all(math.isfinite(seconds) and seconds > 0 for row in times.values() for seconds in row.values()):
-        return {"round_seconds": {}, "table": [], "best": {}, "reason": "there were no rounds to time"}
+        return {**nothing, "reason": "there were no rounds to time"}
     widest = max(summaries, key=lambda summary: summary["k"])
     turns = [turn for answer in kept[widest["name"]] for turn in answer.turns]
     undrafted = sum(not record.drafted for turn in turns for record in turn.rounds[:-1])
     if undrafted:  # a head's are the last ones of answers
         reason = f"{undrafted} rounds inside answers had no drafts, and no acceptance tells how many would have"
-        return {"round_seconds": {}, "table": [], "best": {}, "reason": reason}
+        return {**nothing, "reason": reason}
     conditional = [float("nan") if v["estimate"] is None else v["estimate"] for v in widest["conditional"]]
     ks = range(1, max(8, widest["k"]) + 1)
     table = predict(conditional, times, ks)
@@ -267,33 +269,29 @@ def _drafts(answers: Sequence[Answer]) -> int:
     return sum(record.drafted for answer in answers for record in answer.rounds)
 
 
-def _worst(executor: Executor, plan: Plan, kept: dict[str, list[Answer]]) -> list[Json]:
+def _worst(executor: Executor, plan: Plan, rows: Sequence[Json]) -> list[Json]:
     """The questions of lowest τ under the largest K, generated once more with their drafts kept."""
     arm = max(plan.arms, key=lambda arm: arm.k)
     if not plan.worst or not arm.k:
         return []
-    rows = [row for row in question_rows(kept, plan.arms) if row["arms"][arm.name]["tau"] is not None]
-    rows = sorted(rows, key=lambda row: row["arms"][arm.name]["tau"])[: plan.worst]
-    tau = {row["id"]: row["arms"][arm.name]["tau"] for row in rows}
+    tau = {row["id"]: row["arms"][arm.name]["tau"] for row in rows if row["arms"][arm.name]["tau"] is not None}
+    worst = sorted(tau, key=lambda name: tau[name])[: plan.worst]
+    asked = {question.id: question for question in plan.data.questions if question.id in worst}
     asking = replace(plan.asking, return_drafts=True)
-    chosen = [question for question in plan.data.questions if question.id in tau]
-    works = [Work(i, (question,), (arm,), asking) for i, question in enumerate(chosen)]
-    asked = {question.id: question.turns for question in chosen}
-    answers = [answer for done in executor.run(works) for answer in done]
-    found = [_shown(answer, tau[answer.question_id], asked[answer.question_id]) for answer in answers]
+    works = [Work(i, (question,), (arm,), asking) for i, question in enumerate(asked.values())]
+    found = [
+        {
+            "question_id": answer.question_id,
+            "category": answer.category,
+            "arm": answer.arm,
+            "tau": tau[answer.question_id],
+            "asked": list(asked[answer.question_id].turns),
+            "turns": [[list(piece) for piece in turn.segments] for turn in answer.turns],
+        }
+        for done in executor.run(works)
+        for answer in done
+    ]
     return sorted(found, key=lambda entry: (entry["tau"], entry["question_id"]))
-
-
-def _shown(answer: Answer, tau: float, asked: Sequence[str]) -> Json:
-    turns: list[Any] = [[list(piece) for piece in turn.segments] for turn in answer.turns]
-    return {
-        "question_id": answer.question_id,
-        "category": answer.category,
-        "arm": answer.arm,
-        "tau": tau,
-        "asked": list(asked),
-        "turns": turns,
-    }
 
 
 def without_times(document: Any) -> Any:

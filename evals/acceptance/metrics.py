@@ -74,17 +74,22 @@ VLLM_POSITIONS = (
 HISTOGRAM = "Rounds by the number of accepted drafts that were kept."
 
 
-def position_metrics(width: int) -> tuple[tuple[Metric, ...], tuple[Metric, ...], tuple[Metric, ...]]:
-    """The conditional, the unconditional and vLLM's acceptance of each of `width` draft positions."""
-    places = range(1, width + 1)
-    conditional = [_at("conditional", CONDITIONAL, j, f"accepted_at_{j}", f"reached_{j}") for j in places]
-    unconditional = [_at("unconditional", UNCONDITIONAL, j, f"accepted_at_{j}", f"offered_{j}") for j in places]
-    vllm = [_at("per_position_vllm", VLLM_POSITIONS, j, f"raw_accepted_at_{j}", "drafting_rounds") for j in places]
-    return tuple(conditional), tuple(unconditional), tuple(vllm)
+_POSITIONS = {
+    "conditional": (CONDITIONAL, "accepted_at_{}", "reached_{}"),
+    "unconditional": (UNCONDITIONAL, "accepted_at_{}", "offered_{}"),
+    "per_position_vllm": (VLLM_POSITIONS, "raw_accepted_at_{}", "drafting_rounds"),
+}
 
 
-def _at(key: str, definition: str, position: int, over: str, under: str) -> Metric:
-    return Metric(f"{key}_{position}", f"position {position}", definition, (over,), (under,), share=True)
+def position_metrics(width: int) -> dict[str, list[Metric]]:
+    """The kinds of acceptance of each of `width` draft positions."""
+    return {
+        kind: [
+            Metric(f"{kind}_{j}", f"position {j}", definition, (over.format(j),), (under.format(j),), share=True)
+            for j in range(1, width + 1)
+        ]
+        for kind, (definition, over, under) in _POSITIONS.items()
+    }
 
 
 def columns(answers: Sequence[Answer], k: int, baseline: Sequence[Answer] | None = None) -> dict[str, np.ndarray]:
@@ -103,49 +108,34 @@ def columns(answers: Sequence[Answer], k: int, baseline: Sequence[Answer] | None
 
 
 def _question_sums(answer: Answer, k: int) -> dict[str, float]:
-    stats = pool(answer.rounds)
+    """Counts of rounds cut at a stop, and before that (raw); tokens of the answers as each tool counts them; times."""
+    stats, rounds, turns = pool(answer.rounds), answer.rounds, answer.turns
+    raw_accepted, wall = sum(r.accepted for r in rounds), sum(turn.wall_s for turn in turns)
     sums: dict[str, float] = {
         "rounds": stats.rounds,
         "slots": stats.rounds * k,
         "emitted": stats.emitted,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
-        **_token_sums(answer),
-        **_time_sums(answer),
-    }
-    for j in range(k):
-        inside = j < len(stats.offered)
-        sums[f"accepted_at_{j + 1}"] = stats.accepted_at[j] if inside else 0
-        sums[f"reached_{j + 1}"] = stats.reached[j] if inside else 0
-        sums[f"offered_{j + 1}"] = stats.offered[j] if inside else 0
-        sums[f"raw_accepted_at_{j + 1}"] = sum(record.accepted > j for record in answer.rounds)
-    return sums
-
-
-def _token_sums(answer: Answer) -> dict[str, float]:
-    """Counts before trimming (raw), and tokens of the answers as each tool counts them."""
-    raw_accepted = sum(r.accepted for r in answer.rounds)
-    return {
-        "raw_drafted": sum(r.drafted for r in answer.rounds),
+        "raw_drafted": sum(r.drafted for r in rounds),
         "raw_accepted": raw_accepted,
-        "untrimmed": raw_accepted + len(answer.rounds),
-        "drafting_rounds": sum(r.drafted > 0 for r in answer.rounds),
-        "rounds_less_one": len(answer.rounds) - len(answer.turns),
-        "new_tokens": sum(len(turn.token_ids) for turn in answer.turns),
-        "later_tokens": sum(max(len(turn.token_ids) - 1, 0) for turn in answer.turns),
-        "text_tokens": sum(turn.text_tokens - 1 for turn in answer.turns),
-    }
-
-
-def _time_sums(answer: Answer) -> dict[str, float]:
-    wall, tokens = sum(turn.wall_s for turn in answer.turns), _token_sums(answer)
-    rates = {"rate": "new_tokens", "rate_untrimmed": "untrimmed", "rate_text": "text_tokens"}
-    return {
+        "untrimmed": raw_accepted + len(rounds),
+        "drafting_rounds": sum(r.drafted > 0 for r in rounds),
+        "rounds_less_one": len(rounds) - len(turns),
+        "new_tokens": sum(len(turn.token_ids) for turn in turns),
+        "later_tokens": sum(max(len(turn.token_ids) - 1, 0) for turn in turns),
+        "text_tokens": sum(turn.text_tokens - 1 for turn in turns),
         "wall_s": wall,
-        "prefill_s": sum(turn.prefill_s for turn in answer.turns),
-        "decode_s": sum(turn.decode_s for turn in answer.turns),
-        **{rate: tokens[counter] / wall if wall else 0.0 for rate, counter in rates.items()},
+        "decode_s": sum(turn.decode_s for turn in turns),
     }
+    for rate, counter in (("rate", "new_tokens"), ("rate_untrimmed", "untrimmed"), ("rate_text", "text_tokens")):
+        sums[rate] = sums[counter] / wall if wall else 0.0
+    for j in range(k):
+        for name in ("accepted_at", "reached", "offered"):
+            counts = getattr(stats, name)
+            sums[f"{name}_{j + 1}"] = counts[j] if j < len(counts) else 0
+        sums[f"raw_accepted_at_{j + 1}"] = sum(r.accepted > j for r in rounds)
+    return sums
 
 
 def histogram(answers: Sequence[Answer], k: int) -> list[int]:

@@ -10,8 +10,8 @@ Satterthwaite (1946), An approximate distribution of estimates of variance compo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -38,12 +38,8 @@ class Value:
     """An estimate and its interval; NaN where it is not defined (no such rounds, fewer than two questions)."""
 
     estimate: float
-    low: float
-    high: float
-
-    def within(self, least: float, most: float) -> Value:
-        """The interval cut at what is possible."""
-        return Value(self.estimate, *(float(np.clip(end, least, most)) for end in (self.low, self.high)))
+    low: float = math.nan
+    high: float = math.nan
 
 
 class Resampling:
@@ -55,51 +51,51 @@ class Resampling:
         self.questions = questions
         self._weights = rng.multinomial(questions, np.full(questions, 1 / questions), size=draws).astype(np.float64)
 
-    def value(self, metric: Metric, columns: Mapping[str, np.ndarray]) -> Value:
-        """One metric of columns [questions]."""
+    def value(self, metric: Metric, *runs: Columns) -> Value:
+        """One metric of columns [questions]. Of times the interval includes the scatter of several runs."""
+        if metric.timing and len(runs) > 1:
+            return self._repeated(metric, runs)
+        columns = runs[0]
         estimate, draws = metric.of(_total(columns, metric)), metric.of(self._resampled(columns, metric))
         if metric.timing and self.questions < FEW and estimate > 0:
             return _exp(self._interval(np.log(estimate), _logs(draws)))
-        return self._interval(estimate, draws).within(*metric.limits(self._k))
+        found = self._interval(estimate, draws)
+        return Value(found.estimate, *np.clip((found.low, found.high), *metric.limits(self._k)).tolist())
 
-    def repeated(self, metric: Metric, runs: Sequence[Mapping[str, np.ndarray]]) -> Value:
-        """One metric of times, from columns [questions] of several runs, whose scatter the interval includes."""
+    def _repeated(self, metric: Metric, runs: Sequence[Columns]) -> Value:
         mean = {name: np.mean([run[name] for run in runs], axis=0) for name in {*metric.over, *metric.under}}
         estimate = float(metric.of(_total(mean, metric)))
-        of_run = np.array([float(metric.of(_total(run, metric))) for run in runs])
-        if not estimate > 0 or not (of_run > 0).all():
-            return Value(estimate, float("nan"), float("nan"))
+        of_run = np.array([metric.of(_total(run, metric)) for run in runs])
         error, freedom = self._error(_logs(metric.of(self._resampled(mean, metric))))
-        between = float(np.log(of_run).var(ddof=1)) / len(runs)
+        between = float(_logs(of_run).var(ddof=1)) / len(runs)
         variance = error**2 + between
         if not np.isfinite(variance) or not variance:
-            return Value(estimate, float("nan"), float("nan"))
+            return Value(estimate)
         freedom = variance**2 / (error**4 / freedom + between**2 / (len(runs) - 1))
-        return _exp(_student(float(np.log(estimate)), float(np.sqrt(variance)), freedom))
+        return _exp(_student(math.log(estimate), math.sqrt(variance), freedom))
 
-    def difference(self, metric: Metric, left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> Value:
+    def difference(self, metric: Metric, left: Columns, right: Columns) -> Value:
         """metric(right) - metric(left), paired: both are taken from the same resamples."""
         estimate = metric.of(_total(right, metric)) - metric.of(_total(left, metric))
         draws = metric.of(self._resampled(right, metric)) - metric.of(self._resampled(left, metric))
         return self._interval(estimate, draws)
 
-    def _resampled(self, columns: Mapping[str, np.ndarray], metric: Metric) -> dict[str, np.ndarray]:
+    def _resampled(self, columns: Columns, metric: Metric) -> dict[str, np.ndarray]:
         return {name: self._weights @ columns[name] for name in {*metric.over, *metric.under}}
 
     def _interval(self, estimate: np.ndarray, draws: np.ndarray) -> Value:
-        draws = draws[np.isfinite(draws)]
-        if self.questions < 2 or not draws.size:
-            return Value(float(estimate), float("nan"), float("nan"))
         if self.questions < FEW:
             return _student(float(estimate), *self._error(draws))
-        low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        return Value(float(estimate), float(low), float(high))
+        draws = draws[np.isfinite(draws)]
+        if not draws.size:
+            return Value(float(estimate))
+        return Value(float(estimate), *np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist())
 
     def _error(self, draws: np.ndarray) -> tuple[float, float]:
         """The standard error of resampled questions, and its degrees of freedom; NaN of fewer than two questions."""
         draws = draws[np.isfinite(draws)]
         if self.questions < 2 or not draws.size:
-            return float("nan"), float("nan")
+            return math.nan, math.nan
         # Resamples scatter like n questions around their own mean: less than the truth by (n - 1) / n.
         return float(draws.std() * np.sqrt(self.questions / (self.questions - 1))), float(self.questions - 1)
 
@@ -109,7 +105,7 @@ def _logs(draws: np.ndarray) -> np.ndarray:
 
 
 def _exp(value: Value) -> Value:
-    return Value(*(float(np.exp(part)) for part in (value.estimate, value.low, value.high)))
+    return Value(*np.exp(astuple(value)).tolist())
 
 
 def _student(estimate: float, error: float, freedom: float) -> Value:
@@ -120,7 +116,7 @@ def _student(estimate: float, error: float, freedom: float) -> Value:
     return Value(estimate, estimate - half, estimate + half)
 
 
-def _total(columns: Mapping[str, np.ndarray], metric: Metric) -> dict[str, np.ndarray]:
+def _total(columns: Columns, metric: Metric) -> dict[str, np.ndarray]:
     return {name: columns[name].sum() for name in {*metric.over, *metric.under}}
 
 
@@ -168,11 +164,7 @@ def differences(
     """Paired differences (right less left) of the metrics that need no baseline, and the ratio of total speeds."""
     sums = columns(left, arms[0].k), columns(right, arms[1].k)
     resampling = Resampling(len(left), seed)
-    found: Json = {"metrics": {}, "timing": {}}
-    for metric in METRICS:
-        if not metric.baseline:
-            place = found["timing" if metric.timing else "metrics"]
-            place[metric.key] = _value(resampling.difference(metric, *sums))
+    found = _by_section(lambda metric: resampling.difference(metric, *sums), False)
     joined = {**sums[1], **{f"base_{name}": column for name, column in sums[0].items()}}
     found["timing"]["speed_ratio"] = _value(resampling.value(_by_key("speedup"), joined))
     return found
@@ -209,7 +201,7 @@ def _by_key(key: str) -> Metric:
 
 def _positions(sums: Columns, resampling: Resampling, k: int) -> Json:
     """Acceptance at each of k draft positions."""
-    kinds = zip(("conditional", "unconditional", "per_position_vllm"), position_metrics(k), strict=True)
+    kinds = position_metrics(k).items()
     return {kind: [_value(resampling.value(metric, sums)) for metric in metrics] for kind, metrics in kinds}
 
 
@@ -228,13 +220,16 @@ def _groups(runs: Sequence[Columns], labels: Sequence[str], seed: int, has_basel
 
 
 def _metrics(runs: Sequence[Columns], resampling: Resampling, has_baseline: bool) -> Json:
-    found: Json = {"questions": resampling.questions, "metrics": {}, "timing": {}}
+    found = _by_section(lambda metric: resampling.value(metric, *runs), has_baseline)
+    return {"questions": resampling.questions, **found}
+
+
+def _by_section(value: Callable[[Metric], Value], has_baseline: bool) -> Json:
+    """The values of all metrics that can be had, those of times apart."""
+    found: Json = {"metrics": {}, "timing": {}}
     for metric in METRICS:
         if has_baseline or not metric.baseline:
-            place = found["timing" if metric.timing else "metrics"]
-            is_repeated = metric.timing and len(runs) > 1
-            found_value = resampling.repeated(metric, runs) if is_repeated else resampling.value(metric, runs[0])
-            place[metric.key] = _value(found_value)
+            found["timing" if metric.timing else "metrics"][metric.key] = _value(value(metric))
     return found
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -29,49 +29,11 @@ _LOG = logging.getLogger(__name__)
 _TIMEOUT = timedelta(weeks=52)  # of a process that waits for a slower one; lm-eval's own
 
 
-@dataclass(frozen=True)
-class Launched:
-    """This process among those of `accelerate launch` or torchrun, each with a model of its own.
-
-    Attributes:
-        rank: its place. size: how many there are.
-        group: of all of them, on CPUs; None where there is one.
-    """
-
-    rank: int = 0
-    size: int = 1
-    group: Any = None
-
-    @classmethod
-    def from_environment(cls) -> Launched:
-        """Join the processes that $RANK and $WORLD_SIZE tell of."""
-        size = _processes()
-        if size == 1:
-            return cls()
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=_TIMEOUT)
-        return cls(dist.get_rank(), size, dist.new_group(backend="gloo", timeout=_TIMEOUT))
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensors of all processes [size, ...], on the CPU."""
-        if self.size == 1:
-            return tensor
-        found = [torch.empty_like(tensor, device="cpu") for _ in range(self.size)]
-        dist.all_gather(found, tensor.cpu(), group=self.group)
-        return torch.stack(found)
-
-    def gather_object(self, own: Any, dst: int = 0) -> list[Any] | None:
-        """Every process's object at process `dst`, None elsewhere."""
-        if self.size == 1:
-            return [own]
-        found: list[Any] | None = [None] * self.size if self.rank == dst else None
-        dist.gather_object(own, found, dst=dst, group=self.group)
-        return found
-
-    def barrier(self) -> None:
-        """Wait for all processes."""
-        if self.size > 1:
-            dist.barrier(group=self.group)
+_ANSWERING = (
+    *("max_gen_toks", "add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"),
+    "schema_field",
+)
+"""Arguments of `EngineLM` that are model arguments, too."""
 
 
 class SpecdecLM(EngineLM):
@@ -84,13 +46,6 @@ class SpecdecLM(EngineLM):
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
         max_length: int | None = None,
-        max_gen_toks: int = 256,
-        add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None,
-        think_end_token: str | int | None = None,
-        enable_thinking: bool | None = None,
-        chat_template_args: Mapping[str, Any] | None = None,
-        schema_field: str | None = None,
         **options: Any,
     ) -> None:
         """Load the model.
@@ -100,42 +55,49 @@ class SpecdecLM(EngineLM):
             batch_size: lm-eval's. All requests go to the engine at once; more than 1 is the most that run together
                 (max_num_seqs). "auto" and "auto:N" leave that to max_batch_size, or to max_num_seqs.
             max_length: lm-eval's name for max_model_len.
-            schema_field: of documents with a JSON schema each, which answers follow: json_schema in jsonschema_bench.
-            options: load options, see LoadOptions. lm-eval's command line gives device="cuda:0" when nothing was asked
-                for, so on a machine without CUDA, and for a model divided among GPUs, that means the default device;
-                and each of several processes, of `accelerate launch`, takes the GPU of its own.
+            options: what `EngineLM` takes, schema_field for documents with a JSON schema each (json_schema in
+                jsonschema_bench) among it; and load options, see LoadOptions. lm-eval's command line gives
+                device="cuda:0" when nothing was asked for, so on a machine without CUDA, and for a model divided among
+                GPUs, that means the default device; and each of several processes, of `accelerate launch`, takes the
+                GPU of its own.
 
         Raises:
             InvalidInputError: an unknown model argument; what `SpeculativeModel.from_pretrained` raises.
         """
+        answering = {name: options.pop(name) for name in _ANSWERING if name in options}
         # checked before a model is loaded, which takes a while
-        Thinking.of(enable_thinking, think_end_token, chat_template_args)
+        Thinking.of(*(answering.get(name) for name in ("enable_thinking", "think_end_token", "chat_template_args")))
         given = _load_options(options, batch_size, max_length, max_batch_size)
         model = _model(pretrained, draft, given, sorted(set(options) - {"device"}))
-        super().__init__(
-            model,
-            Configuration(NAME, model.num_speculative_tokens),
-            max_gen_toks=max_gen_toks,
-            add_bos_token=add_bos_token,
-            prefix_token_id=prefix_token_id,
-            think_end_token=think_end_token,
-            enable_thinking=enable_thinking,
-            chat_template_args=chat_template_args,
-            schema_field=schema_field,
-            seed=given.seed,
-            progress=True,
-        )
-        self._launched = Launched.from_environment()
-        self._rank, self._world_size = self._launched.rank, self._launched.size
+        arm = Configuration(NAME, model.num_speculative_tokens)
+        super().__init__(model, arm, seed=given.seed, progress=True, **answering)
+        self._group: Any = None
+        if (size := _processes()) > 1:  # of `accelerate launch` or torchrun, each with a model of its own
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", timeout=_TIMEOUT)
+            self._rank, self._world_size = dist.get_rank(), size
+            self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._launched.all_gather(tensor)
+        """The tensors of all processes [size, ...], on the CPU."""
+        if self._group is None:
+            return tensor
+        found = [torch.empty_like(tensor, device="cpu") for _ in range(self._world_size)]
+        dist.all_gather(found, tensor.cpu(), group=self._group)
+        return torch.stack(found)
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        return self._launched.gather_object(obj, dst)
+        """Every process's object at process `dst`, None elsewhere."""
+        if self._group is None:
+            return [obj]
+        found: list[Any] | None = [None] * self._world_size if self._rank == dst else None
+        dist.gather_object(obj, found, dst=dst, group=self._group)
+        return found
 
     def barrier(self) -> None:
-        self._launched.barrier()
+        """Wait for all processes."""
+        if self._group is not None:
+            dist.barrier(group=self._group)
 
 
 def _model(pretrained: Any, draft: str | None, given: LoadOptions, names: Sequence[str]) -> SpeculativeModel:
@@ -162,9 +124,7 @@ def _load_options(
     """
     known = [each.name for each in fields(LoadOptions)]
     if unknown := sorted(set(given) - set(known)):
-        ours = ("pretrained", "draft", "max_length", "max_gen_toks", "add_bos_token", "prefix_token_id")
-        more = ("think_end_token", "enable_thinking", "chat_template_args", "schema_field")
-        raise unknown_options("unknown model_args", unknown, (*ours, *more, *known))
+        raise unknown_options("unknown model_args", unknown, ("pretrained", "draft", "max_length", *_ANSWERING, *known))
     if max_length is not None and given.get("max_model_len") is not None:
         raise InvalidInputError("max_length and max_model_len are the same model argument; give one of them")
     options = dict(given)

@@ -30,7 +30,12 @@ _shared_options = added(
     (
         shared.model_options,
         shared.draft_option,
-        click.option("--data", type=shared.PATH, default=None, help="Local data: see below; default $SPECDEC_DATA."),
+        click.option(
+            "--data",
+            type=click.Path(path_type=Path),
+            default=None,
+            help="Local data: see below; default $SPECDEC_DATA.",
+        ),
         click.option("--k", type=click.IntRange(1), default=5, show_default=True, help="Drafts a round."),
         click.option("--limit", type=click.IntRange(1), default=None, help="First N questions of each task."),
         click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True),
@@ -38,7 +43,7 @@ _shared_options = added(
             "--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Questions at a time."
         ),
         click.option("--seed", type=int, default=0, show_default=True),
-        click.option("--output", type=shared.PATH, default=None, help="Write the JSON document here."),
+        click.option("--output", type=shared.FILE, default=None, help="Write the JSON document here."),
         shared.run_dir_option,
     )
 )
@@ -59,12 +64,13 @@ _shared_options = added(
 @click.option("--chat-template/--no-chat-template", default=None, help="Default: with it where the tokenizer has one.")
 @click.option(
     "--backends",
+    type=shared.Listed("text", click.Choice([name for name in KINDS if name != "auto"])),
     default=None,
     help="Attention backends in one paired table, e.g. torch,flex; without --model over both built-in models.",
 )
 @_shared_options
 def gsm8k(
-    tasks: str, num_fewshot: int | None, chat_template: bool | None, backends: str | None, **options: Any
+    tasks: str, num_fewshot: int | None, chat_template: bool | None, backends: tuple[str, ...] | None, **options: Any
 ) -> None:
     """Accuracy with and without speculation on the same prompts, through lm-eval's own tasks.
 
@@ -74,8 +80,10 @@ def gsm8k(
     plan = replace(_plan(options, tuple(tasks.split(","))), num_fewshot=num_fewshot)
     if backends is None:
         _run(plan, chat_template, options)
+    elif options["backend"] == "auto":
+        run_grid(plan, chat_template, backends, options)
     else:
-        run_grid(plan, chat_template, backends_of(backends, options), options)
+        raise click.UsageError(f"--backends {','.join(backends)} and --backend {options['backend']} exclude each other")
 
 
 @click.command(
@@ -179,28 +187,20 @@ def _begun(
     prepared: Prepared, facts: Json, chat_template: bool | None, folder: Path | None
 ) -> Iterator[tuple[Prepared, Json, RunStore, RunProgress]]:
     """A run of a loaded model: its plan with the chat template decided, its settings, its store, its progress bar."""
-    from rich.console import Console
-
     from evals.accuracy import accuracy
-    from evals.data.datasets import digest
-    from evals.report.terminal import RunProgress
-    from evals.runs.store import RunStore
 
     has_template = facts["chat_template_sha256"] is not None
     plan = replace(prepared.plan, chat_template=has_template if chat_template is None else chat_template)
     fixed = accuracy.settings(plan, facts)
-    with (
-        RunStore(shared.run_folder(folder, digest(fixed)), fixed) as store,
-        RunProgress(Console(stderr=True), prepared.questions, 2) as progress,
-    ):
+    with shared.recorded(folder, fixed, prepared.questions, 2) as (store, progress):
         yield replace(prepared, plan=plan), fixed, store, progress
 
 
 def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]) -> None:
     from evals.accuracy import accuracy
-    from evals.cli.commands import check_outputs, write_document
-    from evals.report.terminal import make_console
+    from evals.cli.commands import check_outputs, end
     from evals.runs.conversations import Worker
+    from specdec.cli.tables import make_console
 
     check_outputs(options)
     prepared = accuracy.prepare(plan)
@@ -210,9 +210,7 @@ def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]
         document = accuracy.run(worker.models["main"], facts, own, store, progress)
     console = make_console()
     _print(console, document)
-    if options["output"] is not None:
-        write_document(options["output"], document)
-    console.print(f"run: {store.folder}")
+    end(console, options, document, store)
     if _untested(document):
         sys.exit(Verdict.NOT_TESTED.exit_code)
 
@@ -271,25 +269,13 @@ BUILT_IN = (("gsm-llama", "auto"), ("gsm-deepseek", "mtp"))
 """The built-in models with their heads."""
 
 
-def backends_of(text: str, options: dict[str, Any]) -> tuple[str, ...]:
-    """The names in --backends. Raises click.UsageError: an unknown name, or --backend is given too."""
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    allowed = [name for name in KINDS if name != "auto"]
-    unknown = [name for name in names if name not in allowed]
-    if unknown:
-        raise click.UsageError(f"--backends {text}: {unknown[0]!r} is none of {', '.join(allowed)}")
-    if options["backend"] != "auto":
-        raise click.UsageError(f"--backends and --backend {options['backend']} exclude each other")
-    return names
-
-
 def run_grid(
     plan: AccuracyPlan, chat_template: bool | None, backends: tuple[str, ...], options: dict[str, Any]
 ) -> None:
     """Every backend over every pair, K=0 and K, as one table."""
     from evals.accuracy import accuracy
-    from evals.cli.commands import check_outputs, write_document
-    from evals.report.terminal import make_console
+    from evals.cli.commands import check_outputs, end
+    from specdec.cli.tables import make_console
 
     check_outputs(options)
     prepared = accuracy.prepare(plan)
@@ -300,9 +286,9 @@ def run_grid(
             given = {**options, "model": model, "draft": draft, "backend": backend}
             measured.append(_measured(prepared, chat_template, given))
     document = accuracy.grid_document(measured)
-    _print_grid(make_console(), document)
-    if options["output"] is not None:
-        write_document(options["output"], document)
+    console = make_console()
+    _print_grid(console, document)
+    end(console, options, document)
     if all(m.refused for m in measured) or any(not row.get("tested", True) for row in document["rows"]):
         sys.exit(Verdict.NOT_TESTED.exit_code)
 
@@ -312,7 +298,6 @@ def _measured(prepared: Prepared, chat_template: bool | None, options: dict[str,
     from evals.accuracy.accuracy import Measured, evaluate
     from evals.runs.conversations import Worker
     from specdec.errors import InvalidInputError, UnsupportedAttentionError
-    from specdec.requests.stats import pool
 
     model, backend = options["model"], options["backend"]
     try:
@@ -323,10 +308,9 @@ def _measured(prepared: Prepared, chat_template: bool | None, options: dict[str,
         folder = None if options["run_dir"] is None else options["run_dir"] / f"{Path(model).name}-{backend}"
         with _begun(prepared, worker.facts()["main"], chat_template, folder) as (own, fixed, store, progress):
             results, arms = evaluate(loaded, own, store, progress), own.plan.arms
-            drafted = {arm.name: [a for (_, name), a in store.answers.items() if name == arm.name] for arm in arms}
-    tested = {arm.name: not arm.k or any(pool(a.rounds).drafted for a in drafted[arm.name]) for arm in arms}
-    found = tuple((arm.name, result, tested[arm.name]) for arm, result in zip(arms, results, strict=True))
-    return Measured(model, backend, fixed, found)
+    drafting = {name for (_, name), answer in store.answers.items() if any(r.drafted for r in answer.rounds)}
+    found = ((arm.name, result, not arm.k or arm.name in drafting) for arm, result in zip(arms, results, strict=True))
+    return Measured(model, backend, fixed, tuple(found))
 
 
 def _print_grid(console: Console, document: Json) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,14 @@ from evals.runs.verdict import Verdict
 from specdec.cli.options import examples
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from evals.acceptance.acceptance import Plan
     from evals.acceptance.summary import Json
     from evals.data.datasets import DataSet
+    from evals.report.terminal import RunProgress
     from evals.runs.conversations import ModelSpec
+    from evals.runs.executor import Executor
     from evals.runs.store import RunStore
 
 EXIT_FAILED = 1
@@ -37,7 +42,7 @@ EXIT_FAILED = 1
 @shared.model_options
 @shared.draft_option
 @shared.data_options
-@click.option("--k", "ks", type=shared.Numbers(1), default="5", show_default=True, help="Drafts a round; 1,3,5 sweeps.")
+@click.option("--k", "ks", type=shared.NUMBERS, default="5", show_default=True, help="Drafts a round; 1,3,5 sweeps.")
 @shared.asking_options
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Passes that are not measured.")
 @click.option(
@@ -49,7 +54,7 @@ EXIT_FAILED = 1
 )
 @click.option(
     "--predict-batch-sizes",
-    type=shared.Numbers(1),
+    type=shared.NUMBERS,
     default=None,
     help="Measure round times at these batch sizes for the prediction, e.g. 1,4,16.",
 )
@@ -136,9 +141,7 @@ def compare(a: str, b: str, **options: Any) -> None:
 @shared.model_options
 @shared.draft_option
 @shared.data_options
-@click.option(
-    "--k", "ks", type=shared.Numbers(1), default="5", show_default=True, help="Drafts a round, e.g. 5 or 1,5."
-)
+@click.option("--k", "ks", type=shared.NUMBERS, default="5", show_default=True, help="Drafts a round, e.g. 5 or 1,5.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=512, show_default=True)
 @click.option("--system", default=None, help="A system prompt before every conversation.")
 @click.option("--no-chat-template", is_flag=True, help="Send the messages as plain text.")
@@ -149,7 +152,7 @@ def compare(a: str, b: str, **options: Any) -> None:
     "--samples", type=click.IntRange(100), default=1000, show_default=True, help="Samples per place and configuration."
 )
 @click.option("--sample-prompts", type=click.IntRange(1), default=2, show_default=True, help="Places of each trial.")
-@click.option("--output", type=shared.PATH, default=None, help="Write the JSON document here.")
+@click.option("--output", type=shared.FILE, default=None, help="Write the JSON document here.")
 @shared.run_dir_option
 @shared.ray_option
 @shared.workers_option
@@ -159,30 +162,24 @@ def lossless(**options: Any) -> None:
     Greedy answers must be identical but for near ties that a replay in higher precision confirms; sampled ones must
     have the target's distribution.
     """
-    from rich.console import Console
+    from evals.acceptance.acceptance import Plan, sweep
+    from evals.lossless.lossless import check, print_check
+    from specdec.cli.tables import make_console
 
-    from evals.lossless.lossless import Check, check, print_check
-    from evals.report.terminal import RunProgress, make_console
-
-    options.update(temperature=0.0, top_k=0, top_p=1.0, report=None)
+    options.update(temperature=0.0, top_k=0, top_p=1.0)
     if options["mode"] != "greedy":
         require("scipy", "eval")
     data = _data(options)
     specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
+
+    def plan(asking: Any) -> Plan:
+        return Plan(data, sweep(options["ks"]), asking, options["batch_size"], warmup=0)
+
+    with _begun(options, specs, plan) as run:
+        document = check(*run, options["mode"], options["samples"], options["sample_prompts"])
     console = make_console()
-    with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
-        facts = executor.facts()
-        asking = shared.settle(shared.make_asking(options), facts)
-        plan = Check(data, options["ks"], asking, options["batch_size"], options["mode"], options["samples"])
-        with (
-            _store(options, plan.greedy, facts) as store,
-            RunProgress(Console(stderr=True), len(data.questions), len(plan.greedy.arms)) as progress,
-        ):
-            document = check(executor, plan, store, progress, options["sample_prompts"])
     print_check(console, document)
-    if options["output"] is not None:
-        write_document(options["output"], document)
-    console.print(f"run: {store.folder}")
+    end(console, options, document, run[2])
     sys.exit(Verdict(document["verdict"]).exit_code)
 
 
@@ -217,76 +214,59 @@ def _data(options: dict[str, Any]) -> DataSet:
 
 
 def check_outputs(options: dict[str, Any]) -> None:
-    """Check before the run that its outputs can be written.
+    """Check before the run that its outputs can be written. Raises OutputError: they cannot."""
+    from specdec.run_files import check_writable
 
-    Raises:
-        click.UsageError: a file name is needed and a folder was given, or the other way round.
-        OutputError: it cannot be written.
-    """
-    from evals.runs.store import check_writable
-
-    for name in ("output", "report", "spec_bench_dir", "run_dir"):
-        path = options.get(name)
-        if path is None:
-            continue
-        shown, is_file = f"--{name.replace('_', '-')} {path}", name in ("output", "report")
-        if is_file and path.is_dir():
-            raise click.UsageError(f"{shown} is a folder; give a file name")
-        if not is_file and path.exists() and not path.is_dir():
-            raise click.UsageError(f"{shown} is a file; give a folder")
+    given = [options.get(name) for name in ("output", "report", "spec_bench_dir")]
+    for path in (*filter(None, given), options.get("run_dir") or Path("runs")):
         check_writable(path)
-    if options.get("run_dir") is None:
-        check_writable(Path("runs"))
     if options.get("report") is not None:
         require("matplotlib", "eval")
+
+
+@contextmanager
+def _begun(
+    options: dict[str, Any], specs: dict[str, ModelSpec], make_plan: Callable[[Any], Plan]
+) -> Iterator[tuple[Executor, Plan, RunStore, RunProgress]]:
+    """A run of loaded models: its plan with how they are asked, what it keeps, and its progress bar."""
+    from evals.acceptance.acceptance import settings
+
+    with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
+        facts = executor.facts()
+        plan = make_plan(shared.settle(shared.make_asking(options), facts))
+        asked = len(plan.data.questions) * plan.repeats
+        with shared.recorded(options["run_dir"], settings(plan, facts), asked, len(plan.arms)) as kept:
+            yield executor, plan, *kept
 
 
 def _evaluate(
     options: dict[str, Any], specs: dict[str, ModelSpec], make_plan: Callable[[Any], Plan], data: DataSet
 ) -> None:
-    from rich.console import Console
-
     from evals.acceptance.acceptance import run
     from evals.acceptance.summary import FEW
-    from evals.report.terminal import RunProgress, make_console, print_acceptance
+    from evals.report.terminal import print_acceptance
+    from specdec.cli.tables import make_console
 
     if len(data.questions) < FEW:  # their intervals are Student's t
         require("scipy", "eval")
-    console, progress_console = make_console(), Console(stderr=True)
-    with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
-        facts = executor.facts()
-        plan = make_plan(shared.settle(shared.make_asking(options), facts))
-        with (
-            _store(options, plan, facts) as store,
-            RunProgress(progress_console, len(data.questions) * plan.repeats, len(plan.arms)) as progress,
-        ):
-            document = run(executor, plan, store, progress)
+    with _begun(options, specs, make_plan) as begun:
+        document = run(*begun)
+    console, store = make_console(), begun[2]
     print_acceptance(console, document, options["explain"])
     if options.get("same"):
         console.print("A and B are the same configuration: all but the times is equal by construction", style="yellow")
-    _write(options, document, store)
-    console.print(f"run: {store.folder}")
+    _write_report(options, document, store)
+    end(console, options, document, store)
     if document["failures"]:
         sys.exit(EXIT_FAILED)
     if document["not_measured"]:
         sys.exit(Verdict.NOT_TESTED.exit_code)
 
 
-def _store(options: dict[str, Any], plan: Plan, facts: Json) -> RunStore:
-    from evals.acceptance.acceptance import settings
-    from evals.data.datasets import digest
-    from evals.runs.store import RunStore
-
-    fixed = settings(plan, facts)
-    return RunStore(shared.run_folder(options["run_dir"], digest(fixed)), fixed)
-
-
-def _write(options: dict[str, Any], document: Json, store: RunStore) -> None:
+def _write_report(options: dict[str, Any], document: Json, store: RunStore) -> None:
     from evals.report import page, spec_bench
     from specdec.run_files import write_atomically
 
-    if options["output"] is not None:
-        write_document(options["output"], document)
     if options["report"] is not None:
         write_atomically(options["report"], page.render(document))
     if options["spec_bench_dir"] is not None:
@@ -298,8 +278,12 @@ def _write(options: dict[str, Any], document: Json, store: RunStore) -> None:
         )
 
 
-def write_document(path: Path, document: Json) -> None:
-    """Write a JSON document, whole or not at all."""
+def end(console: Console, options: dict[str, Any], document: Json, store: RunStore | None = None) -> None:
+    """Write the JSON document where it was asked for, whole or not at all, and show where the run is."""
     from specdec.run_files import write_atomically
 
-    write_atomically(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    if options["output"] is not None:
+        text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+        write_atomically(options["output"], text + "\n")
+    if store is not None:
+        console.print(f"run: {store.folder}")

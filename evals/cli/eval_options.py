@@ -14,33 +14,29 @@ from specdec.cli.options import DEFAULT_MODEL, added, check_sampling, load_optio
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from evals.report.terminal import RunProgress
     from evals.runs.conversations import Asking, ModelSpec
     from evals.runs.executor import Executor
+    from evals.runs.store import RunStore
 
 
-PATH = click.Path(path_type=Path)
+FILE = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
-class Numbers(click.ParamType):
-    """A comma-separated list of whole numbers, each at least `least`, without repeats."""
+class Listed(click.ParamType):
+    """A comma-separated list of values of another type, without repeats."""
 
-    name = "n,n,..."
+    def __init__(self, name: str, of: click.ParamType) -> None:
+        self.name, self._of = name, of
 
-    def __init__(self, least: int) -> None:
-        self._least = least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         if isinstance(value, tuple):
             return value
-        try:
-            numbers = tuple(dict.fromkeys(int(part) for part in str(value).split(",")))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of whole numbers such as 1,3,5", param, ctx)
-        if min(numbers) < self._least:
-            self.fail(f"{value!r}: every number must be at least {self._least}", param, ctx)
-        return numbers
+        return tuple(dict.fromkeys(self._of.convert(part.strip(), param, ctx) for part in str(value).split(",")))
 
 
+NUMBERS = Listed("n,n,...", click.IntRange(1))
 OWN_NAMES = {"num_speculative_tokens": "--k", "max_num_seqs": "--batch-size", "seed": "--seed"}
 """Load options that the eval commands have under a name of their own, which says more than how to load."""
 
@@ -69,7 +65,7 @@ data_options = added(
             required=True,
             help="mt_bench, gsm8k, humaneval, spec_bench, arithmetic, a .jsonl file or a hub name.",
         ),
-        click.option("--data-dir", type=PATH, default=None, help="Folder with the known sets; default $SPECDEC_DATA."),
+        click.option("--data-dir", type=FOLDER, help="Folder with the known sets; default $SPECDEC_DATA."),
         click.option(
             "--limit", type=click.IntRange(1), default=None, help="Take N questions, spread evenly over the set."
         ),
@@ -90,16 +86,16 @@ asking_options = added(
 )
 
 run_dir_option = click.option(
-    "--run-dir", type=PATH, default=None, help="Folder of the run; default runs/<hash of its settings>."
+    "--run-dir", type=FOLDER, default=None, help="Folder of the run; default runs/<hash of its settings>."
 )
 
 output_options = added(
     (
-        click.option("--output", type=PATH, default=None, help="Write the JSON document here."),
-        click.option("--report", type=PATH, default=None, help="Write a self-contained HTML page here."),
+        click.option("--output", type=FILE, default=None, help="Write the JSON document here."),
+        click.option("--report", type=FILE, default=None, help="Write a self-contained HTML page here."),
         click.option("--explain", is_flag=True, help="Print the sentence that defines each number."),
         click.option(
-            "--spec-bench-dir", type=PATH, default=None, help="Write answer files in Spec-Bench's schema here."
+            "--spec-bench-dir", type=FOLDER, default=None, help="Write answer files in Spec-Bench's schema here."
         ),
         run_dir_option,
     )
@@ -170,12 +166,11 @@ def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int)
         click.UsageError: a number of workers without Ray.
     """
     from evals.runs.conversations import Worker
-    from evals.runs.executor import LocalExecutor
 
     if ray is None and workers != DEFAULT_WORKERS:
         raise click.UsageError(f"--workers {workers} is of Ray's workers: give --ray with it")
     if ray is None:
-        yield LocalExecutor(Worker(specs))
+        yield Worker(specs)
         return
     from evals.runs.executor import RayExecutor, connect
 
@@ -188,9 +183,22 @@ def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int)
             executor.close()
 
 
-def run_folder(given: Path | None, key: str) -> Path:
-    """The folder of a run: the given one, or one named by its settings."""
-    return given or Path("runs") / key[:16]
+@contextmanager
+def recorded(
+    folder: Path | None, settings: dict[str, Any], questions: int, arms: int
+) -> Iterator[tuple[RunStore, RunProgress]]:
+    """What a run keeps, in the given folder or one named by its settings, and its progress bar."""
+    from rich.console import Console
+
+    from evals.data.datasets import digest
+    from evals.report.terminal import RunProgress
+    from evals.runs.store import RunStore
+
+    with (
+        RunStore(folder or Path("runs") / digest(settings)[:16], settings) as store,
+        RunProgress(Console(stderr=True), questions, arms) as progress,
+    ):
+        yield store, progress
 
 
 def parse_arm(text: str) -> dict[str, str]:

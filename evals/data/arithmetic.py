@@ -1,7 +1,8 @@
 """Generated word problems with worked answers: training data, tests and an evaluation task of the built-in targets.
 
 The layout of an answer is GSM8K's: a sentence a step, each calculation annotated as `<<48/2=24>>`, last line `#### 24`.
-None of GSM8K's text is used. Source: the annotation format is described in openai/grade-school-math README.md.
+None of GSM8K's text is used. Words and sentences are those of `problem_texts.toml`, which says what they mean.
+Source: the annotation format is described in openai/grade-school-math README.md.
 
 >>> problem = problems("train", 1, seed=0)[0]
 >>> problem.answer.endswith(f"#### {problem.result}")
@@ -12,16 +13,43 @@ from __future__ import annotations
 
 import hashlib
 import random
+import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.resources import files
+from typing import Any
 
-from evals.data.problem_texts import BOXES, EVENTS, ITEMS, MEN, OPENINGS, PLACES, QUESTIONS, THINGS, WOMEN, Frame
 from specdec.errors import InvalidInputError
 
 SPLITS = ("train", "heldout")
 LARGEST = 999
 _STEPS = (1, 1, 2, 2, 2, 2, 3, 3, 3)  # how many lines an answer has, before the last one: a draw from this
 _HELDOUT_BYTES = 32  # of 256 values of the first hash byte
+
+
+_TEXTS: dict[str, Any] = tomllib.loads(files("evals").joinpath("data/problem_texts.toml").read_text("utf-8"))
+
+WOMEN, MEN, THINGS = (tuple(_TEXTS[name].split()) for name in ("women", "men", "things"))
+ITEMS, PLACES = tuple(_TEXTS["items"]), tuple(_TEXTS["places"])
+BOXES: tuple[tuple[str, str], ...] = tuple((one, several) for one, several in _TEXTS["boxes"])
+QUESTIONS: dict[str, tuple[str, ...]] = {subject: tuple(texts) for subject, texts in _TEXTS["questions"].items()}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One sentence of a problem and the lines of the answer that it asks for."""
+
+    needs: str
+    gives: str
+    text: str
+    lines: tuple[tuple[str, str], ...]
+
+
+def _frames(kind: str) -> tuple[Frame, ...]:
+    return tuple(Frame(needs, gives, text, tuple(map(tuple, lines))) for needs, gives, text, *lines in _TEXTS[kind])
+
+
+OPENINGS, EVENTS = _frames("openings"), _frames("events")
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from evals.data.datasets import Question, opening, render
+from evals.data.datasets import Question
 from evals.lossless.evidence import DEFECTS, Evidence, Node, Nodes, Sampled, Sampling, Tokens, homogeneity, measure
 from evals.lossless.greedy import Replay
 from evals.lossless.places import WINDOW, Place, Search, search, trials
 from evals.lossless.verdicts import ALPHA, POWER, ConfigurationFit, compared_fit, exact_fit
-from evals.runs.conversations import Asking, Configuration, Model, Worker, question_seed
+from evals.runs.conversations import Asking, Configuration, Model, Worker, prompt_of, question_seed
 from specdec.requests.sampling import SamplingParams
 
 CONTROL = 250
@@ -99,7 +99,7 @@ class DistributionTest:
         most = min(self.asking.params.max_new_tokens, WINDOW)
         params = replace(self.asking.params, temperature=0.0, num_speculative_tokens=0, max_new_tokens=most)
         room = model.config.max_model_len - most - 2 * (max(arm.k for arm in self.arms) + 2)
-        asked = [(question, _first_prompt(model, question, self.asking)) for question in questions]
+        asked = [(question, prompt_of(model.tokenizer, question, self.asking)) for question in questions]
         asked = [(question, prompt) for question, prompt in asked if len(prompt) <= room]
         if not asked:
             return []
@@ -208,8 +208,3 @@ def _bonus(rounds: Sequence[Any], k: int, tokens: int) -> list[bool]:
         if k and record.accepted == record.drafted == k and record.emitted == k + 1 and place <= tokens:
             found[place - 1] = True
     return found
-
-
-def _first_prompt(model: Any, question: Question, asking: Asking) -> list[int]:
-    messages = [*opening(question, asking.system), {"role": "user", "content": question.turns[0]}]
-    return render(model.tokenizer, messages, asking.templated)

@@ -334,16 +334,19 @@ def _places_in(ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return np.where(ids[at] == tokens, at, len(ids))
 
 
+def _cells(expected: np.ndarray) -> np.ndarray:
+    """The cell of each value: those with a small expectation are put into one."""
+    order = np.argsort(-expected, kind="stable")
+    large = int((expected >= LEAST_EXPECTED).sum())
+    if expected[order[large:]].sum() < LEAST_EXPECTED:
+        large = max(large - 1, 0)
+    return np.minimum(np.argsort(order), large)
+
+
 def chi_square(observed: np.ndarray, expected: np.ndarray) -> tuple[float, int]:
     """Chi-square and its degrees of freedom, cells with small expectation put into one; (0, 0) for a single cell."""
-    order = np.argsort(-expected, kind="stable")
-    observed, expected = observed[order], expected[order]
-    large = int((expected >= LEAST_EXPECTED).sum())
-    if large < len(expected):
-        if expected[large:].sum() < LEAST_EXPECTED:
-            large = max(large - 1, 0)
-        observed = np.append(observed[:large], observed[large:].sum())
-        expected = np.append(expected[:large], expected[large:].sum())
+    cells = _cells(expected)
+    observed, expected = np.bincount(cells, observed), np.bincount(cells, expected)
     if len(expected) < 2:
         return 0.0, 0
     return float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
@@ -351,6 +354,8 @@ def chi_square(observed: np.ndarray, expected: np.ndarray) -> tuple[float, int]:
 
 def homogeneity(left: Sampled, right: Sampled) -> tuple[float, int]:
     """Chi-square of two samples of one place, node by node, and its degrees of freedom."""
+    from scipy.stats import chi2_contingency
+
     statistic, degrees = 0.0, 0
     others = {branch.prefix: branch for branch in branches(right)}
     for branch in branches(left):
@@ -360,17 +365,9 @@ def homogeneity(left: Sampled, right: Sampled) -> tuple[float, int]:
         ids, at = np.unique(np.concatenate([branch.following, other.following]), return_inverse=True)
         split = len(branch.following)
         sides = [np.bincount(part, minlength=len(ids)) for part in (at[:split], at[split:])]
-        smaller = min(split, len(at) - split) / len(at)
-        common = np.sum(sides, axis=0)
-        order = np.argsort(-common, kind="stable")
-        large = int((common[order] * smaller >= LEAST_EXPECTED).sum())
-        group = np.minimum(np.argsort(order), large)
-        if common[order][large:].sum() * smaller < LEAST_EXPECTED:
-            group = np.minimum(group, max(large - 1, 0))
-        table = np.stack([np.bincount(group, side) for side in sides])
-        if table.shape[1] < 2:
-            continue
-        expectation = table.sum(1, keepdims=True) * table.sum(0) / table.sum()
-        statistic += float(((table - expectation) ** 2 / expectation).sum())
-        degrees += table.shape[1] - 1
+        cells = _cells(np.sum(sides, axis=0) * min(split, len(at) - split) / len(at))
+        table = np.stack([np.bincount(cells, side) for side in sides])
+        if table.shape[1] > 1:
+            found = chi2_contingency(table, correction=False)
+            statistic, degrees = statistic + float(found.statistic), degrees + int(found.dof)
     return statistic, degrees

@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from evals.acceptance.summary import Json
-from evals.data.datasets import DataSet, Question, opening, render
+from evals.data.datasets import DataSet, Question
 from evals.runs.answers import Answer
-from evals.runs.conversations import Asking, Configuration, Worker
+from evals.runs.conversations import Asking, Configuration, Worker, prompt_of
 from evals.runs.executor import Executor
 from evals.runs.verdict import Verdict, together
 from specdec.errors import OutOfDeviceMemoryError
@@ -193,7 +193,8 @@ class Judge:
 
     def _verdict(self, model: Any, replay: Replay, question: Question, alone: Answer, place: Place) -> Divergence:
         """Replay the common prefix of a divergence."""
-        prompt = _prompt(model.tokenizer, question, alone, place.turn, self.asking)
+        before = [turn.text for turn in alone.turns[: place.turn]]
+        prompt = prompt_of(model.tokenizer, question, self.asking, before)
         common = alone.token_ids[place.turn][: place.position]
         logits = replay.logits([*prompt, *common]).double()
         top = logits.topk(2).values
@@ -216,16 +217,6 @@ def _tolerance(dtype: Any, best: float) -> float:
     if dtype in (torch.float32, torch.float64):
         return FLOAT32_TOLERANCE
     return float(_HALF_ULPS * torch.finfo(dtype).eps * abs(best))
-
-
-def _prompt(tokenizer: Any, question: Question, answer: Answer, turn: int, asking: Asking) -> list[int]:
-    """The prompt of one turn, with the answers that went before it."""
-    messages = opening(question, asking.system)
-    for number in range(turn + 1):
-        messages.append({"role": "user", "content": question.turns[number]})
-        if number < turn:
-            messages.append({"role": "assistant", "content": answer.turns[number].text})
-    return render(tokenizer, messages, asking.templated)
 
 
 def compare_greedy(

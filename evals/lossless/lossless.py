@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
-from evals.acceptance.acceptance import BASELINE, Plan, settings, sweep
+from evals.acceptance.acceptance import BASELINE, Plan, settings
 from evals.acceptance.summary import Json, by_arm
-from evals.data.datasets import DataSet
 from evals.lossless import distribution, verdicts
-from evals.lossless.distribution import DistributionTest
+from evals.lossless.distribution import DistributionTest, Tested
 from evals.lossless.evidence import Sampling
 from evals.lossless.greedy import compare_greedy
 from evals.runs.answers import failures
-from evals.runs.conversations import Asking
 from evals.runs.executor import Executor, Report, collect
 from evals.runs.store import RunStore
 from evals.runs.verdict import Verdict, together
@@ -25,47 +22,42 @@ from specdec.interrupts import interrupts_as_they_are
 SCHEMA_VERSION = 2
 
 
-@dataclass(frozen=True)
-class Check:
-    """A lossless check. `mode`: "greedy", "sampled" or "both"."""
-
-    data: DataSet
-    ks: tuple[int, ...]
-    asking: Asking
-    batch_size: int = 8
-    mode: str = "both"
-    samples: int = Sampling.samples
-
-    @cached_property
-    def greedy(self) -> Plan:
-        """The greedy part as a plan."""
-        return Plan(self.data, sweep(self.ks), self.asking, self.batch_size, warmup=0)
-
-
 @interrupts_as_they_are()
-def check(executor: Executor, plan: Check, store: RunStore, report: Report, sample_prompts: int = 2) -> Json:
-    """Run the check and return its document; `verdict` is one of `Verdict`, `passed` whether it is PASS."""
+def check(
+    executor: Executor,
+    plan: Plan,
+    store: RunStore,
+    report: Report,
+    mode: str = "both",
+    samples: int = Sampling.samples,
+    places: int = 2,
+) -> Json:
+    """Run the check and return its document; `verdict` is one of `Verdict`, `passed` whether it is PASS.
+
+    plan: of the greedy part. mode: "greedy", "sampled" or "both". samples, places: of the distribution test.
+    """
     document: Json = {
         "schema": "specdec.lossless",
         "schema_version": SCHEMA_VERSION,
         "provenance": {
-            "settings": settings(plan.greedy, executor.facts()),
+            "settings": settings(plan, executor.facts()),
             "settings_sha256": store.key,
             "seed": plan.asking.seed,
         },
     }
-    if plan.mode != "sampled":
+    if mode != "sampled":
         document["greedy"] = _greedy(executor, plan, store, report)
-    if plan.mode != "greedy":
-        document["sampled"] = _sampled(executor, plan, sample_prompts)
+    if mode != "greedy":
+        test = DistributionTest(plan.data.questions, plan.arms, plan.asking, samples, places)
+        document["sampled"] = _sampled(executor.on_one(test))
     parts = [document[part] for part in ("greedy", "sampled") if part in document]
     document["verdict"] = together(Verdict(part["verdict"]) for part in parts)
     document["passed"] = document["verdict"] is Verdict.PASS
     return document
 
 
-def _greedy(executor: Executor, plan: Check, store: RunStore, report: Report) -> Json:
-    arms = plan.greedy.arms
+def _greedy(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json:
+    arms = plan.arms
     answers = collect(executor, plan.data, arms, plan.asking, store, batch_size=plan.batch_size, report=report)
     failed = failures(answers)
     found = compare_greedy(executor, plan.data, arms, by_arm(answers, arms), plan.asking)
@@ -73,9 +65,7 @@ def _greedy(executor: Executor, plan: Check, store: RunStore, report: Report) ->
     return {**found, "failures": failed, "verdict": verdict}
 
 
-def _sampled(executor: Executor, plan: Check, places: int) -> Json:
-    test = DistributionTest(plan.data.questions, plan.greedy.arms, plan.asking, plan.samples, places)
-    tested = executor.on_one(test)
+def _sampled(tested: Tested) -> Json:
     found = tested.search
     return {
         "definition": distribution.DEFINITION,

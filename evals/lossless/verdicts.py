@@ -61,11 +61,11 @@ class ConfigurationFit:
 
 def exact_fit(arm: Configuration, evidence: Sequence[Evidence], drawn: Sequence[Sampled]) -> ConfigurationFit:
     """The test against exact probabilities. evidence, drawn: of each place."""
+    from scipy.special import logsumexp
+
     sums = np.array([one.scores.sum(0) for one in evidence])
     logs = np.concatenate([sums.sum(0)[None] - _shares(), sums - _shares(len(evidence))])
-    largest = logs.max()
-    log_mean = largest + np.log(np.exp(logs - largest).sum())
-    p_named = float(np.exp(-max(log_mean, 0.0)))
+    p_named = float(np.exp(-max(logsumexp(logs), 0.0)))
     powers = _powers(arm, *_exact_power(evidence))
     impossible = sum(one.impossible for one in evidence)
     chi = sum(one.statistic for one in evidence), sum(one.degrees for one in evidence)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from evals.acceptance.metrics import METRICS, Metric
 from evals.acceptance.summary import FEW, Json
@@ -98,29 +98,15 @@ POSITIONS = ("conditional", "unconditional", "per_position_vllm")
 """The kinds of acceptance at a draft position, in the order in which they are shown."""
 
 
-class RunProgress:
+class RunProgress(Progress):
     """A progress bar: questions done, τ so far, time left. Use as a context manager; call with finished answers."""
 
     def __init__(self, console: Console, total: int, arms: int) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("τ {task.fields[tau]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._task = self._progress.add_task("questions", total=total, tau="-")
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("τ {task.fields[tau]}"), TimeElapsedColumn())
+        super().__init__(TextColumn("questions"), *columns, TimeRemainingColumn(), console=console)
+        self._questions = self.add_task("questions", total=total, tau="-")
         self._arms = arms
         self._answers = self._emitted = self._rounds = 0
-
-    def __enter__(self) -> RunProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
     def __call__(self, answers: Sequence[Answer]) -> None:
         """Count answers; τ pools the configurations that draft."""
@@ -131,13 +117,7 @@ class RunProgress:
                 self._emitted += stats.emitted
                 self._rounds += stats.rounds
         tau = f"{self._emitted / self._rounds:.3f}" if self._rounds else "-"
-        self._progress.update(self._task, completed=self._answers // self._arms, tau=tau)
-
-
-def make_console() -> Console:
-    """The console that results go to: as wide as the terminal, and wide enough for the tables in a file or pipe."""
-    console = Console()
-    return console if console.is_terminal else Console(width=140)
+        self.update(self._questions, completed=self._answers // self._arms, tau=tau)
 
 
 def print_acceptance(console: Console, document: Json, explain: bool = False) -> None:
@@ -213,11 +193,7 @@ def _shown(metric: Metric, part: Json) -> str:
 
 def _table(first: str, *numbers: str) -> Table:
     """An empty table: a column of names, then columns of numbers."""
-    table = Table()
-    table.add_column(first)
-    for header in numbers:
-        table.add_column(header, justify="right")
-    return table
+    return Table(first, *(Column(header, justify="right") for header in numbers))
 
 
 def _metric_table(arms: Sequence[Json], metrics: Sequence[Metric]) -> Table:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
 from evals.data.datasets import Question, opening, render
@@ -88,44 +89,39 @@ def _guarded(model: Model, arm: Configuration, chunk: Sequence[Question], asking
         return [Answer(question.id, arm.name, question.category, question.task, error=text)]
 
 
+def prompt_of(tokenizer: Any, question: Question, asking: Asking, answers: Sequence[str] = ()) -> list[int]:
+    """The prompt of the turn that follows the model's answers to those before."""
+    messages = opening(question, asking.system)
+    for turn, answer in zip_longest(question.turns[: len(answers) + 1], answers):
+        messages.append({"role": "user", "content": turn})
+        if answer is not None:
+            messages.append({"role": "assistant", "content": answer})
+    return render(tokenizer, messages, asking.templated)
+
+
 def _converse(model: Model, arm: Configuration, chunk: Sequence[Question], asking: Asking) -> list[Answer]:
-    messages = [opening(question, asking.system) for question in chunk]
     turns: list[list[Turn]] = [[] for _ in chunk]
     for number in range(max(len(question.turns) for question in chunk)):
         active = [i for i, question in enumerate(chunk) if number < len(question.turns)]
-        for i in active:
-            messages[i].append({"role": "user", "content": chunk[i].turns[number]})
-        asked = [(chunk[i], messages[i]) for i in active]
-        for i, turn in zip(active, _ask(model, arm, asked, number, asking), strict=True):
-            turns[i].append(turn)
-            messages[i].append({"role": "assistant", "content": turn.text})
+        prompts = [prompt_of(model.tokenizer, chunk[i], asking, [turn.text for turn in turns[i]]) for i in active]
+        params = [
+            replace(
+                asking.params,
+                seed=question_seed(asking.seed, chunk[i].id, number),
+                num_speculative_tokens=arm.k,
+                return_drafts=asking.return_drafts,
+            )
+            for i in active
+        ]
+        start = time.perf_counter()
+        completions = model.generate(prompts, params)
+        wall_s = (time.perf_counter() - start) / len(prompts)
+        for i, completion in zip(active, completions, strict=True):
+            turns[i].append(to_turn(model.tokenizer, completion, wall_s))
     return [
         Answer(question.id, arm.name, question.category, question.task, tuple(own))
         for question, own in zip(chunk, turns, strict=True)
     ]
-
-
-def _ask(
-    model: Model,
-    arm: Configuration,
-    asked: Sequence[tuple[Question, list[dict[str, str]]]],
-    number: int,
-    asking: Asking,
-) -> list[Turn]:
-    prompts = [render(model.tokenizer, messages, asking.templated) for _, messages in asked]
-    params = [
-        replace(
-            asking.params,
-            seed=question_seed(asking.seed, question.id, number),
-            num_speculative_tokens=arm.k,
-            return_drafts=asking.return_drafts,
-        )
-        for question, _ in asked
-    ]
-    start = time.perf_counter()
-    completions = model.generate(prompts, params)
-    wall_s = (time.perf_counter() - start) / len(prompts)
-    return [to_turn(model.tokenizer, completion, wall_s) for completion in completions]
 
 
 def to_turn(tokenizer: Any, completion: Any, wall_s: float) -> Turn:
@@ -177,16 +173,20 @@ class Work:
 
 
 class Worker:
-    """Models by key, loaded once."""
+    """Models by key, loaded once; by itself, it is the executor of a run in this process."""
 
     def __init__(self, specs: Mapping[str, ModelSpec], load: Callable[[ModelSpec], Any] = ModelSpec.load) -> None:
         self.models = {key: load(spec) for key, spec in specs.items()}
 
-    def run(self, work: Work) -> list[Answer]:
+    def run(self, works: Sequence[Work]) -> Iterator[list[Answer]]:
+        """The answers of each piece of work as they come."""
+        return map(self.answer, works)
+
+    def answer(self, work: Work) -> list[Answer]:
         """Answer one chunk."""
         return run_chunk(self.models, work.arms, work.chunk, work.asking, rotation=work.index)
 
-    def apply(self, function: Callable[[Worker], Result]) -> Result:
+    def on_one(self, function: Callable[[Worker], Result]) -> Result:
         """Call a function with this worker."""
         return function(self)
 

@@ -1,8 +1,8 @@
 """Run the work of an evaluation and keep what comes back: in this process, or spread over Ray workers.
 
-On Ray (extra [ray]) each worker holds the models, chunks are the work, and a dead worker is replaced. Answers are keyed
-by question and seeded by question, so the result is that of one process.
-Source: Ray documentation, "Fault tolerance: actors" (an actor that died stays dead: make another) and "ray.wait".
+On Ray (extra [ray]) each worker holds the models and chunks are the work. Answers are keyed by question and seeded by
+question, so the result is that of one process.
+Source: Ray documentation, "Fault tolerance: actors" (max_restarts, max_task_retries) and "ray.wait".
 """
 
 from __future__ import annotations
@@ -10,50 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from evals.data.datasets import DataSet, Question
 from evals.errors import WorkerError, require
 from evals.runs.answers import Answer
 from evals.runs.conversations import Asking, Configuration, ModelSpec, Result, Work, Worker
 from evals.runs.store import RunStore
-
-
-class Executor(Protocol):
-    """Where chunks are answered."""
-
-    def facts(self) -> dict[str, dict[str, Any]]:
-        """What the workers' models are; the same on all of them."""
-
-    def run(self, works: Sequence[Work]) -> Iterator[list[Answer]]:
-        """The answers of each piece of work as they come, in any order."""
-
-    def on_one(self, function: Callable[[Worker], Result]) -> Result:
-        """Call a function with one worker, in that worker's process."""
-
-    def close(self) -> None:
-        """Free what the executor holds."""
-
-
-class LocalExecutor:
-    """An `Executor` of one worker in this process."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    def facts(self) -> dict[str, dict[str, Any]]:
-        return self._worker.facts()
-
-    def run(self, works: Sequence[Work]) -> Iterator[list[Answer]]:
-        return (self._worker.run(work) for work in works)
-
-    def on_one(self, function: Callable[[Worker], Result]) -> Result:
-        return self._worker.apply(function)
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
 
 Report = Callable[[list[Answer]], None]
 
@@ -83,7 +46,12 @@ def collect(
 
 
 def warm_up(
-    executor: Executor, data: DataSet, arms: Sequence[Configuration], asking: Asking, batch_size: int, times: int
+    executor: Executor,
+    data: DataSet,
+    arms: Sequence[Configuration],
+    asking: Asking,
+    batch_size: int,
+    times: int,
 ) -> None:
     """Answer the first chunk `times` times without keeping anything."""
     work = _works(data, arms, asking, batch_size)[0]
@@ -131,16 +99,8 @@ def connect(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-@dataclass
-class _Task:
-    """A chunk that is being answered, and how often it was tried."""
-
-    work: Work
-    attempts: int = 0
-
-
 class RayExecutor:
-    """An `Executor` whose workers are Ray actors. Needs an initialised Ray (`connect`)."""
+    """Workers that are Ray actors, which Ray starts anew when they die. Needs an initialised Ray (`connect`)."""
 
     def __init__(
         self,
@@ -149,7 +109,6 @@ class RayExecutor:
         workers: int = 2,
         device: str | None = None,
         load: Callable[[ModelSpec], Any] = ModelSpec.load,
-        attempts: int = ATTEMPTS,
     ) -> None:
         """Start the workers and wait until their models are loaded.
 
@@ -159,44 +118,48 @@ class RayExecutor:
         Raises:
             WorkerError: the cluster has too few GPUs, a worker does not start, or the workers hold different models.
         """
-        self._specs, self._load, self._attempts = dict(specs), load, attempts
+        import ray
+
         ranks = max((spec.options.tensor_parallel_size for spec in specs.values()), default=1)
-        self._num_gpus = _gpus_per_worker(device, workers, ranks)
-        self._actors = [self._start() for _ in range(workers)]
+        gpus = _gpus_per_worker(device, workers, ranks)
+        actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=ATTEMPTS - 1)(Worker)
+        self._actors = [actor.remote(specs, load) for _ in range(workers)]
         found = self._wait_for([actor.facts.remote() for actor in self._actors])
         if any(facts != found[0] for facts in found):
             raise WorkerError("the workers loaded different models; every node needs the same files")
         self._facts: dict[str, dict[str, Any]] = found[0]
 
     def facts(self) -> dict[str, dict[str, Any]]:
+        """What the workers' models are; the same on all of them."""
         return self._facts
 
     def on_one(self, function: Callable[[Worker], Result]) -> Result:
-        (found,) = self._wait_for([self._actors[0].apply.remote(function)])
+        """Call a function with one worker, in that worker's process."""
+        (found,) = self._wait_for([self._actors[0].on_one.remote(function)])
         result: Result = found
         return result
 
     def run(self, works: Sequence[Work]) -> Iterator[list[Answer]]:
-        """See Executor. A chunk whose worker died is tried `attempts` times in all; then its answers are errors."""
+        """The answers of each piece of work as they come, in any order.
+
+        A chunk whose worker died is tried ATTEMPTS times in all, by Ray; then its answers are errors.
+        """
         import ray
 
-        waiting = [_Task(work) for work in reversed(works)]
-        idle, running = list(self._actors), dict[Any, tuple[_Task, Any]]()
+        waiting = list(reversed(works))
+        idle, running = list(self._actors), dict[Any, tuple[Work, Any]]()
         while waiting or running:
             while waiting and idle:
-                task, actor = waiting.pop(), idle.pop()
-                task.attempts += 1
-                running[actor.run.remote(task.work)] = (task, actor)
+                work, actor = waiting.pop(), idle.pop()
+                running[actor.answer.remote(work)] = (work, actor)
             done, _ = ray.wait(list(running), timeout=_CHUNK_S)
-            for reference in done or list(running):
-                task, actor = running.pop(reference)
-                answers = _result(reference) if done else None
-                if answers is None:
-                    actor = self._replace(actor)
-                    answers = self._failed(task, waiting)
+            for reference in done:
+                work, actor = running.pop(reference)
                 idle.append(actor)
-                if answers is not None:
-                    yield answers
+                yield _answers(reference, work)
+            if not done:  # they hang; Ray starts them anew
+                for _, actor in running.values():
+                    ray.kill(actor, no_restart=False)
 
     def close(self) -> None:
         """End the workers."""
@@ -205,30 +168,6 @@ class RayExecutor:
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
-
-    def _failed(self, task: _Task, waiting: list[_Task]) -> list[Answer] | None:
-        """Queue a chunk again, or give it up and return its answers as errors."""
-        if task.attempts < self._attempts:
-            waiting.append(task)
-            return None
-        text = f"WorkerError: its worker died {task.attempts} times"
-        return [
-            Answer(question.id, arm.name, question.category, question.task, error=text)
-            for question in task.work.chunk
-            for arm in task.work.arms
-        ]
-
-    def _start(self) -> Any:
-        import ray
-
-        return ray.remote(num_cpus=1, num_gpus=self._num_gpus)(Worker).remote(self._specs, self._load)
-
-    def _replace(self, dead: Any) -> Any:
-        import ray
-
-        ray.kill(dead)
-        self._actors[self._actors.index(dead)] = new = self._start()
-        return new
 
     def _wait_for(self, references: list[Any]) -> list[Any]:
         import ray
@@ -242,8 +181,12 @@ class RayExecutor:
             raise WorkerError(f"a worker did not start: {error}") from error
 
 
-def _result(reference: Any) -> list[Answer] | None:
-    """The answers of a finished call; None when its worker died.
+Executor = Worker | RayExecutor
+"""Where chunks are answered: in this process, or on Ray."""
+
+
+def _answers(reference: Any, work: Work) -> list[Answer]:
+    """The answers of a finished call; errors when its worker died each time.
 
     Raises:
         WorkerError: the call raised, as it would elsewhere.
@@ -257,7 +200,12 @@ def _result(reference: Any) -> list[Answer] | None:
     except RayTaskError as error:
         raise WorkerError(f"a worker failed: {error.cause}") from error
     except RayActorError:
-        return None
+        text = f"WorkerError: its worker died {ATTEMPTS} times"
+        return [
+            Answer(question.id, arm.name, question.category, question.task, error=text)
+            for question in work.chunk
+            for arm in work.arms
+        ]
 
 
 def _gpus_per_worker(device: str | None, workers: int, ranks: int) -> int:

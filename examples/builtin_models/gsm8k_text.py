@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from evals.data.problem_texts import MEN, WOMEN
+from evals.data.arithmetic import MEN, WOMEN
 from specdec.errors import InvalidInputError
 
 DEV_SIZE = 500

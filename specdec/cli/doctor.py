@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import click
@@ -193,44 +194,26 @@ def built_for_cuda(device: Facts) -> bool:
 def cache_folders() -> dict[str, tuple[Path | None, str]]:
     """Each cache: its folder (None where it cannot be found out) and the variable that moves it."""
     base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
+    triton = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
     return {
-        "specdec (matmul algorithms)": (_asked(_own_cache), "XDG_CACHE_HOME"),
-        "Triton": (_asked(_triton_cache), "TRITON_CACHE_DIR"),
-        "torch.compile": (_asked(_inductor_cache), "TORCHINDUCTOR_CACHE_DIR"),
+        "specdec (matmul algorithms)": (_found("specdec.compiler.gemm_selection:cache_folder"), "XDG_CACHE_HOME"),
+        "Triton": (Path(os.environ.get("TRITON_CACHE_DIR") or triton), "TRITON_CACHE_DIR"),
+        "torch.compile": (
+            _found("torch._inductor.runtime.cache_dir_utils:default_cache_dir", "TORCHINDUCTOR_CACHE_DIR"),
+            "TORCHINDUCTOR_CACHE_DIR",
+        ),
         "FlashInfer workspace": (base / ".cache" / "flashinfer", "FLASHINFER_WORKSPACE_BASE"),
-        "Hugging Face hub": (_asked(_hub_cache), "HF_HUB_CACHE"),
+        "Hugging Face hub": (_found("huggingface_hub.constants:HF_HUB_CACHE"), "HF_HUB_CACHE"),
     }
 
 
-def _asked(find: Callable[[], str | Path]) -> Path | None:
+def _found(name: str, variable: str = "") -> Path | None:
+    """The folder that a variable, or else a name of another package ("module:name"), gives; None where none does."""
     try:
-        return Path(find())
+        found = os.environ.get(variable) or resolve_name(name)
+        return Path(found() if callable(found) else found)
     except Exception:  # a package is missing, or keeps the name elsewhere
         return None
-
-
-def _own_cache() -> Path:
-    from specdec.compiler.gemm_selection import cache_folder
-
-    return cache_folder()
-
-
-def _triton_cache() -> str:
-    return os.environ.get("TRITON_CACHE_DIR") or os.path.join(
-        os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache"
-    )
-
-
-def _inductor_cache() -> str:
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
-
-
-def _hub_cache() -> str:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return HF_HUB_CACHE
 
 
 def cache_facts(folders: Mapping[str, tuple[Path | None, str]]) -> Facts:

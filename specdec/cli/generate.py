@@ -104,32 +104,17 @@ def read_prompt_file(path: Path) -> list[Any]:
 
 
 def _read_file(path: Path) -> list[Asked]:
+    if path.suffix == ".jsonl":
+        from drafters.training.data import question_lines
+
+        return [Asked(content, row.get("id")) for _, row, content in question_lines(path)]
     try:
         text = path.read_text(encoding="utf-8-sig")  # files of Windows begin with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"cannot read prompts from {path}: {error}") from error
-    if path.suffix != ".jsonl":
-        if not text.strip():
-            raise InvalidInputError(f"{path} is empty; at least one token is needed")
-        return [Asked(text.rstrip("\n"))]
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
-        raise InvalidInputError(
-            f"{path} has no prompts; give one JSON object a line, with prompt, question or messages"
-        )
-    return [_prompt_of(path, number, line) for number, line in lines]
-
-
-def _prompt_of(path: Path, number: int, line: str) -> Asked:
-    keys = ("messages", "prompt", "question")
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InvalidInputError(f"{path}, line {number}: not JSON ({error})") from error
-    found = [record[key] for key in keys if isinstance(record, dict) and record.get(key) is not None]
-    if not found:
-        raise InvalidInputError(f"{path}, line {number}: no field of {', '.join(keys)}")
-    return Asked(found[0], record.get("id"))
+    if not text.strip():
+        raise InvalidInputError(f"{path} is empty; at least one token is needed")
+    return [Asked(text.rstrip("\n"))]
 
 
 def _write_json(

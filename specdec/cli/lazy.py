@@ -10,7 +10,6 @@ Source: packaging.python.org, "Entry points specification".
 
 from __future__ import annotations
 
-import importlib
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import IO, Any
 
 import click
@@ -55,10 +56,10 @@ class LazyCommand:
 
     def load(self) -> click.Command:
         """Import the module and return the command. Raises BadInput: a package that it needs is not installed."""
-        module, _, attribute = self.target.partition(":")
         try:
-            command: click.Command = getattr(importlib.import_module(module), attribute)
+            command: click.Command = resolve_name(self.target)
         except ModuleNotFoundError as error:
+            module = self.target.partition(":")[0]
             raise BadInput(f"{module} needs the module {error.name!r}, which is not installed") from error
         return command
 
@@ -66,17 +67,19 @@ class LazyCommand:
 class LazyGroup(click.Group):
     """A click group of lazy commands (`lazy`, by name), in the order given. `SpecdecError`s end with one message."""
 
+    plugins: Mapping[str, Plugin] = MappingProxyType({})
+    """Commands that other packages add, by name."""
+
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.lazy = dict(lazy)
+        self.lazy = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.lazy, *super().list_commands(ctx)]
+        return [*self.lazy, *self.plugins]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in self.lazy:
-            return self.lazy[cmd_name].load()
-        return super().get_command(ctx, cmd_name)
+        found = self.lazy.get(cmd_name) or self.plugins.get(cmd_name)
+        return None if found is None else found.load()
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -90,13 +93,11 @@ class LazyGroup(click.Group):
             ctx.fail(f"No such command {name!r}. {hint}")
         return super().resolve_command(ctx, args)
 
-    def help_lines(self, ctx: click.Context) -> list[tuple[str, str]]:
-        """(name, one line) of every command, without importing the lazy ones."""
-        return [(name, command.short_help) for name, command in self.lazy.items()]
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands, without importing the lazy ones."""
+        shown: dict[str, LazyCommand | Plugin] = {**self.lazy, **self.plugins}
         with formatter.section("Commands"):
-            formatter.write_dl(self.help_lines(ctx))
+            formatter.write_dl([(name, each.short_help) for name, each in shown.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command.
@@ -149,6 +150,14 @@ class Plugin:
             raise PluginError(f"`specdec {name}`: {self.entry.value} of {self.distribution} is no click command")
         return command
 
+    @property
+    def short_help(self) -> str:
+        """The line that the group's help shows for it; the reason where it cannot be loaded."""
+        try:
+            return self.load().get_short_help_str(limit=100)
+        except PluginError as error:
+            return str(error)
+
 
 def find_plugins(taken: Iterable[str], root: Path = ROOT) -> Mapping[str, Plugin]:
     """The commands that packages add, by name; those of this distribution, whose packages lie at `root`, first.
@@ -158,7 +167,15 @@ def find_plugins(taken: Iterable[str], root: Path = ROOT) -> Mapping[str, Plugin
     """
     found: dict[str, Plugin] = {}
     names = set(taken)
-    for plugin in (*_own(root), *_of_others()):
+    installed = [
+        Plugin(entry, str(entry.dist.name) if entry.dist else "an unknown distribution")
+        for entry in entry_points(group=GROUP)
+    ]
+    own, others = _of_checkout(root / "pyproject.toml"), [p for p in installed if p.distribution != DISTRIBUTION]
+    if own is None:
+        own = [p for p in installed if p.distribution == DISTRIBUTION]
+    # once: an editable install is found twice where its folder is on the path, there and in site-packages
+    for plugin in dict.fromkeys((*own, *others)):
         name = plugin.entry.name
         if name in names:
             other = found[name].distribution if name in found else "specdec itself"
@@ -168,34 +185,12 @@ def find_plugins(taken: Iterable[str], root: Path = ROOT) -> Mapping[str, Plugin
     return found
 
 
-def _own(root: Path) -> list[Plugin]:
-    """Of this distribution: those of the checkout that `root` is, else those of the installed metadata."""
-    entries = _of_checkout(root / "pyproject.toml")
-    if entries is None:
-        entries = [e for e in entry_points(group=GROUP) if _distribution(e) == DISTRIBUTION]
-    return _distinct(Plugin(entry, DISTRIBUTION) for entry in entries)
-
-
-def _of_checkout(pyproject: Path) -> list[EntryPoint] | None:
-    """The entry points of a pyproject.toml; None where it is another project's, or there is none."""
+def _of_checkout(pyproject: Path) -> list[Plugin] | None:
+    """The commands of a pyproject.toml; None where it is another project's, or there is none."""
     if not pyproject.is_file():
         return None
     project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
     if project.get("name") != DISTRIBUTION:
         return None
     table = project.get("entry-points", {}).get(GROUP, {})
-    return [EntryPoint(name, value, GROUP) for name, value in table.items()]
-
-
-def _of_others() -> list[Plugin]:
-    named = [(entry, _distribution(entry)) for entry in entry_points(group=GROUP)]
-    return _distinct(Plugin(entry, name) for entry, name in named if name != DISTRIBUTION)
-
-
-def _distinct(plugins: Iterable[Plugin]) -> list[Plugin]:
-    """An editable install is found twice where its folder is on the path: there, and in site-packages."""
-    return list({(p.distribution, p.entry.name, p.entry.value): p for p in plugins}.values())
-
-
-def _distribution(entry: EntryPoint) -> str:
-    return "an unknown distribution" if entry.dist is None else str(entry.dist.name)
+    return [Plugin(EntryPoint(name, value, GROUP), DISTRIBUTION) for name, value in table.items()]

@@ -34,7 +34,7 @@ class Commands(LazyGroup):
     """The built-in commands, and those that other packages add."""
 
     @cached_property
-    def plugins(self) -> Mapping[str, Plugin]:
+    def plugins(self) -> Mapping[str, Plugin]:  # type: ignore[override]
         """By name. Looked for once, when commands are listed or one is no built-in one.
 
         Raises:
@@ -51,26 +51,6 @@ class Commands(LazyGroup):
             click.echo(ctx.get_help())
             ctx.exit()
         return super().parse_args(ctx, args)
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*super().list_commands(ctx), *self.plugins]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        command = super().get_command(ctx, cmd_name)
-        if command is None and cmd_name in self.plugins:
-            command = self.plugins[cmd_name].load()
-        return command
-
-    def help_lines(self, ctx: click.Context) -> list[tuple[str, str]]:
-        """As LazyGroup; a command that cannot be loaded is listed with the reason."""
-        return super().help_lines(ctx) + [(name, _line(plugin)) for name, plugin in self.plugins.items()]
-
-
-def _line(plugin: Plugin) -> str:
-    try:
-        return plugin.load().get_short_help_str(limit=100)
-    except PluginError as error:
-        return str(error)
 
 
 cli = Commands(

@@ -32,7 +32,7 @@ _DATA = (
     click.option(
         "--output",
         required=True,
-        type=click.Path(path_type=Path),
+        type=click.Path(path_type=Path, file_okay=False),
         help="Folder. An unfinished run goes on; a run made from something else is refused.",
     ),
     click.option("--overwrite", is_flag=True, help="Start anew: remove checkpoints and head of an earlier run there."),
@@ -130,8 +130,9 @@ def _run(options: dict[str, Any], family: str, chosen: dict[str, Any]) -> None:
     from drafters.training.data import read_questions
     from drafters.training.train_config import TrainConfig
     from specdec.extensions.training.run import plan_training
-    from specdec.extensions.training.run_folder import AnswerLimits, answer_prepared, check_writable, prepare_questions
+    from specdec.extensions.training.run_folder import AnswerLimits, answer_prepared, prepare_questions
     from specdec.model import SpeculativeModel
+    from specdec.run_files import check_writable
 
     limits = AnswerLimits(options["max_new_tokens"], options["max_length"])
     names = ("steps", "batch_size", "ttt_steps", "decay", "learning_rate", "seed", "checkpoint_every")
@@ -179,8 +180,8 @@ def _data_settings(options: dict[str, Any], questions: Sequence[Questions]) -> d
 
 
 def _kept(output: Path) -> str:
-    from drafters.training.data import kept_answers
     from drafters.training.state import checkpoints
+    from specdec.extensions.training.run_folder import kept_answers
 
     found = checkpoints(output)
     return f"the last checkpoint is {found[-1]}" if found else f"{kept_answers(output)} answers are kept in {output}"

@@ -13,9 +13,8 @@ from fakes import table_head, tiny_llama, wrap
 
 import specdec.acceptance.judge
 from evals.acceptance.acceptance import Plan, run, settings, sweep
-from evals.lossless.lossless import Check, check
+from evals.lossless.lossless import check
 from evals.runs.conversations import Asking, ModelSpec, Worker
-from evals.runs.executor import LocalExecutor
 from evals.runs.store import RunStore
 from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_greedy, accept_sampled
 from specdec.requests.sampling import SamplingParams
@@ -37,10 +36,9 @@ def asking(**params: Any) -> Asking:
 
 
 def verdict(plant: SimpleNamespace, worker: Worker, folder: Path, **more: Any) -> dict[str, Any]:
-    plan = Check(plant.questions(8), (K,), asking(), **{"samples": 400, **more})
-    executor = LocalExecutor(worker)
-    store = RunStore(folder, settings(plan.greedy, executor.facts()))
-    return check(executor, plan, store, lambda answers: None, sample_prompts=2)
+    plan = Plan(plant.questions(8), sweep((K,)), asking(), batch_size=8, warmup=0)
+    store = RunStore(folder, settings(plan, worker.facts()))
+    return check(worker, plan, store, lambda answers: None, **{"samples": 400, **more})
 
 
 @pytest.mark.slow
@@ -107,7 +105,7 @@ def test_a_wrong_sampling_rule_fails(plant: SimpleNamespace, worker: Worker, tmp
 
 @pytest.mark.slow
 def test_acceptance_on_the_engine(plant: SimpleNamespace, worker: Worker, tmp_path: Path) -> None:
-    executor = LocalExecutor(worker)
+    executor = worker
     plan = Plan(plant.questions(6), sweep((1, K)), asking(), batch_size=2, worst=1, predict_batch_sizes=(1, 2))
     store = RunStore(tmp_path / "run", settings(plan, executor.facts()))
     document = run(executor, plan, store, lambda answers: None)

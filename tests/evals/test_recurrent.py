@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from drafters.eagle3.checkpoint import save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
-from evals.acceptance.acceptance import settings
-from evals.lossless.lossless import Check, check
+from evals.acceptance.acceptance import Plan, settings, sweep
+from evals.lossless.lossless import check
 from evals.runs.conversations import ModelSpec, Worker
-from evals.runs.executor import LocalExecutor
 from evals.runs.store import RunStore
 from specdec import SpeculativeModel
 from specdec.cli.main import cli
@@ -123,14 +122,14 @@ def test_lossless_fails_where_accepted_drafts_are_not_replayed(
 def test_sampled_answers_are_drawn_from_the_targets_distribution(
     plant: SimpleNamespace, name: str, tmp_path: Path
 ) -> None:
-    plan = Check(plant.questions(4), (3,), replace(plant.asking(), templated=False), mode="sampled", samples=60)
-    prompts = [LetterTokenizer()(question.turns[0])["input_ids"] for question in plan.greedy.data.questions]
+    plan = Plan(plant.questions(4), sweep((3,)), replace(plant.asking(), templated=False), batch_size=8, warmup=0)
+    prompts = [LetterTokenizer()(question.turns[0])["input_ids"] for question in plan.data.questions]
     head = RecallHead([greedy_text(name, prompt, 8) for prompt in prompts], 0.7)
     sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "kv_cache_tokens": 4096, "max_model_len": 128}
     model = wrap(tiny_hybrid(name), head, num_speculative_tokens=3, **sizes)
-    executor = LocalExecutor(Worker({"main": ModelSpec("main")}, lambda spec: model))
-    store = RunStore(tmp_path / "run", settings(plan.greedy, executor.facts()))
-    found = check(executor, plan, store, lambda answers: None, sample_prompts=1)
+    executor = Worker({"main": ModelSpec("main")}, lambda spec: model)
+    store = RunStore(tmp_path / "run", settings(plan, executor.facts()))
+    found = check(executor, plan, store, lambda answers: None, mode="sampled", samples=60, places=1)
     assert found["passed"] and [arm["verdict"] for arm in found["sampled"]["arms"]] == ["PASS", "PASS"]
     assert found["sampled"]["arms"][1]["drafts"] > 0
 

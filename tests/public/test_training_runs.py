@@ -434,7 +434,7 @@ def test_a_second_process_is_kept_out_and_a_killed_one_forgotten(bench: Bench, e
             time.sleep(0.01)
         done = bench.train()
         assert refused(done), f"exit {done.code}: two processes write into one folder: {done.text}"
-        assert "another process" in done.text and str(bench.output) in done.text.replace(" ", "")
+        assert "in use by another run" in done.text and str(bench.output) in done.text.replace(" ", "")
     assert bench.train().code == 0 and bench.head() == expected
 
 

@@ -58,6 +58,11 @@ class Tried:
         """Better beyond doubt."""
         return self.gain >= max(_MARGIN, _SIGMAS * self.error)
 
+    def as_json(self) -> dict[str, Any]:
+        """Numbers as they are."""
+        said = {"reading": self.reading.name, "head_overrides": dict(self.reading.overrides)}
+        return said | {"gain": self.gain, "error": self.error} | _numbers(self.stats)
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -88,9 +93,9 @@ class Agreement:
             "answers": self.num_answers,
             "tokens": self.num_tokens,
             "rounds": _numbers(self.rounds),
-            "chains": None if self.chains is None else _numbers(self.chains),
-            "tried": [_tried_json(tried) for tried in self.tried],
-            "best": None if self.best is None else _tried_json(self.best),
+            "chains": self.chains and _numbers(self.chains),
+            "tried": [tried.as_json() for tried in self.tried],
+            "best": self.best and self.best.as_json(),
         }
 
 
@@ -101,11 +106,6 @@ def _numbers(stats: AcceptanceStats) -> dict[str, Any]:
         "unconditional": list(stats.unconditional),
         "conditional": list(stats.conditional),
     }
-
-
-def _tried_json(tried: Tried) -> dict[str, Any]:
-    said = {"reading": tried.reading.name, "head_overrides": dict(tried.reading.overrides)}
-    return said | {"gain": tried.gain, "error": tried.error} | _numbers(tried.stats)
 
 
 def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> Agreement:

@@ -117,23 +117,30 @@ def chains(
         states: the target's, of each passage by layer; the head's aux layers are among them.
         num_drafts: K, at least 1; fewer where the answer ends.
     """
-    found = [
-        _chains_of(head, passage, torch.cat([of[layer] for layer in head.aux_layers], dim=-1), num_drafts)
-        for passage, of in zip(passages, states, strict=True)
-    ]
+    found = [_chains_of(head, passage, of, num_drafts) for passage, of in zip(passages, states, strict=True)]
     return Chains(torch.cat([c.drafted for c in found]), torch.cat([c.accepted for c in found]))
 
 
-def _chains_of(head: Head, passage: Passage, aux_hidden_states: torch.Tensor, num_drafts: int) -> Chains:
-    """Row p has the target's state at p and the token at p + 1, the bonus token of a round; it drafts from p + 2 on."""
-    ids, device = passage.token_ids, passage.token_ids.device
-    rows = torch.arange(passage.start - 1, max(len(ids) - 2, passage.start - 1), device=device)  # [C]
+def _chains_of(head: Head, passage: Passage, states: Mapping[int, torch.Tensor], num_drafts: int) -> Chains:
+    ids = passage.token_ids
+    rows, draft_ids = _draft_ids(head, passage, states, num_drafts)
     drafted = (len(ids) - 2 - rows).clamp(max=num_drafts)
-    outputs = unroll(head, ids[None], aux_hidden_states[None], num_drafts)
-    drafts = torch.stack([head.to_target_ids(head.logits(x[rows]).argmax(-1)) for x in outputs], dim=1)  # [C, K]
-    places = rows[:, None] + torch.arange(2, num_drafts + 3, device=device)  # [C, K + 1]
+    places = rows[:, None] + torch.arange(2, num_drafts + 3, device=ids.device)  # [C, K + 1]
     wanted = ids[places.clamp(max=len(ids) - 1)]  # past the end nothing is drafted
-    return Chains(drafted, accept_greedy(drafts, drafted, wanted).num_accepted)
+    return Chains(drafted, accept_greedy(head.to_target_ids(draft_ids), drafted, wanted).num_accepted)
+
+
+def _draft_ids(
+    head: Head, passage: Passage, states: Mapping[int, torch.Tensor], num_drafts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows [C] of an answer that draft, and what each drafts [C, K].
+
+    Row p has the target's state at p and the token at p + 1, the bonus token of a round; it drafts from p + 2 on.
+    """
+    ids, aux_hidden_states = passage.token_ids, torch.cat([states[layer] for layer in head.aux_layers], dim=-1)
+    rows = torch.arange(passage.start - 1, max(len(ids) - 2, passage.start - 1), device=ids.device)
+    outputs = unroll(head, ids[None], aux_hidden_states[None], num_drafts)
+    return rows, torch.stack([head.logits(x[rows]).argmax(-1) for x in outputs], dim=1)
 
 
 _RIGHT, _MARGIN, _SIGMAS, _LEAST_IDS = 0.25, 0.1, 4.0, 8
@@ -203,10 +210,8 @@ def check_map(head: Head, passages: Sequence[Passage], states: Iterable[Mapping[
 
 def _first_drafts(head: Head, passage: Passage, states: Mapping[int, torch.Tensor]) -> list[tuple[int, int]]:
     """(draft id of the first draft, the target's own token) at each position of an answer."""
-    ids, aux_hidden_states = passage.token_ids, torch.cat([states[layer] for layer in head.aux_layers], dim=-1)
-    rows = torch.arange(passage.start - 1, max(len(ids) - 2, passage.start - 1), device=ids.device)
-    (outputs,) = unroll(head, ids[None], aux_hidden_states[None], 1)
-    return list(zip(head.logits(outputs[rows]).argmax(-1).tolist(), ids[rows + 2].tolist(), strict=True))
+    rows, draft_ids = _draft_ids(head, passage, states, 1)
+    return list(zip(draft_ids[:, 0].tolist(), passage.token_ids[rows + 2].tolist(), strict=True))
 
 
 def _counted(pairs: Iterable[tuple[int, int]]) -> dict[int, Counter[int]]:

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import track
 
-from drafters.training.data import AnswerSet, AnswerStore, answer
-from drafters.training.files import write_file
+from drafters.training.data import AnswerSet, answer
+from specdec import run_files
 from specdec.errors import InvalidInputError, RunFolderError
 from specdec.model import SpeculativeModel
 from specdec.requests.prompts import encode_prompts
 from specdec.requests.sampling import SamplingParams
+from specdec.run_files import KeptLines, write_atomically, writing
 from specdec.wrapped.fingerprint import target_fingerprint
 
 FORMAT = 1
@@ -44,42 +44,19 @@ class Setting:
         return f"{self.name} ({self.value})" if self.name else json.dumps(self.value)
 
 
-def check_writable(folder: Path) -> None:
-    """Find out whether `folder` can be made and written to, without making it.
-
-    Raises:
-        InvalidInputError: it or something above it is a file, or may not be written.
-    """
-    above = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))  # "/" does at last
-    if not above.is_dir():
-        raise InvalidInputError(f"the output folder {folder} cannot be made: {above} is a file; name another folder")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise InvalidInputError(f"the output folder {folder} cannot be written: no permission to write in {above}")
-
-
 @contextmanager
-def locked(folder: Path, name: str = "run") -> Iterator[None]:
-    """Make `folder` if it is missing, and keep other processes out of the part `name` of it while the block runs.
-
-    The lock belongs to the process: the operating system takes it back from a killed one. Nested use is allowed.
+def locked(folder: Path) -> Iterator[None]:
+    """Make `folder` if it is missing, and keep other processes out of it while the block runs. Nested use is allowed.
 
     Raises:
-        RunFolderError: another process holds the lock, or the folder cannot be written.
+        RunFolderError: another process holds the lock. OutputError: the folder cannot be written.
     """
-    lock = FileLock(folder / f".{name}.lock", timeout=0, is_singleton=True)
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout as error:
-        raise RunFolderError(
-            f"another process is writing to {folder} ({name}); wait until it has ended, or name another folder"
-        ) from error
-    except OSError as error:
-        raise RunFolderError(f"cannot write to {folder}: {error}; name another folder") from error
-    try:
+    with run_files.locked(
+        folder / ".run.lock", lambda why: RunFolderError(f"{folder} {why} name another folder"), nests=True
+    ):
         yield
-    finally:
-        lock.release()
 
 
 def claim(folder: Path, settings: Mapping[str, Setting], leftovers: list[Path]) -> None:
@@ -89,7 +66,7 @@ def claim(folder: Path, settings: Mapping[str, Setting], leftovers: list[Path]) 
 
     Raises:
         InvalidInputError: the folder holds a run made from something else, or results without a record.
-        RunFolderError: the record is damaged, or cannot be written.
+        RunFolderError: the record is damaged. OutputError: it cannot be written.
     """
     path = folder / _RECORD
     if path.exists():
@@ -102,7 +79,7 @@ def claim(folder: Path, settings: Mapping[str, Setting], leftovers: list[Path]) 
             "--overwrite to start anew there"
         )
     rows = {key: {"value": s.value, "name": s.name} for key, s in settings.items()}
-    write_file(path, (json.dumps({"format": FORMAT, "settings": rows}, indent=2) + "\n").encode())
+    write_atomically(path, json.dumps({"format": FORMAT, "settings": rows}, indent=2) + "\n")
 
 
 def release(folder: Path) -> None:
@@ -138,6 +115,69 @@ def _check_same(folder: Path, old: Mapping[str, Setting], settings: Mapping[str,
             f"{folder} holds a run made from something else (there -> asked for):\n" + "\n".join(changed) + "\n"
             "Give another --output, or the settings of that run to go on with it, or --overwrite to start anew there."
         )
+
+
+class AnswerStore(KeptLines):
+    """The target's answers by the index of their question, those of earlier processes among them.
+
+    A line is a JSON object with `index`, `token_ids` and `check`, a hash of both and of the store's key: one that was
+    altered, or comes from another store, is left out.
+
+    Attributes:
+        damaged: lines that were.
+    """
+
+    error = RunFolderError
+    remedy = "name another folder"
+    lost = "its question is answered again"
+
+    def __init__(self, path: Path, key: str) -> None:
+        """key: identifies prompts, target and limits.
+
+        Raises:
+            RunFolderError: another process has the file. OutputError: it cannot be read or written.
+        """
+        self._key, self.damaged = key, 0
+        self.answers: dict[int, list[int]] = {}
+        super().__init__(path, path.with_name(f".{path.stem}.lock"))
+
+    def add(self, index: int, token_ids: list[int]) -> None:
+        """Append an answer; once this returns it outlives the process.
+
+        Raises:
+            OutputError: the file cannot be written; what was stored before stays.
+        """
+        self.write(self._line(index, token_ids).encode())
+        self.answers[index] = token_ids
+
+    def take(self, line: bytes, place: str) -> None:
+        """Read an answer, if it is one of this store."""
+        try:
+            row = json.loads(line)
+            index, token_ids = row["index"], row["token_ids"]
+            is_whole = row["check"] == self._check(index, token_ids)
+        except (ValueError, KeyError, TypeError):
+            is_whole = False
+        if is_whole:
+            self.answers[index] = token_ids
+        self.damaged += not is_whole
+
+    def _line(self, index: int, token_ids: list[int]) -> str:
+        line = {"index": index, "token_ids": token_ids, "check": self._check(index, token_ids)}
+        return json.dumps(line, separators=(",", ":")) + "\n"
+
+    def _check(self, index: int, token_ids: list[int]) -> str:
+        return _hash((self._key, index, token_ids))[:16]
+
+    def _read(self) -> None:
+        super()._read()
+        if self.damaged:
+            write_atomically(self.path, "".join(self._line(*each) for each in self.answers.items()))
+
+
+def kept_answers(folder: Path) -> int:
+    """Number of lines in all answer stores of a folder, for display."""
+    return sum(path.read_bytes().count(b"\n") for path in folder.glob("answers-*.jsonl") if os.access(path, os.R_OK))
 
 
 _SHORTEST = 2
@@ -209,7 +249,7 @@ def answer_prepared(model: SpeculativeModel, questions: Questions, output: Path,
     """The target's own greedy answers. Each is kept in `output` as it comes; those kept before are not asked again.
 
     Raises:
-        RunFolderError: another process answers the same questions there, or `output` cannot be written.
+        RunFolderError: another process answers the same questions there. OutputError: `output` cannot be written.
         InvalidInputError: no answer has two tokens.
     """
     name = f"answers-{questions.key[:16]}"
@@ -217,7 +257,9 @@ def answer_prepared(model: SpeculativeModel, questions: Questions, output: Path,
     if left_out:
         line = f"{left_out} of {len(questions.prompts)} questions leave no room for an answer; they are left out"
         console.print(line, highlight=False)
-    with locked(output, name), AnswerStore(output / f"{name}.jsonl", questions.key) as store:
+    with writing(output):
+        output.mkdir(parents=True, exist_ok=True)
+    with AnswerStore(output / f"{name}.jsonl", questions.key) as store:
         if store.damaged:
             line = f"{store.damaged} lines of {store.path.name} are damaged; those questions are answered again"
             console.print(line, highlight=False)

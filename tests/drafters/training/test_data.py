@@ -40,9 +40,9 @@ def test_questions_of_all_three_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: no JSON"),
-        ({"text": "x"}, "messages, prompt or question"),
-        ([1], "messages, prompt or question"),
+        ("{", "line 2: not JSON"),
+        ({"text": "x"}, "messages, prompt, question"),
+        ([1], "messages, prompt, question"),
         ({"prompt": " "}, "no user's turn"),
         ({"prompt": 3}, "role and content"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "no user's turn"),
@@ -55,7 +55,7 @@ def test_broken_lines_are_named(line: object, message: str, tmp_path: Path) -> N
 
 
 def test_files_without_questions(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="no file"):
+    with pytest.raises(InvalidInputError, match=r"cannot read questions from .*none\.jsonl"):
         read_questions(tmp_path / "none.jsonl")
     with pytest.raises(InvalidInputError, match="no questions"):
         read_questions(write(tmp_path / "q.jsonl", ""))

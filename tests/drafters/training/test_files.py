@@ -14,7 +14,6 @@ from drafters.eagle3.checkpoint import save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import RunFolderError, TrainingDivergedError
-from drafters.training.data import AnswerStore
 from drafters.training.files import MANIFEST, damage, whole_folder, write_file
 from drafters.training.state import Learner, Run, checkpoints, restore, save_checkpoint
 from drafters.training.train_config import TrainConfig
@@ -79,21 +78,6 @@ def test_damage_is_seen(file: str, content: str | None, reason: str, tmp_path: P
     if content is not None:
         (tmp_path / "head" / file).write_text(content)
     assert reason in str(damage(tmp_path / "head"))
-
-
-def test_answers_are_read_again_and_damaged_lines_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    with AnswerStore(path, "key") as store:
-        for index in (2, 0, 1, 3):
-            store.add(index, [index, 7])
-    lines = path.read_bytes().split(b"\n")
-    lines[1] = lines[1].replace(b"7", b"8")  # another token: still JSON
-    path.write_bytes(b"\n".join([*lines[:3], b"[]", b"\xff{", lines[3][:-4]]))  # the last was being written
-    for damaged in (3, 0):
-        with AnswerStore(path, "key") as store:
-            assert store.answers == {2: [2, 7], 1: [1, 7]} and store.damaged == damaged
-    with AnswerStore(path, "another key") as store:
-        assert store.answers == {} and store.damaged == 2
 
 
 def learner() -> Learner[Eagle3Head]:

@@ -14,13 +14,12 @@ from evals.acceptance.acceptance import BASELINE, Plan, run, settings, sweep, wi
 from evals.errors import DataError, RunStoreError
 from evals.report import spec_bench
 from evals.runs.conversations import Configuration, ModelSpec, Worker, run_chunk
-from evals.runs.executor import LocalExecutor
 from evals.runs.store import RunStore
 from specdec.errors import SpecdecWarning
 
 
-def executor(plant: SimpleNamespace, **models: Any) -> LocalExecutor:
-    return LocalExecutor(Worker({key: ModelSpec(key) for key in models}, plant.loader(models)))
+def executor(plant: SimpleNamespace, **models: Any) -> Worker:
+    return Worker({key: ModelSpec(key) for key in models}, plant.loader(models))
 
 
 def evaluate(

@@ -57,7 +57,7 @@ def test_hand_worked_example() -> None:
     assert value("speedup", sums) == (10 / 4.0) / (8 / 2.0)
     assert value("speedup_spec_bench", sums) == pytest.approx((10 / 4.0) / ((6 - 1) / 2.0))
     assert value("drafts_per_s", sums) == 8 / 4.0
-    conditional, unconditional, vllm = position_metrics(3)
+    conditional, unconditional, vllm = position_metrics(3).values()
     assert [total(metric, sums) for metric in unconditional] == [1.0, 2 / 3, 0.0]
     assert [total(metric, sums) for metric in vllm] == [3 / 3, 2 / 3, 1 / 3]
     assert [total(metric, sums) for metric in conditional[:2]] == [1.0, 2 / 3] and np.isnan(total(conditional[2], sums))
@@ -67,7 +67,7 @@ def test_hand_worked_example() -> None:
 def positions(rounds: list[tuple[int, int, int]], k: int) -> list[list[float]]:
     """Per kind, the acceptance at each position."""
     sums = columns([answer(rounds)], k)
-    return [[total(metric, sums) for metric in kind] for kind in position_metrics(k)]
+    return [[total(metric, sums) for metric in kind] for kind in position_metrics(k).values()]
 
 
 def test_a_round_cut_by_a_limit_counts_against_every_position_for_vllm() -> None:
@@ -107,7 +107,7 @@ def test_planted_rates_are_inside_the_intervals(plant: SimpleNamespace) -> None:
     answers = planted(plant, plant.Model(rates=rates, length=200), 300)
     sums = columns(answers, 3)
     resampling = Resampling(len(answers), seed=1)
-    conditional, unconditional, _ = position_metrics(3)
+    conditional, unconditional, _ = position_metrics(3).values()
     for metric, truth in zip(conditional, rates, strict=True):
         found = resampling.value(metric, sums)
         assert found.low < truth < found.high and found.high - found.low < 0.03
@@ -120,7 +120,7 @@ def test_planted_rates_are_inside_the_intervals(plant: SimpleNamespace) -> None:
 def test_a_wrong_denominator_would_be_seen(plant: SimpleNamespace) -> None:
     sums = columns(planted(plant, plant.Model(rates=(0.8, 0.6), length=200), 300), 2)
     wrong = {**sums, "reached_2": sums["offered_2"]}
-    found = Resampling(300, seed=1).value(position_metrics(2)[0][1], wrong)
+    found = Resampling(300, seed=1).value(position_metrics(2)["conditional"][1], wrong)
     assert not found.low < 0.6 < found.high
 
 
@@ -137,7 +137,7 @@ def test_per_request_k_has_right_denominators(plant: SimpleNamespace) -> None:
     model = plant.Model(rates=(0.9, 0.7, 0.5), length=300)
     mixed = planted(plant, model, 100, k=1) + planted(plant, model, 100, k=3)
     sums = columns(mixed, 3)
-    found = Resampling(200, seed=0).value(position_metrics(3)[1][2], sums)
+    found = Resampling(200, seed=0).value(position_metrics(3)["unconditional"][2], sums)
     assert found.low < 0.9 * 0.7 * 0.5 < found.high
     assert sums["offered_2"][:100].sum() == 0 < sums["offered_1"][:100].sum()
 
@@ -216,7 +216,7 @@ def test_the_interval_of_a_speedup_has_the_scatter_of_runs() -> None:
     inside = {"one run": 0, "five": 0}
     for _ in range(100):
         runs, resampling = timed(rng, 5, 25), Resampling(25, seed=0, draws=200)
-        one, five = resampling.value(metric, runs[0]), resampling.repeated(metric, runs)
+        one, five = resampling.value(metric, runs[0]), resampling.value(metric, *runs)
         inside["one run"] += one.low <= 2.0 <= one.high
         inside["five"] += five.low <= 2.0 <= five.high
     assert inside["one run"] < 30 and inside["five"] >= 89

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
 from evals.accuracy.accuracy import Measured, grid_document
-from evals.cli.accuracy_commands import backends_of
+from evals.cli.eval_options import Listed
 from evals.cli.main import evaluate
 
 
@@ -91,8 +92,12 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("backends", "more", "message"),
     [
-        ("torch,fast", (), "--backends torch,fast: 'fast' is none of torch, flashinfer, flex, batch_invariant"),
-        ("torch", ("--backend", "flex"), "--backends and --backend flex exclude each other"),
+        (
+            "torch,fast",
+            (),
+            "'fast' is not one of 'torch', 'flashinfer', 'flex', 'batch_invariant'",
+        ),
+        ("torch", ("--backend", "flex"), "--backends torch and --backend flex exclude each other"),
     ],
 )
 def test_what_is_refused_before_anything_is_loaded(
@@ -103,4 +108,4 @@ def test_what_is_refused_before_anything_is_loaded(
 
 
 def test_a_backend_is_named_once() -> None:
-    assert backends_of("torch, flex,torch", {"backend": "auto"}) == ("torch", "flex")
+    assert Listed("text", click.STRING).convert("torch, flex,torch", None, None) == ("torch", "flex")

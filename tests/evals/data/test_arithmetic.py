@@ -10,7 +10,7 @@ from fakes import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evals.data import problem_texts as frames
+from evals.data import arithmetic as frames
 from evals.data.arithmetic import LARGEST, Problem, problems
 from specdec.errors import InvalidInputError
 

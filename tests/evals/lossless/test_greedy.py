@@ -14,7 +14,6 @@ from evals.lossless import greedy as lossless
 from evals.lossless.greedy import Replay, compare_greedy, first_difference
 from evals.runs.answers import Answer
 from evals.runs.conversations import Configuration, ModelSpec, Worker, run_chunk
-from evals.runs.executor import LocalExecutor
 from evals.runs.verdict import Verdict
 
 
@@ -57,7 +56,7 @@ class GreedyModel:
 
 def compare(plant: SimpleNamespace, wrong: Any) -> dict[str, Any]:
     model = GreedyModel(plant, wrong)
-    executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": model})))
+    executor = Worker({"main": ModelSpec("main")}, plant.loader({"main": model}))
     data, arms = plant.questions(4), sweep((2,))
     asking = plant.asking()
     asking = type(asking)(asking.params, templated=False)

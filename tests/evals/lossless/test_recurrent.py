@@ -11,7 +11,6 @@ from fakes import LetterTokenizer, wrap
 from evals.acceptance.acceptance import sweep
 from evals.lossless.greedy import compare_greedy
 from evals.runs.conversations import ModelSpec, Worker, run_chunk
-from evals.runs.executor import LocalExecutor
 from evals.runs.verdict import Verdict
 from tests.hybrids import RecallHead, greedy_text, tiny_hybrid
 
@@ -31,7 +30,7 @@ def test_a_mamba2_target_says_the_same_with_and_without_drafts(
     model = wrap(tiny_hybrid("mamba2"), RecallHead(texts, 0.7), num_speculative_tokens=3, max_model_len=128)
     if planted:
         monkeypatch.setattr("specdec.extras.recurrent_states.replay_of", lambda start, folded: 0 * start)
-    executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": model})))
+    executor = Worker({"main": ModelSpec("main")}, plant.loader({"main": model}))
     answers = run_chunk({"main": model}, arms, data.questions, asking)
     kept = {arm.name: [a for a in answers if a.arm == arm.name] for arm in arms}
     found = compare_greedy(executor, data, arms, kept, asking)

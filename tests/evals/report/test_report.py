@@ -31,7 +31,6 @@ from evals.report.terminal import (
     untried,
 )
 from evals.runs.conversations import Configuration, ModelSpec, Worker
-from evals.runs.executor import LocalExecutor
 from evals.runs.store import RunStore
 
 pytest.importorskip("matplotlib")
@@ -40,7 +39,7 @@ CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := s
 
 def document_of(plant: SimpleNamespace, folder: Path, arms: tuple[Configuration, ...], **more: Any) -> dict[str, Any]:
     model = plant.Model(rates=(0.8, 0.6, 0.5), poison="question 4 ")
-    executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": model})))
+    executor = Worker({"main": ModelSpec("main")}, plant.loader({"main": model}))
     data = plant.questions(24, turns=2, categories=("math", "writing & <b>", "qa"))
     plan = Plan(data, arms, plant.asking(), **{"warmup": 0, "worst": 3, **more})
     return run(executor, plan, RunStore(folder / "run", settings(plan, executor.facts())), lambda answers: None)
@@ -127,7 +126,7 @@ def test_nothing_is_predicted_from_rounds_that_had_no_drafts(plant: SimpleNamesp
     found = {}
     for name, undrafted in (("lookup", 0.05), ("head", 0.0)):
         model = plant.Model(length=5, undrafted=undrafted)
-        executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": model})))
+        executor = Worker({"main": ModelSpec("main")}, plant.loader({"main": model}))
         plan = Plan(plant.questions(24), sweep((3,)), plant.asking(), warmup=0, worst=0)
         store = RunStore(tmp_path / name, settings(plan, executor.facts()))
         found[name] = run(executor, plan, store, lambda answers: None)
@@ -183,7 +182,7 @@ def test_the_numbers_begin_with_the_main_ones_and_leave_none_out() -> None:
 def test_few_questions_get_two_digits(plant: SimpleNamespace, tmp_path: Path) -> None:
     assert (decimals(3.7, 6), decimals(0.95, 6), decimals(110.0, 6, 1), decimals(3.7, 20)) == (1, 2, 0, 3)
     model = plant.Model(rates=(0.8, 0.6, 0.5))
-    executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": model})))
+    executor = Worker({"main": ModelSpec("main")}, plant.loader({"main": model}))
     plan = Plan(plant.questions(6), sweep((3,)), plant.asking(), warmup=0)
     document = run(executor, plan, RunStore(tmp_path / "run", settings(plan, executor.facts())), lambda answers: None)
     text = page.render(document)
@@ -210,7 +209,7 @@ def test_an_extrapolation_is_no_advice() -> None:
 def test_progress_counts_questions_and_pools_tau(plant: SimpleNamespace, tmp_path: Path) -> None:
     console = Console(width=120, record=True, file=io.StringIO(), force_terminal=True)
     model = plant.Model(rates=(1.0,), length=11)
-    executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": model})))
+    executor = Worker({"main": ModelSpec("main")}, plant.loader({"main": model}))
     plan = Plan(plant.questions(3), sweep((4,)), plant.asking(), warmup=0)
     with RunProgress(console, 3, 2) as progress:
         run(executor, plan, RunStore(tmp_path / "run", settings(plan, executor.facts())), progress)

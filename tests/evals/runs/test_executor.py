@@ -17,7 +17,7 @@ ray = pytest.importorskip("ray")
 from evals.acceptance.acceptance import Plan, run, settings, sweep, without_times  # noqa: E402
 from evals.errors import WorkerError  # noqa: E402
 from evals.runs.conversations import ModelSpec, Worker  # noqa: E402
-from evals.runs.executor import Executor, LocalExecutor, RayExecutor, connect  # noqa: E402  # noqa: E402
+from evals.runs.executor import Executor, RayExecutor, connect  # noqa: E402
 from evals.runs.store import RunStore  # noqa: E402
 from specdec.options import LoadOptions  # noqa: E402
 
@@ -71,7 +71,7 @@ def test_two_workers_one_killed_complete_and_identical(
     plant: SimpleNamespace, tmp_path: Path, load: Callable[..., Any]
 ) -> None:
     specs = {"main": ModelSpec("scripted", options=LoadOptions(device="cpu"))}
-    alone = document_of(LocalExecutor(Worker(specs, load())), plant, tmp_path / "alone")
+    alone = document_of(Worker(specs, load()), plant, tmp_path / "alone")
     executor = RayExecutor(specs, workers=2, load=load("question 7 "))
     spread = document_of(executor, plant, tmp_path / "spread")
     executor.close()

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from specdec import run_files
 from specdec.errors import InvalidInputError, OutputError
-from specdec.extensions.batches import output
-from specdec.extensions.batches.output import Output, write_whole
+from specdec.extensions.batches.output import Output
 from specdec.extensions.batches.records import Record, line_of
+from specdec.run_files import write_whole
 from specdec.user_warnings import SpecdecWarning
 from tests.specdec.extensions.batches.made import read
 
@@ -161,7 +162,7 @@ class FullDisk:
 
 
 def test_a_full_disk_is_named_and_costs_the_last_line_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "write_whole", lambda file, data: write_whole(FullDisk(file, 10), data))  # type: ignore[arg-type]
+    monkeypatch.setattr(run_files, "write_whole", lambda file, data: write_whole(FullDisk(file, 10), data))  # type: ignore[arg-type]
     with opened(path) as file, pytest.raises(OutputError, match="No space left on device; make room"):
         file.add(record(1))
     monkeypatch.undo()
@@ -176,7 +177,7 @@ def test_answers_are_on_the_disk_after_a_while_and_at_the_end(tmp_path: Path, mo
         file.add(record(1))
         file.add(record(2))
         assert not synced
-        monkeypatch.setattr(output, "SYNC_S", -1.0)
+        monkeypatch.setattr(run_files, "SYNC_S", -1.0)
         file.add(record(3))
         assert len(synced) == 1
     assert len(synced) == 2

@@ -6,14 +6,17 @@ import json
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from fakes import tiny_llama
 
-from specdec.errors import InvalidInputError, RunFolderError
-from specdec.extensions.training.run_folder import Setting, check_writable, claim, locked
+from specdec.errors import InvalidInputError, OutputError, RunFolderError
+from specdec.extensions.training.run_folder import AnswerStore, Setting, claim, locked
+from specdec.run_files import check_writable
+from specdec.user_warnings import SpecdecWarning
 from specdec.wrapped.fingerprint import target_fingerprint, weights_fingerprint
 
 SETTINGS = {"data": Setting("1a", "a.jsonl"), "aux_layers": Setting((1, 2)), "steps": Setting(4)}
@@ -66,9 +69,9 @@ def test_a_lock_keeps_other_processes_out_and_goes_with_its_process(tmp_path: Pa
         os.kill(os.getpid(), signal.SIGKILL)  # no clean-up of pytest's in the child
     try:
         os.read(reader, 1)
-        with pytest.raises(RunFolderError, match=f"another process is writing to {tmp_path}"), locked(tmp_path):
+        with pytest.raises(RunFolderError, match=f"{tmp_path} is in use by another run"), locked(tmp_path):
             pass
-        with locked(tmp_path, "another part"):
+        with AnswerStore(tmp_path / "answers.jsonl", "key"):
             pass
     finally:
         os.kill(pid, 9)
@@ -77,14 +80,28 @@ def test_a_lock_keeps_other_processes_out_and_goes_with_its_process(tmp_path: Pa
         pass
 
 
+def test_answers_are_read_again_and_damaged_lines_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    with AnswerStore(path, "key") as store:
+        for index in (2, 0, 1, 3):
+            store.add(index, [index, 7])
+    lines = path.read_bytes().split(b"\n")
+    lines[1] = lines[1].replace(b"7", b"8")  # another token: still JSON
+    path.write_bytes(b"\n".join([*lines[:3], b"[]", b"\xff{", lines[3][:-4]]))  # the last was being written
+    for damaged, warned in ((3, pytest.warns(SpecdecWarning, match="cut off")), (0, nullcontext())):
+        with warned, AnswerStore(path, "key") as store:
+            assert store.answers == {2: [2, 7], 1: [1, 7]} and store.damaged == damaged
+    with AnswerStore(path, "another key") as store:
+        assert store.answers == {} and store.damaged == 2
+
+
 def test_folders_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     check_writable(tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()
-    for inside in ("file", "file/run"):
-        with pytest.raises(InvalidInputError, match="is a file"):
-            check_writable(tmp_path / inside)
-    with pytest.raises(RunFolderError, match="cannot write to"), locked(tmp_path / "file" / "run"):
+    with pytest.raises(OutputError, match=r"cannot write .*file/run: Not a directory"):
+        check_writable(tmp_path / "file" / "run")
+    with pytest.raises(OutputError, match="cannot write"), locked(tmp_path / "file" / "run"):
         pass
 
 
