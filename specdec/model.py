@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from asyncio import to_thread
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import PreTrainedModel
 
 from drafters.base import Head
-from drafters.mtp.convention import Concat, Feedback
-from specdec.config import MAX_NUM_PREFILL_TOKENS
 from specdec.engine.feeding import generated
 from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine
@@ -25,7 +23,7 @@ from specdec.loading.facts import facts_of
 from specdec.loading.memory import memory_named
 from specdec.loading.parts import load_parts
 from specdec.loading.progress import startup_progress
-from specdec.options import LoadOptions, Use, only_known_names
+from specdec.options import LoadArguments, LoadOptions, with_load_options
 from specdec.requests.prompts import Prompts, ids_within
 from specdec.requests.request import Completion
 from specdec.requests.scores import Score, scores, to_be_scored
@@ -88,49 +86,11 @@ class SpeculativeModel:
                 self._shared = SharedEngine(self.engine, self.device)
 
     @classmethod
-    @only_known_names
+    @with_load_options(LoadArguments)
     @startup_progress()
     @own_torch_state()
     def from_pretrained(
-        cls,
-        target: str | Path | PreTrainedModel,
-        draft: str | Path | Head | None = None,
-        *,
-        num_speculative_tokens: int | None = None,
-        backend: str = "auto",
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device | None = None,
-        tokenizer: Any = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 32,
-        max_waiting_requests: int | None = None,
-        max_num_batched_tokens: int = 2048,
-        max_num_prefill_tokens: int = MAX_NUM_PREFILL_TOKENS,
-        page_size: int = 16,
-        kv_cache_tokens: int | None = None,
-        kv_cache_dtype: str = "auto",
-        kv_cache_scales: Sequence[tuple[float, float]] | None = None,
-        kv_cache_layout: str = "auto",
-        hybrid_kv_cache: bool = True,
-        enable_prefix_caching: bool | Literal["auto"] = "auto",
-        cascade_attention: bool = False,
-        gpu_memory_utilization: float = 0.9,
-        cuda_graphs: bool | Literal["auto"] = "auto",
-        mtp_concat: Concat = "auto",
-        mtp_feedback: Feedback = "post_norm",
-        draft_vocab: str | Sequence[int] | None = None,
-        head_overrides: Mapping[str, Any] | None = None,
-        lookup_min: int = 2,
-        lookup_max: int = 32,
-        lookup_shared: bool = False,
-        generation_config: Use = "model",
-        draft_sampling: str = "probabilistic",
-        tensor_parallel_size: int = 1,
-        seed: int = 0,
-        adapter: str | None = None,
-        merge_adapter: bool | Literal["auto"] = "auto",
-        trust_remote_code: bool = False,
-        revision: str | None = None,
+        cls, target: str | Path | PreTrainedModel, draft: str | Path | Head | None, options: LoadOptions
     ) -> SpeculativeModel:
         """Load a target, and a draft head that fits it.
 
@@ -196,15 +156,13 @@ class SpeculativeModel:
             ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
             InvalidInputError: an option outside what is allowed; CacheTooSmallError, OutOfDeviceMemoryError: memory.
         """
-        given = dict(locals())  # before any other name is bound: the arguments, see LoadOptions
-        options = LoadOptions(**{name: given[name] for name in LoadOptions.__dataclass_fields__})
         with interrupts_as_they_are():
             if options.tensor_parallel_size == 1:
                 return cls.in_group(target, draft, options, ALONE)
             try:
                 from specdec.extensions.parallel.loading import load_divided
             except ImportError as error:
-                raise ModelLoadError(f"tensor_parallel_size={tensor_parallel_size}: {error}") from error
+                raise ModelLoadError(f"tensor_parallel_size={options.tensor_parallel_size}: {error}") from error
             return load_divided(cls.in_group, target, draft, options)
 
     @classmethod

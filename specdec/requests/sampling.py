@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Generic
 
 import numpy as np
@@ -13,7 +14,7 @@ from attention.cached import cached_property
 from attention.staging import A, array
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
-from specdec.logits.options import OFF, LogitsOptions, largest_bias
+from specdec.logits.options import OFF, LogitsOptions, largest_bias, token_ids
 from specdec.requests.arguments import only_known_fields, right_call
 from specdec.requests.grammar import DecidedElsewhere, grammar
 from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode, PromptLogprobs, TokenRows
@@ -31,7 +32,7 @@ from specdec.requests.user_code import (
     prefix_function,
     processors,
 )
-from specdec.values import choice, flag, real, refuse, short, whole
+from specdec.values import Reader, choice, flag, number, read_options, refuse, short, whole
 
 MAX_TOP_K = 2**31 - 1
 MAX_N = 2**16
@@ -142,36 +143,8 @@ class SamplingParams(LogitsOptions):
     def __post_init__(self) -> None:
         """Raises InvalidInputError for a value that is not of its kind or outside its range."""
         super().__post_init__()
-        spec, seed = self.num_speculative_tokens, self.seed
-        kept = {
-            "max_new_tokens": whole("max_new_tokens", self.max_new_tokens, 1, None, "at least 1, a whole number"),
-            "top_k": whole("top_k", self.top_k, 0, MAX_TOP_K, f"0 (off) or more, a whole number up to {MAX_TOP_K}"),
-            "n": whole("n", self.n, 1, MAX_N, f"1 to {MAX_N}, a whole number"),
-            "stop": _stops(self.stop),
-            "stop_token_ids": _stop_ids(self.stop_token_ids),
-            "ignore_eos": flag("ignore_eos", self.ignore_eos),
-            "return_drafts": flag("return_drafts", self.return_drafts),
-            "strict_length": flag("strict_length", self.strict_length),
-            "cache_prefix": flag("cache_prefix", self.cache_prefix),
-            "logprobs_mode": choice("logprobs_mode", self.logprobs_mode, ("raw", "processed")),
-            "seed": None if seed is None else whole("seed", seed, *SEEDS, "None or a whole number of 64 bits"),
-            "num_speculative_tokens": None
-            if spec is None
-            else whole("num_speculative_tokens", spec, 0, None, "None or 0 or more"),
-        }
-        low, high = TEMPERATURES
-        for name, allowed, fits in (
-            ("temperature", f"0 (greedy), or {low:g} to {high:g}", lambda x: x == 0 or low <= x <= high),
-            ("top_p", "in (0, 1]", lambda x: 0 < x <= 1),
-            ("min_p", "in [0, 1]", lambda x: 0 <= x <= 1),
-        ):
-            given = getattr(self, name)
-            kept[name] = real(name, given, allowed)
-            if not fits(kept[name]):
-                raise refuse(name, given, allowed)
-        kept |= self._checked_code() | self._checked_telling()
-        for name, value in kept.items():
-            object.__setattr__(self, name, value)  # frozen, but the checked values replace the given ones
+        read_options(self, _READ)
+        self._check_processors()
         token, top = largest_bias(self)
         if top > _MOST * (min(self.temperature, 1) or 1):
             raise InvalidInputError(
@@ -183,43 +156,14 @@ class SamplingParams(LogitsOptions):
                 f"n={self.n} with temperature=0: greedy decoding has one completion; give a temperature, or n=1"
             )
 
-    def _checked_code(self) -> dict[str, Any]:
-        """The user's own code and the time limit. Raises InvalidInputError."""
-        found: dict[str, Any] = {}
-        for name, read in (
-            ("logits_processor", processors),
-            ("prefix_allowed_tokens_fn", prefix_function),
-            ("stopping_criteria", criteria),
-        ):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, (RequestProcessors, RequestCriteria)):
-                found[name] = read(name, given)
-        if self.grammar is not None and not hasattr(self.grammar, "error_at"):
-            found["grammar"] = grammar("grammar", self.grammar)
-        for kind, option in overlapping(found.get("logits_processor") or (), self.settings):
+    def _check_processors(self) -> None:
+        """Raises InvalidInputError: a processor of transformers, and the option that makes the same."""
+        own = self.logits_processor
+        for kind, option in overlapping(() if isinstance(own, RequestProcessors) else own or (), self.settings):
             raise InvalidInputError(
                 f"logits_processor has a {kind.__name__} and {option}={short(getattr(self, option))} is set: give "
                 "one of the two (an option of the model's own generation_config is switched off by its neutral value)"
             )
-        if self.max_time is not None:
-            found["max_time"] = real("max_time", self.max_time, "None or seconds, 0 or more")
-            if not found["max_time"] >= 0:  # NaN, too
-                raise refuse("max_time", self.max_time, "None or seconds, 0 or more")
-        return found
-
-    def _checked_telling(self) -> dict[str, Any]:
-        """What is told of tokens. Raises InvalidInputError."""
-        allowed, found = f"None or 0 to {MOST_LOGPROBS}", dict[str, Any]()
-        for name in ("logprobs", "prompt_logprobs"):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, PromptLogprobs):
-                found[name] = whole(name, given, 0, MOST_LOGPROBS, allowed)
-        start = self.prompt_logprobs_start
-        found["prompt_logprobs_start"] = whole("prompt_logprobs_start", start, 0, None, "0 or more, a whole number")
-        for name in ("return_logits", "return_scores"):
-            if not isinstance(getattr(self, name), TokenRows):
-                found[name] = flag(name, getattr(self, name))
-        return found
 
     def __repr__(self) -> str:
         """Without the fields that have their defaults."""
@@ -228,9 +172,8 @@ class SamplingParams(LogitsOptions):
     @property
     def told(self) -> tuple[str, ...]:
         """Names of the fields that ask for what is told of tokens beside them, which does not leave this process."""
-        asked = {"logprobs": self.logprobs is not None, "prompt_logprobs": self.prompt_logprobs is not None}
-        asked |= {"return_logits": bool(self.return_logits), "return_scores": bool(self.return_scores)}
-        return tuple(name for name, on in asked.items() if on)
+        names = ("logprobs", "prompt_logprobs", "return_logits", "return_scores")
+        return tuple(name for name in names if not (getattr(self, name) is None or getattr(self, name) is False))
 
     @property
     def user_code(self) -> tuple[str, ...]:
@@ -327,18 +270,55 @@ class SamplingParams(LogitsOptions):
         return cls.from_dict({**sampling_of_model(model), **options})
 
 
-def _stops(given: Any) -> tuple[str, ...]:
+def _stops(name: str, given: Any) -> tuple[str, ...]:
     stops = (given,) if isinstance(given, str) else given
     if not isinstance(stops, (tuple, list)) or not all(isinstance(s, str) and s for s in stops):
-        raise refuse("stop", given, "a string or a list of strings: non-empty strings")
+        raise refuse(name, given, "a string or a list of strings: non-empty strings")
     return tuple(stops)
 
 
-def _stop_ids(given: Any) -> tuple[int, ...]:
+def _stop_ids(name: str, given: Any) -> tuple[int, ...]:
     if not isinstance(given, (tuple, list)):
-        raise refuse("stop_token_ids", given, "a list of token ids")
-    allowed = "a list of token ids, whole numbers from 0"
-    return tuple(whole("stop_token_ids", token_id, 0, None, allowed) for token_id in given)
+        raise refuse(name, given, "a list of token ids")
+    return token_ids(name, given)
+
+
+def _unless(kind: type | tuple[type, ...], read: Reader) -> Reader:
+    """A reader that leaves values of a kind as they are: those of a request, see `SamplingParams.of_request`."""
+    return lambda name, given: given if isinstance(given, kind) else read(name, given)
+
+
+_LOGPROBS = partial(whole, least=0, most=MOST_LOGPROBS, allowed=f"None or 0 to {MOST_LOGPROBS}")
+_READ: dict[str, Reader] = {
+    "max_new_tokens": partial(whole, least=1, most=None, allowed="at least 1, a whole number"),
+    "temperature": number(
+        "0 (greedy), or {:g} to {:g}".format(*TEMPERATURES), lambda x: x == 0 or TEMPERATURES[0] <= x <= TEMPERATURES[1]
+    ),
+    "top_k": partial(whole, least=0, most=MAX_TOP_K, allowed=f"0 (off) or more, a whole number up to {MAX_TOP_K}"),
+    "top_p": number("in (0, 1]", lambda x: 0 < x <= 1),
+    "min_p": number("in [0, 1]", lambda x: 0 <= x <= 1),
+    "stop": _stops,
+    "stop_token_ids": _stop_ids,
+    "ignore_eos": flag,
+    "seed": partial(whole, least=SEEDS[0], most=SEEDS[1], allowed="None or a whole number of 64 bits"),
+    "num_speculative_tokens": partial(whole, least=0, most=None, allowed="None or 0 or more"),
+    "return_drafts": flag,
+    "n": partial(whole, least=1, most=MAX_N, allowed=f"1 to {MAX_N}, a whole number"),
+    "cache_prefix": flag,
+    "logits_processor": _unless(RequestProcessors, processors),
+    "prefix_allowed_tokens_fn": _unless(RequestProcessors, prefix_function),
+    "stopping_criteria": _unless(RequestCriteria, criteria),
+    "grammar": lambda name, given: given if hasattr(given, "error_at") else grammar(name, given),
+    "logprobs": _LOGPROBS,
+    "logprobs_mode": partial(choice, allowed=("raw", "processed")),
+    "prompt_logprobs": _unless(PromptLogprobs, _LOGPROBS),
+    "prompt_logprobs_start": partial(whole, least=0, most=None, allowed="0 or more, a whole number"),
+    "return_logits": _unless(TokenRows, flag),
+    "return_scores": _unless(TokenRows, flag),
+    "max_time": number("None or seconds, 0 or more", lambda x: x >= 0),
+    "strict_length": flag,
+}
+"""How the value of each option is read; those of `LogitsOptions` have their own."""
 
 
 @dataclass(frozen=True)
