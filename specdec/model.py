@@ -234,8 +234,9 @@ class SpeculativeModel:
     def stream(self, prompts: Prompts = None, params: Params = None, **options: Any) -> Stream:
         """As `generate`, but yield every round's new tokens and text. Closing the iterator, on any thread, aborts the
         rest. Bad input and a closed or changed model raise here, others from the iterator."""
-        own = self.hf_model, self.tokenizer, self.generation_config_use
-        return self._stream(submissions, prompts, params, *own, options, self.config.max_model_len)
+        own, check = (self.hf_model, self.tokenizer, self.generation_config_use), self._begun_check()
+        with interrupts_as_they_are():
+            return self._stream(submissions(prompts, params, *own, options, self.config.max_model_len), check)
 
     async def generate_async(self, prompts: Prompts = None, params: Params = None, **options: Any) -> list[Completion]:
         """As `generate`, awaited: the event loop is not blocked, and a cancelled await cancels its requests."""
@@ -270,15 +271,19 @@ class SpeculativeModel:
         """Log-probabilities of given completions, in one batch; prompts' common beginnings are read once. prompts: as
         for `generate`, one for each completion, or one. completions: texts (tokenised without special tokens) or ids.
         logprobs: alternatives of each token. Raises as `generate`."""
-        asked = self._stream(to_be_scored, prompts, completions, logprobs, self.tokenizer, self.device)
-        return scores(completed(asked))
-
-    def _stream(self, make: Callable[..., list[Submission]], *given: Any) -> Stream:
-        self._shared.check_open()
-        check = self._live.begin_check()
+        check = self._begun_check()
         with interrupts_as_they_are():
-            requests = make(*given)
-            check_each(requests, lambda request: self.engine.admission.check(request.token_ids, request.params))
+            requests = to_be_scored(prompts, completions, logprobs, self.tokenizer, self.device)
+            stream = self._stream(requests, check)
+        return scores(completed(stream))
+
+    def _begun_check(self) -> Callable[[], None] | None:
+        """Whether `hf_model` is what it was, found out while the prompts are read. Raises ClosedModelError."""
+        self._shared.check_open()
+        return self._live.begin_check()
+
+    def _stream(self, requests: list[Submission], check: Callable[[], None] | None) -> Stream:
+        check_each(requests, lambda request: self.engine.admission.check(request.token_ids, request.params))
         return Stream(self._shared, requests, check=check)
 
     def refresh(self) -> float:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Generic
+from typing import Any
 
 import numpy as np
 import torch
 
 from attention.cached import cached_property
-from attention.staging import A, array
+from attention.staging import array_names, dtype_of
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
 from specdec.logits.options import OFF, LogitsOptions, largest_bias, token_ids
+from specdec.ops.draws import SamplingParameters
 from specdec.requests.arguments import only_known_fields, right_call
 from specdec.requests.grammar import DecidedElsewhere, grammar
 from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode, PromptLogprobs, TokenRows
@@ -322,33 +323,18 @@ _READ: dict[str, Reader] = {
 
 
 @dataclass(frozen=True)
-class SamplingParameters(Generic[A]):
-    """Sampling parameters of several rows, [B] each; temperature 0 marks a greedy row."""
-
-    temperature: A = array(np.float32, "rows")
-    top_k: A = array(np.int32, "rows")
-    top_p: A = array(np.float32, "rows")
-    min_p: A = array(np.float32, "rows")
-
-
-@dataclass(frozen=True)
 class SamplingArrays(SamplingParameters[np.ndarray]):
-    """The same as numpy arrays."""
+    """Sampling parameters of several rows, [B] each."""
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> SamplingArrays:
         """Collect the parameters of several rows."""
         rows = list(params)
-        return cls(
-            np.array([p.temperature for p in rows], np.float32),
-            np.array([p.top_k for p in rows], np.int32),
-            np.array([p.top_p for p in rows], np.float32),
-            np.array([p.min_p for p in rows], np.float32),
-        )
+        return cls(*(np.array([getattr(one, name) for one in rows], dtype_of(cls, name)) for name in array_names(cls)))
 
     def rows(self, index: np.ndarray | slice) -> SamplingArrays:
         """The parameters of selected rows."""
-        return SamplingArrays(self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index])
+        return SamplingArrays(*(column[index] for column in self.columns))
 
     @property
     def any_sampled(self) -> bool:
@@ -362,21 +348,15 @@ class SamplingArrays(SamplingParameters[np.ndarray]):
 
 
 @dataclass(frozen=True)
-class SamplingTensors:
+class SamplingTensors(SamplingParameters[torch.Tensor]):
     """SamplingArrays on the device, [R] each, for R rows of logits; `filters` as known on the host."""
 
-    filters: bool
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
+    filters: bool = field(kw_only=True)
 
     def first(self, count: int) -> SamplingTensors:
         """Views of the parameters of the first rows."""
-        parts = (self.temperature, self.top_k, self.top_p, self.min_p)
-        return SamplingTensors(self.filters, *(part[:count] for part in parts))
+        return SamplingTensors(*(column[:count] for column in self.columns), filters=self.filters)
 
     def rows(self, index: torch.Tensor) -> SamplingTensors:
         """The parameters of selected rows ([n] int64)."""
-        picked = (t.index_select(0, index) for t in (self.temperature, self.top_k, self.top_p, self.min_p))
-        return SamplingTensors(self.filters, *picked)
+        return SamplingTensors(*(column.index_select(0, index) for column in self.columns), filters=self.filters)

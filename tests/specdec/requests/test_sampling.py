@@ -26,7 +26,9 @@ from specdec.requests.target_probs import draw, target_probs
 
 def tensors(params: list[SamplingParams]) -> SamplingTensors:
     a = SamplingArrays.of(params)
-    return SamplingTensors(a.filters, *(torch.from_numpy(x) for x in (a.temperature, a.top_k, a.top_p, a.min_p)))
+    return SamplingTensors(
+        *(torch.from_numpy(x) for x in (a.temperature, a.top_k, a.top_p, a.min_p)), filters=a.filters
+    )
 
 
 def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
