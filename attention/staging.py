@@ -63,6 +63,12 @@ def array_names(kind: type[Any]) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(kind) if _ARRAY in f.metadata)
 
 
+def dtype_of(kind: type[Any], name: str) -> type[np.generic]:
+    """The declared dtype of such a field."""
+    dtype: type[np.generic] = kind.__dataclass_fields__[name].metadata[_ARRAY][0]
+    return dtype
+
+
 class Section(Generic[S]):
     """The arrays of a declared class in an arena. fields: their places."""
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from asyncio import to_thread
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import PreTrainedModel
 
 from drafters.base import Head
-from drafters.mtp.convention import Concat, Feedback
-from specdec.config import MAX_NUM_PREFILL_TOKENS
 from specdec.engine.feeding import generated
 from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine
@@ -24,7 +22,7 @@ from specdec.loading.assembly import FREED, Parts, assemble, dismantle
 from specdec.loading.memory import memory_named
 from specdec.loading.parts import load_parts
 from specdec.loading.progress import startup_progress
-from specdec.options import LoadOptions, Use, only_known_names
+from specdec.options import LoadArguments, LoadOptions, with_load_options
 from specdec.requests.prompts import Prompts, ids_within
 from specdec.requests.request import Completion
 from specdec.requests.scores import Score, scores, to_be_scored
@@ -87,49 +85,11 @@ class SpeculativeModel:
                 self._shared = SharedEngine(self.engine, self.device)
 
     @classmethod
-    @only_known_names
+    @with_load_options(LoadArguments)
     @startup_progress()
     @own_torch_state()
     def from_pretrained(
-        cls,
-        target: str | Path | PreTrainedModel,
-        draft: str | Path | Head | None = None,
-        *,
-        num_speculative_tokens: int | None = None,
-        backend: str = "auto",
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device | None = None,
-        tokenizer: Any = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 32,
-        max_waiting_requests: int | None = None,
-        max_num_batched_tokens: int = 2048,
-        max_num_prefill_tokens: int = MAX_NUM_PREFILL_TOKENS,
-        page_size: int = 16,
-        kv_cache_tokens: int | None = None,
-        kv_cache_dtype: str = "auto",
-        kv_cache_scales: Sequence[tuple[float, float]] | None = None,
-        kv_cache_layout: str = "auto",
-        hybrid_kv_cache: bool = True,
-        enable_prefix_caching: bool | Literal["auto"] = "auto",
-        cascade_attention: bool = False,
-        gpu_memory_utilization: float = 0.9,
-        cuda_graphs: bool | Literal["auto"] = "auto",
-        mtp_concat: Concat = "auto",
-        mtp_feedback: Feedback = "post_norm",
-        draft_vocab: str | Sequence[int] | None = None,
-        head_overrides: Mapping[str, Any] | None = None,
-        lookup_min: int = 2,
-        lookup_max: int = 32,
-        lookup_shared: bool = False,
-        generation_config: Use = "model",
-        draft_sampling: str = "probabilistic",
-        tensor_parallel_size: int = 1,
-        seed: int = 0,
-        adapter: str | None = None,
-        merge_adapter: bool | Literal["auto"] = "auto",
-        trust_remote_code: bool = False,
-        revision: str | None = None,
+        cls, target: str | Path | PreTrainedModel, draft: str | Path | Head | None, options: LoadOptions
     ) -> SpeculativeModel:
         """Load a target, and a draft head that fits it.
 
@@ -195,15 +155,13 @@ class SpeculativeModel:
             ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
             InvalidInputError: an option outside what is allowed; CacheTooSmallError, OutOfDeviceMemoryError: memory.
         """
-        given = dict(locals())  # before any other name is bound: the arguments, see LoadOptions
-        options = LoadOptions(**{name: given[name] for name in LoadOptions.__dataclass_fields__})
         with interrupts_as_they_are():
             if options.tensor_parallel_size == 1:
                 return cls.in_group(target, draft, options, ALONE)
             try:
                 from specdec.extensions.parallel.loading import load_divided
             except ImportError as error:
-                raise ModelLoadError(f"tensor_parallel_size={tensor_parallel_size}: {error}") from error
+                raise ModelLoadError(f"tensor_parallel_size={options.tensor_parallel_size}: {error}") from error
             return load_divided(cls.in_group, target, draft, options)
 
     @classmethod
@@ -275,8 +233,9 @@ class SpeculativeModel:
     def stream(self, prompts: Prompts = None, params: Params = None, **options: Any) -> Stream:
         """As `generate`, but yield every round's new tokens and text. Closing the iterator, on any thread, aborts the
         rest. Bad input and a closed or changed model raise here, others from the iterator."""
-        own = self.hf_model, self.tokenizer, self.generation_config_use
-        return self._stream(submissions, prompts, params, *own, options, self.config.max_model_len)
+        own, check = (self.hf_model, self.tokenizer, self.generation_config_use), self._begun_check()
+        with interrupts_as_they_are():
+            return self._stream(submissions(prompts, params, *own, options, self.config.max_model_len), check)
 
     async def generate_async(self, prompts: Prompts = None, params: Params = None, **options: Any) -> list[Completion]:
         """As `generate`, awaited: the event loop is not blocked, and a cancelled await cancels its requests."""
@@ -311,15 +270,19 @@ class SpeculativeModel:
         """Log-probabilities of given completions, in one batch; prompts' common beginnings are read once. prompts: as
         for `generate`, one for each completion, or one. completions: texts (tokenised without special tokens) or ids.
         logprobs: alternatives of each token. Raises as `generate`."""
-        asked = self._stream(to_be_scored, prompts, completions, logprobs, self.tokenizer, self.device)
-        return scores(completed(asked))
-
-    def _stream(self, make: Callable[..., list[Submission]], *given: Any) -> Stream:
-        self._shared.check_open()
-        check = self._live.begin_check()
+        check = self._begun_check()
         with interrupts_as_they_are():
-            requests = make(*given)
-            check_each(requests, lambda request: self.engine.admission.check(request.token_ids, request.params))
+            requests = to_be_scored(prompts, completions, logprobs, self.tokenizer, self.device)
+            stream = self._stream(requests, check)
+        return scores(completed(stream))
+
+    def _begun_check(self) -> Callable[[], None] | None:
+        """Whether `hf_model` is what it was, found out while the prompts are read. Raises ClosedModelError."""
+        self._shared.check_open()
+        return self._live.begin_check()
+
+    def _stream(self, requests: list[Submission], check: Callable[[], None] | None) -> Stream:
+        check_each(requests, lambda request: self.engine.admission.check(request.token_ids, request.params))
         return Stream(self._shared, requests, check=check)
 
     def refresh(self) -> float:

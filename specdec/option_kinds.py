@@ -15,7 +15,7 @@ from specdec.values import MOST_COUNT, choice, flag, scale_pairs, share, short, 
 class Kind:
     """What values an option takes. The base class takes any: they are read where they are used (device, dtype)."""
 
-    def read(self, name: str, value: Any) -> Any:
+    def read(self, name: str, value: Any, /) -> Any:
         """The value as it is kept. Raises InvalidInputError: another type, or outside what is allowed."""
         return value
 
@@ -39,20 +39,16 @@ class Whole(Kind):
         return whole(name, value, self.least, self.most)
 
 
-@dataclass(frozen=True)
 class Share(Kind):
     """A number in (0, 1]."""
 
-    def read(self, name: str, value: Any) -> float:
-        return share(name, value)
+    read = staticmethod(share)
 
 
-@dataclass(frozen=True)
 class Flag(Kind):
     """True or False."""
 
-    def read(self, name: str, value: Any) -> bool:
-        return flag(name, value)
+    read = staticmethod(flag)
 
 
 @dataclass(frozen=True)

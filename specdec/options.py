@@ -1,30 +1,37 @@
 """LoadOptions: how a target is loaded, and the one list of these options.
 
 Everything that offers or passes on load options is made from the fields here: the keyword arguments of
-`SpeculativeModel.from_pretrained` (written out for its reader, compared with the fields by a test), the options of the
-commands, the evaluation workers' ModelSpec, and lm-eval's model arguments. It imports no torch: `--help` reads it.
+`SpeculativeModel.from_pretrained`, the options of the commands, the evaluation workers' ModelSpec, and lm-eval's model
+arguments. It imports no torch: `--help` reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from functools import partial, wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, get_args
 
 from attention.backends.kinds import KINDS
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
 from specdec.errors import InvalidInputError
 from specdec.option_kinds import Choice, Flag, Kind, Name, Overrides, Scales, Share, Switch, Tokens, Whole
-from specdec.values import P, R, only_known
+from specdec.values import P, R, only_known, read_options, unknown
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
+    from transformers import PreTrainedModel
+
+    from drafters.base import Head
 
 Use = Literal["model", "ignore"]
 """What of the model's own generation_config applies."""
 _Options = TypeVar("_Options", bound="LoadOptions")
+_Class = TypeVar("_Class", bound=type)
 
 
 _EVERYWHERE = frozenset({"run", "eval", "train"})
@@ -46,188 +53,133 @@ class Option:
     letter: str = ""
 
 
-def _about(kind: Kind, help: str, commands: frozenset[str] = _EVERYWHERE, letter: str = "") -> dict[str, Option]:
-    """A field's metadata."""
-    return {"option": Option(kind, help, commands, letter)}
+def _option(default: Any, kind: Kind, help: str, commands: frozenset[str] = _EVERYWHERE, letter: str = "") -> Any:
+    """A field of LoadOptions."""
+    return field(default=default, metadata={"option": Option(kind, help, commands, letter)})
 
 
 def option_of(option: Field[Any]) -> Option:
     """What is said about a field of LoadOptions. Raises TypeError: nothing is; every field of the class needs it."""
     found = option.metadata.get("option")
     if not isinstance(found, Option):
-        raise TypeError(f"the field {option.name!r} of LoadOptions has no Option: give it metadata=_about(…)")
+        raise TypeError(f"the field {option.name!r} of LoadOptions has no Option: declare it by _option(…)")
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """See `SpeculativeModel.from_pretrained` for what each means. All but target and draft, in its order.
+    """See `SpeculativeModel.from_pretrained` for what each means.
 
     Types and ranges are checked here, before anything is read from disk; device, dtype and tokenizer where they are
     used. A value of another integer type (numpy's, a scalar tensor) becomes an int.
     """
 
-    num_speculative_tokens: int | None = field(
-        default=None, metadata=_about(Whole(0), "Drafts a round (default 5 with a head; 0 = none).", _NO_TRAINING, "k")
+    num_speculative_tokens: int | None = _option(
+        None, Whole(0), "Drafts a round (default 5 with a head; 0 = none).", _NO_TRAINING, "k"
     )
-    backend: str = field(default="auto", metadata=_about(Choice(KINDS.keys()), "Attention kernels."))
-    dtype: str | torch.dtype = field(default="auto", metadata=_about(Kind(), "auto, float32, bfloat16 or float16."))
-    device: str | torch.device | None = field(
-        default=None, metadata=_about(Kind(), "cpu, cuda, cuda:1, …; default: CUDA if there is one.")
+    backend: str = _option("auto", Choice(KINDS.keys()), "Attention kernels.")
+    dtype: str | torch.dtype = _option("auto", Kind(), "auto, float32, bfloat16 or float16.")
+    device: str | torch.device | None = _option(None, Kind(), "cpu, cuda, cuda:1, …; default: CUDA if there is one.")
+    tokenizer: Any = _option(None, Kind(), "Folder or hub name (default: the target's own).")
+    max_model_len: int | None = _option(None, Whole(1), "Most tokens of one request.")
+    max_num_seqs: int = _option(32, Whole(1), "Most requests at once.")
+    max_waiting_requests: int | None = _option(
+        None, Whole(0), "Most requests that wait for others to end (default: any number)."
     )
-    tokenizer: Any = field(default=None, metadata=_about(Kind(), "Folder or hub name (default: the target's own)."))
-    max_model_len: int | None = field(default=None, metadata=_about(Whole(1), "Most tokens of one request."))
-    max_num_seqs: int = field(default=32, metadata=_about(Whole(1), "Most requests at once."))
-    max_waiting_requests: int | None = field(
-        default=None, metadata=_about(Whole(0), "Most requests that wait for others to end (default: any number).")
+    max_num_batched_tokens: int = _option(2048, Whole(1), "Most tokens of one forward; longer prompts take several.")
+    max_num_prefill_tokens: int = _option(
+        MAX_NUM_PREFILL_TOKENS, Whole(1), "Most prompt tokens of a forward in which other requests decode."
     )
-    max_num_batched_tokens: int = field(
-        default=2048, metadata=_about(Whole(1), "Most tokens of one forward; longer prompts take several.")
+    page_size: int = _option(16, Whole(1), "Tokens a page of the KV cache.")
+    kv_cache_tokens: int | None = _option(None, Whole(1), "Size of the KV cache (default: what fits).")
+    kv_cache_dtype: str = _option(
+        "auto",
+        Choice(KV_CACHE_DTYPES),
+        "fp8: the target's KV cache in 8 bits, half the memory; auto: in the dtype of the model.",
+        _NO_TRAINING,
     )
-    max_num_prefill_tokens: int = field(
-        default=MAX_NUM_PREFILL_TOKENS,
-        metadata=_about(Whole(1), "Most prompt tokens of a forward in which other requests decode."),
+    kv_cache_scales: Sequence[tuple[float, float]] | None = _option(
+        None,
+        Scales(),
+        "With fp8, KEYS:VALUES of each layer, joined by ';' (default: the checkpoint's, or 1.0).",
+        _NO_TRAINING,
     )
-    page_size: int = field(default=16, metadata=_about(Whole(1), "Tokens a page of the KV cache."))
-    kv_cache_tokens: int | None = field(
-        default=None, metadata=_about(Whole(1), "Size of the KV cache (default: what fits).")
+    kv_cache_layout: str = _option(
+        "auto", Choice(KV_CACHE_LAYOUTS), "Order inside a page: NHD, token by token; HND, head by head; auto: NHD."
     )
-    kv_cache_dtype: str = field(
-        default="auto",
-        metadata=_about(
-            Choice(KV_CACHE_DTYPES),
-            "fp8: the target's KV cache in 8 bits, half the memory; auto: in the dtype of the model.",
-            _NO_TRAINING,
+    hybrid_kv_cache: bool = _option(
+        True, Flag(), "Free pages behind sliding windows and before chunks of layers, where other layers see further."
+    )
+    enable_prefix_caching: bool | Literal["auto"] = _option(
+        "auto",
+        Switch(),
+        "Requests begin with KV pages that earlier ones with the same first tokens left; auto: where possible.",
+    )
+    cascade_attention: bool = _option(
+        False, Flag(), "Attend KV pages that requests share once for all: for many rows with one long common prompt."
+    )
+    gpu_memory_utilization: float = _option(
+        0.9, Share(), "Share of the GPU's memory that model, cache and graphs may take together."
+    )
+    cuda_graphs: bool | Literal["auto"] = _option(
+        "auto",
+        Switch(),
+        "Compile, and run rounds from CUDA graphs; auto: on a GPU, where the model allows.",
+        _NO_TRAINING,
+    )
+    mtp_concat: Concat = _option(
+        "auto", Choice(get_args(Concat)), "What a multi-token-prediction module's projection reads first.", _NO_TRAINING
+    )
+    mtp_feedback: Feedback = _option(
+        "post_norm", Choice(get_args(Feedback)), "What such a module's next step gets.", _NO_TRAINING
+    )
+    draft_vocab: str | Sequence[int] | None = _option(
+        None, Tokens(), "JSON file of the token ids that such a module drafts on (default: all).", _NO_TRAINING
+    )
+    head_overrides: Mapping[str, Any] | None = _option(
+        None,
+        Overrides(),
+        "KEY=VALUE, repeatable: an EAGLE head's aux_layers, feedback, or a key of its config.json, given anew.",
+        _NO_TRAINING,
+    )
+    lookup_min: int = _option(2, Whole(1, 16), "Tokens of the shortest match of draft=lookup.", _NO_TRAINING)
+    lookup_max: int = _option(32, Whole(1), "Tokens up to which its matches are compared.", _NO_TRAINING)
+    lookup_shared: bool = _option(
+        False, Flag(), "Look into ended requests' texts, too; seeds then repeat no run.", _NO_TRAINING
+    )
+    generation_config: Use = _option(
+        "model",
+        Choice(
+            get_args(Use),
+            'allowed are "model" (the model\'s own applies) and "ignore" (only its eos ids do); a '
+            "transformers.GenerationConfig is given to generate(prompts, config)",
         ),
+        "ignore: of the model's own generation_config (penalties, stop strings, …) only the eos ids apply.",
     )
-    kv_cache_scales: Sequence[tuple[float, float]] | None = field(
-        default=None,
-        metadata=_about(
-            Scales(),
-            "With fp8, KEYS:VALUES of each layer, joined by ';' (default: the checkpoint's, or 1.0).",
-            _NO_TRAINING,
-        ),
+    draft_sampling: str = _option(
+        "probabilistic",
+        Choice(DRAFT_SAMPLING),
+        "Drafts of sampled requests: drawn from the head's distribution, or its most probable token (greedy).",
+        _NO_TRAINING,
     )
-    kv_cache_layout: str = field(
-        default="auto",
-        metadata=_about(
-            Choice(KV_CACHE_LAYOUTS), "Order inside a page: NHD, token by token; HND, head by head; auto: NHD."
-        ),
+    tensor_parallel_size: int = _option(
+        1, Whole(1), "GPUs of this machine that the target is divided among.", _NO_TRAINING
     )
-    hybrid_kv_cache: bool = field(
-        default=True,
-        metadata=_about(
-            Flag(), "Free pages behind sliding windows and before chunks of layers, where other layers see further."
-        ),
+    seed: int = _option(0, Whole(*SEEDS), "Randomness of requests without a seed of their own.", _NO_TRAINING)
+    adapter: str | None = _option(
+        None, Name("the folder or hub name of an adapter"), "Folder or hub name of a peft adapter."
     )
-    enable_prefix_caching: bool | Literal["auto"] = field(
-        default="auto",
-        metadata=_about(
-            Switch(),
-            "Requests begin with KV pages that earlier ones with the same first tokens left; auto: where possible.",
-        ),
+    merge_adapter: bool | Literal["auto"] = _option(
+        "auto", Switch(), "Add an adapter to the weights at loading; auto: unless those are quantised. no: run it live."
     )
-    cascade_attention: bool = field(
-        default=False,
-        metadata=_about(
-            Flag(), "Attend KV pages that requests share once for all: for many rows with one long common prompt."
-        ),
-    )
-    gpu_memory_utilization: float = field(
-        default=0.9,
-        metadata=_about(Share(), "Share of the GPU's memory that model, cache and graphs may take together."),
-    )
-    cuda_graphs: bool | Literal["auto"] = field(
-        default="auto",
-        metadata=_about(
-            Switch(), "Compile, and run rounds from CUDA graphs; auto: on a GPU, where the model allows.", _NO_TRAINING
-        ),
-    )
-    mtp_concat: Concat = field(
-        default="auto",
-        metadata=_about(
-            Choice(get_args(Concat)), "What a multi-token-prediction module's projection reads first.", _NO_TRAINING
-        ),
-    )
-    mtp_feedback: Feedback = field(
-        default="post_norm",
-        metadata=_about(Choice(get_args(Feedback)), "What such a module's next step gets.", _NO_TRAINING),
-    )
-    draft_vocab: str | Sequence[int] | None = field(
-        default=None,
-        metadata=_about(
-            Tokens(), "JSON file of the token ids that such a module drafts on (default: all).", _NO_TRAINING
-        ),
-    )
-    head_overrides: Mapping[str, Any] | None = field(
-        default=None,
-        metadata=_about(
-            Overrides(),
-            "KEY=VALUE, repeatable: an EAGLE head's aux_layers, feedback, or a key of its config.json, given anew.",
-            _NO_TRAINING,
-        ),
-    )
-    lookup_min: int = field(
-        default=2, metadata=_about(Whole(1, 16), "Tokens of the shortest match of draft=lookup.", _NO_TRAINING)
-    )
-    lookup_max: int = field(
-        default=32, metadata=_about(Whole(1), "Tokens up to which its matches are compared.", _NO_TRAINING)
-    )
-    lookup_shared: bool = field(
-        default=False,
-        metadata=_about(Flag(), "Look into ended requests' texts, too; seeds then repeat no run.", _NO_TRAINING),
-    )
-    generation_config: Use = field(
-        default="model",
-        metadata=_about(
-            Choice(
-                get_args(Use),
-                'allowed are "model" (the model\'s own applies) and "ignore" (only its eos ids do); a '
-                "transformers.GenerationConfig is given to generate(prompts, config)",
-            ),
-            "ignore: of the model's own generation_config (penalties, stop strings, …) only the eos ids apply.",
-        ),
-    )
-    draft_sampling: str = field(
-        default="probabilistic",
-        metadata=_about(
-            Choice(DRAFT_SAMPLING),
-            "Drafts of sampled requests: drawn from the head's distribution, or its most probable token (greedy).",
-            _NO_TRAINING,
-        ),
-    )
-    tensor_parallel_size: int = field(
-        default=1, metadata=_about(Whole(1), "GPUs of this machine that the target is divided among.", _NO_TRAINING)
-    )
-    seed: int = field(
-        default=0, metadata=_about(Whole(*SEEDS), "Randomness of requests without a seed of their own.", _NO_TRAINING)
-    )
-    adapter: str | None = field(
-        default=None,
-        metadata=_about(Name("the folder or hub name of an adapter"), "Folder or hub name of a peft adapter."),
-    )
-    merge_adapter: bool | Literal["auto"] = field(
-        default="auto",
-        metadata=_about(
-            Switch(), "Add an adapter to the weights at loading; auto: unless those are quantised. no: run it live."
-        ),
-    )
-    trust_remote_code: bool = field(
-        default=False, metadata=_about(Flag(), "Run the Python files of the target's checkpoint.")
-    )
-    revision: str | None = field(
-        default=None,
-        metadata=_about(
-            Name("a branch, tag or commit of the model on the hub"), "Branch, tag or commit of a target on the hub."
-        ),
+    trust_remote_code: bool = _option(False, Flag(), "Run the Python files of the target's checkpoint.")
+    revision: str | None = _option(
+        None, Name("a branch, tag or commit of the model on the hub"), "Branch, tag or commit of a target on the hub."
     )
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for a wrong type or a value outside its range."""
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is not None or each.default is not None:
-                object.__setattr__(self, each.name, option_of(each).kind.read(each.name, value))
+        read_options(self, {each.name: option_of(each).kind.read for each in fields(self)})
 
     @classmethod
     def from_words(cls: type[_Options], given: Mapping[str, Any]) -> _Options:
@@ -237,8 +189,8 @@ class LoadOptions:
             InvalidInputError: a name that is no option, or a value that is not allowed.
         """
         known = {each.name: option_of(each).kind for each in fields(cls)}
-        if unknown := sorted(set(given) - set(known)):
-            raise unknown_options("unknown load options", unknown, known)
+        if odd := sorted(given.keys() - known):
+            raise unknown_options("unknown load options", odd, known)
         return cls(**{name: known[name].from_word(name, word) for name, word in given.items()})
 
     def as_arguments(self) -> dict[str, Any]:
@@ -267,15 +219,39 @@ _OTHER_NAMES = {
 """Load options that other projects have under another name."""
 
 
-def only_known_names(load: Callable[P, R]) -> Callable[P, R]:
-    """A decorator of a classmethod's function: an unknown keyword raises an InvalidInputError with the right name."""
-    return only_known(load, lambda given, known: unknown_options("unexpected keyword argument", given, known))
+@dataclass(frozen=True)
+class LoadArguments(LoadOptions):
+    """All arguments of `SpeculativeModel.from_pretrained`, which has its signature from here."""
+
+    target: str | Path | PreTrainedModel
+    draft: str | Path | Head | None = None
 
 
-def unknown_options(what: str, given: Iterable[str], known: Collection[str]) -> InvalidInputError:
+def with_load_options(
+    arguments: Callable[P, LoadOptions],
+) -> Callable[[Callable[[_Class, Any, Any, LoadOptions], R]], Callable[Concatenate[_Class, P], R]]:
+    """A decorator of a classmethod's function, so that it is called with the keywords of LoadOptions in their place.
+
+    arguments: LoadArguments, from which type checkers take the signature, too. An unknown keyword raises an
+    InvalidInputError with the right name.
+    """
+
+    def decorate(load: Callable[[_Class, Any, Any, LoadOptions], R]) -> Callable[Concatenate[_Class, P], R]:
+        @wraps(load)
+        def called(cls: _Class, target: Any, draft: Any = None, **options: Any) -> R:
+            return load(cls, target, draft, LoadOptions(**options))
+
+        own, shown = signature(load), signature(arguments)
+        parameters = [own.parameters["cls"], *shown.parameters.values()]
+        called.__dict__["__signature__"] = own.replace(parameters=parameters)
+        checked: Any = only_known(called, partial(unknown_options, "unexpected keyword argument"))
+        return checked
+
+    return decorate
+
+
+def unknown_options(what: str, given: Collection[str], known: Collection[str]) -> InvalidInputError:
     """The error for names that are no options, with the right one for the first of these."""
-    first, *more = given
-    other = _OTHER_NAMES.get(first, "")
-    close = [other] if other.partition("=")[0] in known else get_close_matches(first, known, 1, 0.8)
-    meant = f"did you mean {close[0]}? " if close else ""
-    return InvalidInputError(f"{what} {', '.join(map(repr, [first, *more]))}: {meant}known are {', '.join(known)}")
+    other = _OTHER_NAMES.get(next(iter(given)), "")
+    hint = f"did you mean {other}? known are {', '.join(known)}" if other.partition("=")[0] in known else ""
+    return unknown(what, given, known, hint)

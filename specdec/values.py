@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
@@ -17,6 +18,8 @@ from specdec.errors import InvalidInputError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Reader = Callable[[str, Any], Any]
+"""(name, value given) -> the value that is kept. Raises InvalidInputError, by name: a value that is not allowed."""
 _MOST_DIGITS = 10**40
 MOST_COUNT = 2**63 - 1
 """What torch and numpy can count to; Python's own integers have no end."""
@@ -48,6 +51,17 @@ def refuse(name: str, value: object, allowed: str) -> InvalidInputError:
 def refuse_type(name: str, value: object, allowed: str) -> InvalidInputError:
     """The error for a value whose type is not allowed."""
     return InvalidInputError(f"{name}={short(value)} ({type(value).__name__}): allowed is {allowed}")
+
+
+def unknown(what: str, given: Iterable[str], known: Collection[str], hint: str = "") -> InvalidInputError:
+    """The error for names that there are not.
+
+    hint: what to give in place of the first; "" for a name like it, and all that are known.
+    """
+    names = list(given)
+    close = get_close_matches(names[0], known, 1, 0.8)
+    meant = f"did you mean {close[0]}? " if close else ""
+    return InvalidInputError(f"{what} {', '.join(map(repr, names))}: {hint or meant + 'known are ' + ', '.join(known)}")
 
 
 def only_known(
@@ -102,13 +116,32 @@ def real(name: str, value: Any, allowed: str) -> float:
         raise refuse(name, value, allowed) from error
 
 
-def share(name: str, value: Any) -> float:
-    """A number in (0, 1]. Raises InvalidInputError: another value."""
-    allowed = "more than 0, at most 1"
-    number = real(name, value, allowed)
-    if not 0 < number <= 1:
-        raise refuse(name, value, allowed)
-    return number
+def number(allowed: str, fits: Callable[[float], bool]) -> Reader:
+    """A reader of numbers that fit, which raises InvalidInputError for others; see `real`."""
+
+    def read(name: str, value: Any) -> float:
+        found = real(name, value, allowed)
+        if not fits(found):
+            raise refuse(name, value, allowed)
+        return found
+
+    return read
+
+
+share = number("more than 0, at most 1", lambda x: 0 < x <= 1)
+"""A number in (0, 1]. Raises InvalidInputError: another value."""
+
+
+def read_options(options: Any, readers: Mapping[str, Reader]) -> None:
+    """Replace values of a frozen dataclass by what their readers make of them; a default of None stays as it is.
+
+    Raises:
+        InvalidInputError: a value that is not allowed.
+    """
+    for name, read in readers.items():
+        value = getattr(options, name)
+        if value is not None or options.__dataclass_fields__[name].default is not None:
+            object.__setattr__(options, name, read(name, value))
 
 
 def flag(name: str, value: Any) -> bool:

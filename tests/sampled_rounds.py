@@ -37,7 +37,7 @@ def reference_filters(
 ) -> None:
     """`launch_filters` in torch."""
     rows = len(stats)
-    sampling = SamplingTensors(True, *(p.repeat_interleave(rows // len(p)) for p in parameters))
+    sampling = SamplingTensors(*(p.repeat_interleave(rows // len(p)) for p in parameters), filters=True)
     x = (logits if index is None else logits[index]).float()
     kept = target_probs(x, sampling) > 0
     peak = x.gather(1, (peaks if index is None else peaks[index])[:, None])
@@ -140,7 +140,7 @@ def drawn_as(params: SamplingParams) -> ChooseDraft:
     keys = np.array([request_key(params.seed, 0)], np.uint64)
     own = SamplingArrays.of([params])
     parts = (own.temperature, own.top_k, own.top_p, own.min_p)
-    sampling = SamplingTensors(True, *(torch.from_numpy(part) for part in parts))
+    sampling = SamplingTensors(*(torch.from_numpy(part) for part in parts), filters=True)
 
     def choose(position: int, logits: torch.Tensor) -> torch.Tensor:
         uniform = uniforms(keys, np.array([position]), Role.DRAFT)

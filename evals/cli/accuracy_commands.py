@@ -15,7 +15,7 @@ from attention.backends.kinds import KINDS
 from evals.cli import eval_options as shared
 from evals.errors import require
 from evals.runs.verdict import Verdict
-from specdec.cli.options import added, examples
+from specdec.cli.options import COUNT, PATH, added, examples, flag, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,20 +30,13 @@ _shared_options = added(
     (
         shared.model_options,
         shared.draft_option,
-        click.option(
-            "--data",
-            type=click.Path(path_type=Path),
-            default=None,
-            help="Local data: see below; default $SPECDEC_DATA.",
-        ),
-        click.option("--k", type=click.IntRange(1), default=5, show_default=True, help="Drafts a round."),
-        click.option("--limit", type=click.IntRange(1), default=None, help="First N questions of each task."),
-        click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True),
-        click.option(
-            "--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Questions at a time."
-        ),
-        click.option("--seed", type=int, default=0, show_default=True),
-        click.option("--output", type=shared.FILE, default=None, help="Write the JSON document here."),
+        option("--data", "Local data: see below; default $SPECDEC_DATA.", PATH),
+        option("--k", "Drafts a round.", COUNT, 5),
+        option("--limit", "First N questions of each task.", COUNT),
+        shared.max_new_tokens_option(256),
+        shared.batch_size_option(32),
+        shared.seed_option,
+        shared.output_option,
         shared.run_dir_option,
     )
 )
@@ -57,16 +50,13 @@ _shared_options = added(
         "specdec eval gsm8k --tasks specdec_arithmetic --backends flashinfer,batch_invariant,flex,torch",
     ),
 )
-@click.option(
-    "--tasks", default="gsm8k", show_default=True, help="gsm8k, gsm8k_cot, specdec_arithmetic, or any of lm-eval's."
-)
-@click.option("--num-fewshot", type=click.IntRange(0), default=None, help="Examples in the prompt; default the task's.")
-@click.option("--chat-template/--no-chat-template", default=None, help="Default: with it where the tokenizer has one.")
-@click.option(
+@option("--tasks", "gsm8k, gsm8k_cot, specdec_arithmetic, or any of lm-eval's.", default="gsm8k")
+@option("--num-fewshot", "Examples in the prompt; default the task's.", click.IntRange(0))
+@option("--chat-template/--no-chat-template", "Default: with it where the tokenizer has one.")
+@option(
     "--backends",
-    type=shared.Listed("text", click.Choice([name for name in KINDS if name != "auto"])),
-    default=None,
-    help="Attention backends in one paired table, e.g. torch,flex; without --model over both built-in models.",
+    "Attention backends in one paired table, e.g. torch,flex; without --model over both built-in models.",
+    shared.Listed("text", click.Choice([name for name in KINDS if name != "auto"])),
 )
 @_shared_options
 def gsm8k(
@@ -90,9 +80,7 @@ def gsm8k(
     short_help="HumanEval pass@1; runs code the model wrote.",
     epilog=examples("specdec eval humaneval --confirm-run-unsafe-code --data DIR --limit 20"),
 )
-@click.option(
-    "--confirm-run-unsafe-code", is_flag=True, help="Needed: code that the model wrote is run on this machine."
-)
+@flag("--confirm-run-unsafe-code", "Needed: code that the model wrote is run on this machine.")
 @_shared_options
 def humaneval(confirm_run_unsafe_code: bool, **options: Any) -> None:
     """HumanEval pass@1 with and without speculation; --data is a data folder as $SPECDEC_DATA.

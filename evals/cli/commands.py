@@ -15,7 +15,7 @@ import click
 from evals.cli import eval_options as shared
 from evals.errors import require
 from evals.runs.verdict import Verdict
-from specdec.cli.options import examples
+from specdec.cli.options import COUNT, examples, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from evals.runs.store import RunStore
 
 EXIT_FAILED = 1
+_WARMUP = option("--warmup", "Passes that are not measured.", click.IntRange(0), 1)
 
 
 @click.command(
@@ -42,26 +43,23 @@ EXIT_FAILED = 1
 @shared.model_options
 @shared.draft_option
 @shared.data_options
-@click.option("--k", "ks", type=shared.NUMBERS, default="5", show_default=True, help="Drafts a round; 1,3,5 sweeps.")
+@shared.ks_option
 @shared.asking_options
-@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Passes that are not measured.")
-@click.option(
+@_WARMUP
+@option(
     "--repeats",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Runs over all questions: intervals of times have their scatter too. A finished run can be given more.",
+    "Runs over all questions: intervals of times have their scatter too. A finished run can be given more.",
+    COUNT,
+    1,
 )
-@click.option(
+@option(
     "--predict-batch-sizes",
-    type=shared.NUMBERS,
-    default=None,
-    help="Measure round times at these batch sizes for the prediction, e.g. 1,4,16.",
+    "Measure round times at these batch sizes for the prediction, e.g. 1,4,16.",
+    shared.NUMBERS,
 )
-@click.option("--worst", type=click.IntRange(0), default=5, show_default=True, help="Worst questions in the report.")
+@option("--worst", "Worst questions in the report.", click.IntRange(0), 5)
 @shared.output_options
-@shared.ray_option
-@shared.workers_option
+@shared.ray_options
 def acceptance(**options: Any) -> None:
     """Acceptance length, rates and speed-up of a draft head, against the target alone in the same run.
 
@@ -93,16 +91,13 @@ def acceptance(**options: Any) -> None:
 @click.argument("a")
 @click.argument("b")
 @shared.model_options
-@click.option("--draft", default="auto", show_default=True, help="The head of a side that names none.")
+@option("--draft", "The head of a side that names none.", default="auto")
 @shared.data_options
-@click.option(
-    "--k", "default_k", type=click.IntRange(1), default=5, show_default=True, help="K of a side that names none."
-)
+@option("--k default_k", "K of a side that names none.", COUNT, 5)
 @shared.asking_options
-@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Passes that are not measured.")
+@_WARMUP
 @shared.output_options
-@shared.ray_option
-@shared.workers_option
+@shared.ray_options
 def compare(a: str, b: str, **options: Any) -> None:
     """Compare A and B on the same prompts, paired.
 
@@ -141,21 +136,14 @@ def compare(a: str, b: str, **options: Any) -> None:
 @shared.model_options
 @shared.draft_option
 @shared.data_options
-@click.option("--k", "ks", type=shared.NUMBERS, default="5", show_default=True, help="Drafts a round, e.g. 5 or 1,5.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=512, show_default=True)
-@click.option("--system", default=None, help="A system prompt before every conversation.")
-@click.option("--no-chat-template", is_flag=True, help="Send the messages as plain text.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Questions at a time.")
-@click.option("--mode", type=click.Choice(["both", "greedy", "sampled"]), default="both", show_default=True)
-@click.option(
-    "--samples", type=click.IntRange(100), default=1000, show_default=True, help="Samples per place and configuration."
-)
-@click.option("--sample-prompts", type=click.IntRange(1), default=2, show_default=True, help="Places of each trial.")
-@click.option("--output", type=shared.FILE, default=None, help="Write the JSON document here.")
+@shared.ks_option
+@shared.greedy_options
+@option("--mode", None, click.Choice(["both", "greedy", "sampled"]), "both")
+@option("--samples", "Samples per place and configuration.", click.IntRange(100), 1000)
+@option("--sample-prompts", "Places of each trial.", COUNT, 2)
+@shared.output_option
 @shared.run_dir_option
-@shared.ray_option
-@shared.workers_option
+@shared.ray_options
 def lossless(**options: Any) -> None:
     """Check that speculation leaves the target's output unchanged: PASS (exit code 0), FAIL (1) or NOT TESTED (3).
 

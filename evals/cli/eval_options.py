@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import DEFAULT_MODEL, added, check_sampling, load_options, load_options_of
+from specdec.cli.options import (
+    COUNT,
+    DEFAULT_MODEL,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    added,
+    check_sampling,
+    flag,
+    load_options,
+    load_options_of,
+    offered,
+    option,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,76 +55,77 @@ OWN_NAMES = {"num_speculative_tokens": "--k", "max_num_seqs": "--batch-size", "s
 
 model_options = added(
     (
-        click.option(
-            "--model",
-            default=None,
-            help="Built-in name, folder or hub name, also of a head that names its target; default gsm-llama.",
+        option(
+            "--model", "Built-in name, folder or hub name, also of a head that names its target; default gsm-llama."
         ),
-        load_options("eval", without=OWN_NAMES),
+        load_options(offered("eval", OWN_NAMES)),
     )
 )
 
-draft_option = click.option(
+draft_option = option(
     "--draft",
+    "Folder or hub name of the head; auto = the built-in one, or the one given alone as --model.",
     default="auto",
-    show_default=True,
-    help="Folder or hub name of the head; auto = the built-in one, or the one given alone as --model.",
 )
 
 data_options = added(
     (
-        click.option(
+        option(
             "--data",
+            "mt_bench, gsm8k, humaneval, spec_bench, arithmetic, a .jsonl file or a hub name.",
             required=True,
-            help="mt_bench, gsm8k, humaneval, spec_bench, arithmetic, a .jsonl file or a hub name.",
         ),
-        click.option("--data-dir", type=FOLDER, help="Folder with the known sets; default $SPECDEC_DATA."),
-        click.option(
-            "--limit", type=click.IntRange(1), default=None, help="Take N questions, spread evenly over the set."
-        ),
+        option("--data-dir", "Folder with the known sets; default $SPECDEC_DATA.", FOLDER),
+        option("--limit", "Take N questions, spread evenly over the set.", COUNT),
     )
 )
 
-asking_options = added(
-    (
-        click.option("--max-new-tokens", type=click.IntRange(1), default=512, show_default=True),
-        click.option("--temperature", type=click.FloatRange(0.0), default=0.0, show_default=True, help="0 is greedy."),
-        click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="0 is off."),
-        click.option("--top-p", type=click.FloatRange(0.0, 1.0, min_open=True), default=1.0, show_default=True),
-        click.option("--system", default=None, help="A system prompt before every conversation."),
-        click.option("--no-chat-template", is_flag=True, help="Send the messages as plain text."),
-        click.option("--seed", type=int, default=0, show_default=True),
-        click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Questions at a time."),
-    )
+ks_option = option("--k ks", "Drafts a round; 1,3,5 sweeps.", NUMBERS, "5")
+seed_option = option("--seed", default=0)
+_ASKED = (
+    option("--system", "A system prompt before every conversation."),
+    flag("--no-chat-template", "Send the messages as plain text."),
+    seed_option,
 )
 
-run_dir_option = click.option(
-    "--run-dir", type=FOLDER, default=None, help="Folder of the run; default runs/<hash of its settings>."
-)
+
+def batch_size_option(default: int) -> Callable[[Any], Any]:
+    """How many questions are asked at a time."""
+    return option("--batch-size", "Questions at a time.", COUNT, default)
+
+
+def max_new_tokens_option(default: int = 512) -> Callable[[Any], Any]:
+    """How long an answer may be."""
+    return option("--max-new-tokens", None, COUNT, default)
+
+
+asking_options = added((max_new_tokens_option(), TEMPERATURE, TOP_K, TOP_P, *_ASKED, batch_size_option(1)))
+greedy_options = added((max_new_tokens_option(), *_ASKED, batch_size_option(32)))
+output_option = option("--output", "Write the JSON document here.", FILE)
+run_dir_option = option("--run-dir", "Folder of the run; default runs/<hash of its settings>.", FOLDER)
 
 output_options = added(
     (
-        click.option("--output", type=FILE, default=None, help="Write the JSON document here."),
-        click.option("--report", type=FILE, default=None, help="Write a self-contained HTML page here."),
-        click.option("--explain", is_flag=True, help="Print the sentence that defines each number."),
-        click.option(
-            "--spec-bench-dir", type=FOLDER, default=None, help="Write answer files in Spec-Bench's schema here."
-        ),
+        output_option,
+        option("--report", "Write a self-contained HTML page here.", FILE),
+        flag("--explain", "Print the sentence that defines each number."),
+        option("--spec-bench-dir", "Write answer files in Spec-Bench's schema here.", FOLDER),
         run_dir_option,
     )
 )
 
-ray_option = click.option(
-    "--ray",
-    is_flag=False,
-    flag_value="local",
-    default=None,
-    metavar="[ADDRESS]",
-    help="Spread the questions over Ray workers (a cluster's address; without one, this machine).",
-)
 DEFAULT_WORKERS = 2
-workers_option = click.option(
-    "--workers", type=click.IntRange(1), default=DEFAULT_WORKERS, show_default=True, help="Ray workers."
+ray_options = added(
+    (
+        option(
+            "--ray",
+            "Spread the questions over Ray workers (a cluster's address; without one, this machine).",
+            is_flag=False,
+            flag_value="local",
+            metavar="[ADDRESS]",
+        ),
+        option("--workers", "Ray workers.", COUNT, DEFAULT_WORKERS),
+    )
 )
 
 

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import SAMPLING_OPTIONS, added, check_sampling, examples, load_options_of, model_options
+from specdec.cli.options import (
+    COUNT,
+    PATH,
+    SAMPLING_OPTIONS,
+    added,
+    check_sampling,
+    examples,
+    load_options_of,
+    model_options,
+    option,
+)
 
 if TYPE_CHECKING:
     from specdec.extensions.batches.run_batch import Records
@@ -33,13 +43,11 @@ _FAILED = 1
         "specdec batch questions.jsonl answers.jsonl --ray 8",
     )
 )
-@click.argument("source", metavar="IN.jsonl", type=click.Path(path_type=Path))
-@click.argument("target", metavar="OUT.jsonl", type=click.Path(path_type=Path))
-@click.option(
-    "--ray", "workers", type=click.IntRange(1), metavar="N", help="N workers of a Ray cluster (RAY_ADDRESS, or here)."
-)
+@click.argument("source", metavar="IN.jsonl", type=PATH)
+@click.argument("target", metavar="OUT.jsonl", type=PATH)
+@option("--ray workers", "N workers of a Ray cluster (RAY_ADDRESS, or here).", COUNT, metavar="N")
 @added(SAMPLING_OPTIONS)
-@model_options(without=["seed"])
+@model_options(["seed"])
 @click.pass_context
 def batch(context: click.Context, source: Path, target: Path, workers: int | None, **options: Any) -> None:
     """Answer every row of IN.jsonl into OUT.jsonl, in bounded memory. A killed run goes on by the same command.

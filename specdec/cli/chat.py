@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import SAMPLING_OPTIONS, added, examples, load_for_sampling, model_options
+from specdec.cli.options import SAMPLING_OPTIONS, added, examples, load_for_sampling, model_options, option
 from specdec.errors import InvalidInputError, SpecdecError
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ _HELP = (
         'specdec chat --system "Answer in one sentence." --temperature 0.7 --top-p 0.9 --max-new-tokens 500',
     )
 )
-@click.option("--system", help="The system message, before all others.")
+@option("--system", "The system message, before all others.")
 @added(SAMPLING_OPTIONS)
-@model_options(without=["seed"])
+@model_options(["seed"])
 def chat(system: str | None, **options: Any) -> None:
     """Talk with a model. It is told all that was said; /help lists what can be typed beside messages."""
     model, params = load_for_sampling(options)

@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from specdec.cli.lazy import DISTRIBUTION, PluginError, find_plugins
-from specdec.cli.options import examples
+from specdec.cli.options import examples, flag
 from specdec.import_names import ROOT, check_sibling
 from specdec.user_warnings import busy_cores
 
@@ -42,7 +42,7 @@ Facts = dict[str, Any]
 
 
 @click.command(epilog=examples("specdec doctor", "specdec doctor --json"))
-@click.option("--json", "as_json", is_flag=True, help="The facts as one JSON object.")
+@flag("--json as_json", "The facts as one JSON object.")
 def doctor(as_json: bool) -> None:
     """Show the environment, the GPU, the caches, and which extras are missing. Put it into an issue report.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from specdec.cli.options import examples, pick_options
+from specdec.cli.options import COUNT, PATH, examples, load_options, option
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -31,33 +31,25 @@ _DTYPES = ("float32", "bfloat16", "float16")
     )
 )
 @click.argument("head")
-@click.option(
+@option(
     "--layout",
-    type=click.Choice(_LAYOUTS),
-    required=True,
-    help="speculators: vLLM's; specforge: SGLang's; "
+    "speculators: vLLM's; specforge: SGLang's; "
     "custom_generate: a model folder whose own generate, in transformers, speculates.",
+    click.Choice(_LAYOUTS),
+    required=True,
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder; it must be empty, or not exist.")
-@click.option("--target", help="The head's target: built-in name, folder or hub name. Default: what the head names.")
-@click.option("--verifier", help="speculators: the target's name in the configuration. Default: --target.")
-@click.option("--dtype", type=click.Choice(_DTYPES), help="Of the stored weights. Default: as they are stored.")
-@click.option(
+@option("--out", "Folder; it must be empty, or not exist.", PATH, required=True)
+@option("--target", "The head's target: built-in name, folder or hub name. Default: what the head names.")
+@option("--verifier", "speculators: the target's name in the configuration. Default: --target.")
+@option("--dtype", "Of the stored weights. Default: as they are stored.", click.Choice(_DTYPES))
+@option(
     "--with-target-tensors/--without-target-tensors",
-    default=True,
-    show_default=True,
-    help="speculators: write the embedding (and lm_head) that the head shares with its target, as that package does. "
+    "speculators: write the embedding (and lm_head) that the head shares with its target, as that package does. "
     "custom_generate: the target's own files, so that the folder is a whole model.",
+    default=True,
 )
-@click.option(
-    "--num-speculative-tokens",
-    "-k",
-    type=click.IntRange(1),
-    default=5,
-    show_default=True,
-    help="speculators: K that the configuration proposes.",
-)
-@pick_options("head_overrides")
+@option("--num-speculative-tokens -k", "speculators: K that the configuration proposes.", COUNT, 5)
+@load_options(["head_overrides"])
 @click.pass_context
 def export(
     context: click.Context, head: str, layout: ExportLayout, out: Path, target: str | None, **options: Any

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from specdec.cli.options import SAMPLING_OPTIONS, added, check_sampling, examples, load_for_sampling, model_options
+from specdec.cli.options import (
+    PATH,
+    SAMPLING_OPTIONS,
+    added,
+    check_sampling,
+    examples,
+    flag,
+    load_for_sampling,
+    model_options,
+    option,
+)
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -30,15 +40,13 @@ _GENERATE_EXAMPLES = examples(
 
 @click.command(epilog=_GENERATE_EXAMPLES)
 @click.argument("prompt", required=False)
-@click.option(
-    "--file", "file", type=click.Path(path_type=Path), help="Prompts: .jsonl (one a line, one batch), or one text."
-)
-@click.option("--raw", is_flag=True, help="Give the prompt as it is, without the chat template.")
-@click.option("--stats", is_flag=True, help="Print acceptance length, acceptance per position and times.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt, as each ends, instead of text.")
-@click.option("--output", type=click.Path(path_type=Path), help="A new file for these JSON objects, one a line.")
+@option("--file", "Prompts: .jsonl (one a line, one batch), or one text.", PATH)
+@flag("--raw", "Give the prompt as it is, without the chat template.")
+@flag("--stats", "Print acceptance length, acceptance per position and times.")
+@flag("--json as_json", "One JSON object a prompt, as each ends, instead of text.")
+@option("--output", "A new file for these JSON objects, one a line.", PATH)
 @added(SAMPLING_OPTIONS)
-@model_options(without=["seed"])
+@model_options(["seed"])
 def generate(
     prompt: str | None, file: Path | None, raw: bool, stats: bool, as_json: bool, output: Path | None, **options: Any
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from specdec.cli.options import examples, load_model, load_options_of, model_options
+from specdec.cli.options import PATH, examples, flag, load_model, load_options_of, model_options, option
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -31,11 +31,9 @@ if TYPE_CHECKING:
     )
 )
 @click.argument("head", required=False)
-@click.option("--target", help="Of HEAD: built-in name, folder or hub name. Default: the one that HEAD names.")
-@click.option(
-    "--file", "file", type=click.Path(path_type=Path), help="Prompts of the agreement check: .jsonl, or one text."
-)
-@click.option("--json", "as_json", is_flag=True, help="The facts as one JSON object, numbers as they are.")
+@option("--target", "Of HEAD: built-in name, folder or hub name. Default: the one that HEAD names.")
+@option("--file", "Prompts of the agreement check: .jsonl, or one text.", PATH)
+@flag("--json as_json", "The facts as one JSON object, numbers as they are.")
 @model_options()
 @click.pass_context
 def inspect(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import Field, fields
+from functools import reduce
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -17,14 +19,33 @@ if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
     from specdec.requests.sampling import SamplingParams
 
+COUNT = click.IntRange(1)
+PATH = click.Path(path_type=Path)
+
+
+def option(
+    names: str, help: str | None = None, type: Any = None, default: Any = None, **more: Any
+) -> Callable[[Any], Any]:
+    """`click.option` of names in one text, as "-k --num-speculative-tokens"; its help shows the default."""
+    return click.option(*names.split(), help=help, type=type, default=default, show_default=True, **more)
+
+
+def flag(names: str, help: str) -> Callable[[Any], Any]:
+    """An option without a value, False where it is not given."""
+    return click.option(*names.split(), help=help, is_flag=True)
+
+
+TEMPERATURE = option("--temperature", "0 is greedy.", click.FloatRange(0), 0.0)
+TOP_K = option("--top-k", "0 is off.", click.IntRange(0), 0)
+TOP_P = option("--top-p", None, click.FloatRange(0, 1, min_open=True), 1.0)
 SAMPLING_OPTIONS = (
-    click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True),
-    click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy."),
-    click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="0 is off."),
-    click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True),
-    click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, show_default=True),
-    click.option("--seed", type=int, help="Fixes the random draws."),
-    click.option("--stop", multiple=True, help="A string that ends the text; may be given several times."),
+    option("--max-new-tokens", None, COUNT, 256),
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    option("--min-p", None, click.FloatRange(0, 1), 0.0),
+    option("--seed", "Fixes the random draws.", int),
+    option("--stop", "A string that ends the text; may be given several times.", multiple=True),
 )
 DEFAULT_MODEL = "gsm-llama"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -39,74 +60,56 @@ def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def added(options: Iterable[Callable[[Any], Any]]) -> Callable[[_Command], _Command]:
+def added(options: Sequence[Callable[[Any], Any]]) -> Callable[[_Command], _Command]:
     """A decorator that adds options to a command, in their order."""
-    stack = list(options)
-
-    def add(command: _Command) -> _Command:
-        for option in reversed(stack):
-            command = option(command)
-        return command
-
-    return add
+    return lambda command: reduce(lambda made, add: add(made), reversed(options), command)
 
 
 def check_sampling(options: Mapping[str, Any]) -> None:
     """Raises click.UsageError: an option of sampling that would do nothing at temperature 0."""
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if options["temperature"] == 0 and options.get(name, off) != off:
-            flag = f"--{name.replace('_', '-')} {options[name]}"
-            raise click.UsageError(f"{flag} decides nothing at temperature 0; leave it out, or give --temperature")
+            given = f"--{name.replace('_', '-')} {options[name]}"
+            raise click.UsageError(f"{given} decides nothing at temperature 0; leave it out, or give --temperature")
 
 
-def offered(command: str, kind: type[LoadOptions] = LoadOptions) -> list[str]:
-    """Names of the load options that a command ("run", "eval" or "train") offers."""
-    return [each.name for each in fields(kind) if command in option_of(each).commands]
+def offered(command: str, without: Container[str] = (), kind: type[LoadOptions] = LoadOptions) -> list[str]:
+    """Names of the load options that a command ("run", "eval" or "train") offers.
+
+    without: options that it has under a name of its own.
+    """
+    return [each.name for each in fields(kind) if command in option_of(each).commands and each.name not in without]
 
 
 def load_options(
-    command: str,
-    *,
-    without: Iterable[str] = (),
+    names: Container[str],
     changes: Mapping[str, Mapping[str, Any]] | None = None,
     kind: type[LoadOptions] = LoadOptions,
 ) -> Callable[[_Command], _Command]:
-    """A decorator that adds the load options which a command ("run", "eval" or "train") offers.
+    """A decorator that adds these load options, in the order of `LoadOptions`.
 
-    without: options that it has under a name of its own. changes: by option, what click.option gets otherwise here.
+    changes: by option, what `option` gets otherwise for this command.
     """
-    left_out = set(without)
-    return pick_options(*(name for name in offered(command, kind) if name not in left_out), changes=changes, kind=kind)
-
-
-def pick_options(
-    *names: str, changes: Mapping[str, Mapping[str, Any]] | None = None, kind: type[LoadOptions] = LoadOptions
-) -> Callable[[_Command], _Command]:
-    """A decorator that adds these load options, in the order of `LoadOptions`."""
     chosen = [each for each in fields(kind) if each.name in names]
-    return added(_click_option(each, **(changes or {}).get(each.name, {})) for each in chosen)
+    return added([_click_option(each, **(changes or {}).get(each.name, {})) for each in chosen])
 
 
-def _click_option(option: Field[Any], **changes: Any) -> Callable[[Any], Any]:
-    about = option_of(option)
-    words = [f"--{option.name.replace('_', '-')}"]
-    if about.letter:
-        words.insert(0, f"-{about.letter}")
-    settings: dict[str, Any] = {"help": about.help, "default": option.default}
-    settings["show_default"] = option.default not in (None, False)
+def _click_option(load: Field[Any], **changes: Any) -> Callable[[Any], Any]:
+    about, dashed = option_of(load), load.name.replace("_", "-")
+    words, settings = f"--{dashed}", dict[str, Any](help=about.help, default=load.default)
     if isinstance(about.kind, Flag):
-        settings["is_flag"] = True
-        if option.default:
-            words[-1] += f"/--no-{option.name.replace('_', '-')}"
+        settings |= {"is_flag": True}
+        words += f"/--no-{dashed}" if load.default else ""
     elif isinstance(about.kind, Switch):
         # Without a word it means yes, as it did when it was a flag.
         settings |= {"type": click.Choice(["auto", "yes", "no"]), "is_flag": False, "flag_value": "yes"}
     elif isinstance(about.kind, Overrides):
-        words.insert(0, words[-1].removesuffix("s"))  # one at a time: --head-override a=1 --head-override b=2
-        settings |= {"type": str, "multiple": True, "metavar": "KEY=VALUE"}
+        words = f"{words.removesuffix('s')} {words}"  # one at a time: --head-override a=1 --head-override b=2
+        settings |= {"multiple": True, "metavar": "KEY=VALUE"}
     else:
-        settings["type"] = _click_type(about.kind)
-    return click.option(*words, option.name, **(settings | changes))
+        settings |= {"type": _click_type(about.kind)}
+    letter = f"-{about.letter} " if about.letter else ""
+    return option(f"{letter}{words} {load.name}", **(settings | changes))
 
 
 def _click_type(kind: Kind) -> click.ParamType | type[str]:
@@ -123,17 +126,17 @@ def load_options_of(options: Mapping[str, Any], **more: Any) -> LoadOptions:
     Raises:
         InvalidInputError: a value that is not allowed.
     """
-    names = {each.name for each in fields(LoadOptions)}
+    names = LoadOptions.__dataclass_fields__
     return LoadOptions.from_words({name: value for name, value in options.items() if name in names} | more)
 
 
-_model = click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Built-in name, folder or hub name.")
-_draft = click.option("--draft", default="auto", show_default=True, help=_DRAFT_HELP)
+_model = option("--model", "Built-in name, folder or hub name.", default=DEFAULT_MODEL)
+_draft = option("--draft", _DRAFT_HELP, default="auto")
 
 
-def model_options(*, without: Iterable[str] = ()) -> Callable[[_Command], _Command]:
-    """A decorator that adds the options which say which model and head to load, and how."""
-    return added((_model, _draft, load_options("run", without=without)))
+def model_options(without: Container[str] = ()) -> Callable[[_Command], _Command]:
+    """A decorator that adds the options which say which model and head to load, and how. without: see `offered`."""
+    return added((_model, _draft, load_options(offered("run", without))))
 
 
 def draft_of(model: str, draft: str, options: LoadOptions) -> str | None:

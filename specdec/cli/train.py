@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attention.backends.kinds import KINDS
-from specdec.cli.options import added, examples, load_options, load_options_of, offered, pick_options
+from specdec.cli.options import COUNT, PATH, added, examples, flag, load_options, load_options_of, offered, option
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -22,39 +22,33 @@ if TYPE_CHECKING:
 
 _MODEL_HELP = "Target: built-in name, folder or hub name."
 _DATA = (
-    click.option(
+    option(
         "--data",
+        "JSONL of questions (messages, prompt or question a line); the target writes the answers. Repeatable.",
+        PATH,
         multiple=True,
         required=True,
-        type=click.Path(path_type=Path),
-        help="JSONL of questions (messages, prompt or question a line); the target writes the answers. Repeatable.",
     ),
-    click.option(
+    option(
         "--output",
+        "Folder. An unfinished run goes on; a run made from something else is refused.",
+        click.Path(path_type=Path, file_okay=False),
         required=True,
-        type=click.Path(path_type=Path, file_okay=False),
-        help="Folder. An unfinished run goes on; a run made from something else is refused.",
     ),
-    click.option("--overwrite", is_flag=True, help="Start anew: remove checkpoints and head of an earlier run there."),
-    click.option(
-        "--checkpoint-every", type=click.IntRange(1), default=250, show_default=True, help="Steps between checkpoints."
-    ),
+    flag("--overwrite", "Start anew: remove checkpoints and head of an earlier run there."),
+    option("--checkpoint-every", "Steps between checkpoints.", COUNT, 250),
 )
 _RUN = (
-    click.option("--decay", default=0.8, show_default=True, help="Loss weight of step i is decay^i."),
-    click.option(
-        "--held-out", type=click.IntRange(1), default=256, show_default=True, help="Questions that only measure."
-    ),
-    click.option("--max-new-tokens", type=click.IntRange(2), default=512, show_default=True, help="Longest answer."),
-    click.option(
-        "--max-length", type=click.IntRange(3), default=1024, show_default=True, help="Longest training sequence."
-    ),
-    click.option("--answers-only", is_flag=True, help="Only let the target answer (several files in parallel, say)."),
-    click.option("--compile", "compile_", is_flag=True, help="Run the loss through torch.compile."),
-    click.option("--seed", default=0, show_default=True),
+    option("--decay", "Loss weight of step i is decay^i.", default=0.8),
+    option("--held-out", "Questions that only measure.", COUNT, 256),
+    option("--max-new-tokens", "Longest answer.", click.IntRange(2), 512),
+    option("--max-length", "Longest training sequence.", click.IntRange(3), 1024),
+    flag("--answers-only", "Only let the target answer (several files in parallel, say)."),
+    flag("--compile compile_", "Run the loss through torch.compile."),
+    option("--seed", default=0),
     load_options(
-        "train",
-        changes={
+        offered("train"),
+        {
             "max_num_seqs": {"default": 64, "help": "Questions answered at once."},
             "backend": {"type": click.Choice([name for name in KINDS if name != "batch_invariant"])},
         },
@@ -80,18 +74,16 @@ def train() -> None:
         "specdec train eagle3 --data a.jsonl --data b.jsonl --output run --steps 500 --held-out 64",
     )
 )
-@click.option("--model", default="gsm-llama", show_default=True, help=_MODEL_HELP)
+@option("--model", _MODEL_HELP, default="gsm-llama")
 @added(_DATA)
-@click.option("--draft-vocab-size", type=click.IntRange(1), help="Default: the target's whole vocabulary.")
-@click.option("--intermediate-size", type=click.IntRange(1), help="Of the head's MLP. Default: the target's.")
-@click.option(
-    "--aux-layers", help="States that the head reads, e.g. 2,4,5: 2 is the state after 2 layers. Default: 2, N//2, N-3."
-)
-@click.option("--taps", hidden=True)  # as it was called
-@click.option("--steps", default=1500, show_default=True)
-@click.option("--batch-size", default=48, show_default=True)
-@click.option("--ttt-steps", default=5, show_default=True, help="Steps of the training-time test.")
-@click.option("--learning-rate", default=1e-3, show_default=True)
+@option("--draft-vocab-size", "Default: the target's whole vocabulary.", COUNT)
+@option("--intermediate-size", "Of the head's MLP. Default: the target's.", COUNT)
+@option("--aux-layers", "States that the head reads, e.g. 2,4,5: 2 is the state after 2 layers. Default: 2, N//2, N-3.")
+@option("--taps", hidden=True)  # as it was called
+@option("--steps", default=1500)
+@option("--batch-size", default=48)
+@option("--ttt-steps", "Steps of the training-time test.", default=5)
+@option("--learning-rate", default=1e-3)
 @added(_RUN)
 def eagle3(**options: Any) -> None:
     """Train an EAGLE-3 head; the result is OUTPUT/head, in the layout that other engines read too."""
@@ -100,14 +92,14 @@ def eagle3(**options: Any) -> None:
 
 
 @train.command(epilog=examples("specdec train mtp --data questions.jsonl --output run --steps 200 --ttt-steps 3"))
-@click.option("--model", default="gsm-deepseek", show_default=True, help=_MODEL_HELP)
+@option("--model", _MODEL_HELP, default="gsm-deepseek")
 @added(_DATA)
-@click.option("--module", help="Checkpoint that holds the module. Default: the target's own.")
-@click.option("--steps", default=1000, show_default=True)
-@click.option("--batch-size", default=48, show_default=True)
-@click.option("--ttt-steps", default=4, show_default=True, help="Drafts in a row that the module is trained for.")
-@click.option("--learning-rate", default=2e-4, show_default=True)
-@pick_options("mtp_concat", "mtp_feedback")
+@option("--module", "Checkpoint that holds the module. Default: the target's own.")
+@option("--steps", default=1000)
+@option("--batch-size", default=48)
+@option("--ttt-steps", "Drafts in a row that the module is trained for.", default=4)
+@option("--learning-rate", default=2e-4)
+@load_options(["mtp_concat", "mtp_feedback"])
 @added(_RUN)
 def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **options: Any) -> None:
     """Go on training a multi-token-prediction module for several drafts in a row; the result is OUTPUT/head.

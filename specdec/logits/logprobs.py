@@ -165,8 +165,7 @@ def _of_distribution(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
 def _tensors(params: Sequence[SamplingParams], device: torch.device) -> SamplingTensors:
     """One row of parameters each."""
     values = SamplingArrays.of(params)
-    names = ("temperature", "top_k", "top_p", "min_p")
-    return SamplingTensors(values.filters, *(on_device(getattr(values, name), device) for name in names))
+    return SamplingTensors(*(on_device(column, device) for column in values.columns), filters=values.filters)
 
 
 class AskingColumns(ExtraColumns):

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from specdec.errors import InvalidInputError
-from specdec.values import flag, real, refuse, short, whole
+from specdec.values import Reader, flag, number, read_options, refuse, whole
 
 Sequences = tuple[tuple[int, ...], ...]
 """Sequences of token ids, each with one or more."""
@@ -86,10 +87,7 @@ class LogitsOptions:
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError: a value that is not of its kind or outside its range."""
-        for name, read in _READ.items():
-            given = getattr(self, name)
-            if given is not None:
-                object.__setattr__(self, name, read(name, given))  # frozen: checked values replace given ones
+        read_options(self, _READ)
         if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= set(self.suppress_tokens or ()):
             # Of bad words the ends do not count, which the model knows: what these leave is looked at in rounds.
             raise InvalidInputError("allowed_token_ids are all among suppress_tokens: no token could be generated")
@@ -118,36 +116,13 @@ def largest_bias(options: LogitsOptions) -> tuple[int, float]:
     return max(sums.items(), key=lambda item: item[1], default=(-1, 0.0))
 
 
-def _count(name: str, given: Any) -> int:
-    return whole(name, given, 0, None, "0 (off) or more, a whole number")
-
-
-def _number(low: float, high: float, allowed: str) -> Callable[[str, Any], float]:
-    def read(name: str, given: Any) -> float:
-        number = real(name, given, allowed)
-        if not low <= number <= high or math.isinf(number):
-            raise refuse(name, given, allowed)
-        return number
-
-    return read
-
-
-def _share_of_one(allowed: str, low_is_in: bool) -> Callable[[str, Any], float]:
-    def read(name: str, given: Any) -> float:
-        number = real(name, given, allowed)
-        if not 0 <= number <= 1 or (number == 0 and not low_is_in):
-            raise refuse(name, given, allowed)
-        return number
-
-    return read
-
-
-def _penalty(name: str, given: Any) -> float:
-    allowed = "a number above 0; 1.0 is off"
-    number = real(name, given, allowed)
-    if not 0 < number < math.inf:
-        raise refuse(name, given, allowed)
-    return number
+_COUNT = partial(whole, least=0, most=None, allowed="0 (off) or more, a whole number")
+_ONE_ID = partial(whole, least=0, most=None, allowed="None, or a token id")
+_PENALTY = number("a number above 0; 1.0 is off", lambda x: 0 < x < math.inf)
+_FILTER = number("in (0, 1]; 1.0 is off", lambda x: 0 < x <= 1)
+_CUTOFF = number("0 (off) or more, below 1", lambda x: 0 <= x < 1)
+_SUBTRACTED = number("a finite number; 0.0 is off", math.isfinite)
+_BIAS = number("a bias that is a finite number or -inf", lambda x: x < math.inf)
 
 
 def token_ids(name: str, given: Any) -> tuple[int, ...]:
@@ -171,10 +146,6 @@ def _allowed(name: str, given: Any) -> tuple[int, ...]:
     return ids
 
 
-def _one_id(name: str, given: Any) -> int:
-    return whole(name, given, 0, None, "None, or a token id")
-
-
 def _sequences(name: str, given: Any) -> Sequences:
     allowed = "a list of lists of token ids, each with one or more"
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
@@ -192,7 +163,7 @@ def _biases(name: str, given: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
     found = {}
     for ids, bias in _pairs(name, given, allowed):
         own = _sequences(name, [ids])[0] if isinstance(ids, Iterable) else token_ids(name, ids)
-        found[own] = _bias(name, bias)
+        found[own] = _BIAS(name, bias)
     return tuple(found.items())
 
 
@@ -202,7 +173,7 @@ def _token_biases(name: str, given: Any) -> tuple[tuple[int, float], ...]:
     for key, bias in _pairs(name, given, allowed):
         is_number = isinstance(key, str) and key.isdecimal() and len(key) < 20  # OpenAI's keys are JSON's: strings
         number = int(key) if is_number else key
-        found[whole(name, number, 0, None, allowed)] = _bias(name, bias)
+        found[whole(name, number, 0, None, allowed)] = _BIAS(name, bias)
     return tuple(found.items())
 
 
@@ -216,39 +187,26 @@ def _pairs(name: str, given: Any, allowed: str) -> list[tuple[Any, Any]]:
     return [(one, other) for one, other in pairs]
 
 
-def _bias(name: str, given: Any) -> float:
-    number = real(name, given, "biases that are numbers")
-    if math.isnan(number) or number == math.inf:
-        raise InvalidInputError(f"{name} has the bias {short(given)}: allowed are finite numbers and -inf")
-    return number
-
-
 def _decay(name: str, given: Any) -> tuple[int, float]:
     allowed = "None, or (start, factor): a whole number from 0 and a number above 0"
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise refuse(name, given, allowed)
-    factor = real(name, given[1], allowed)
-    if not 0 < factor < math.inf:
-        raise refuse(name, given, allowed)
-    return whole(name, given[0], 0, None, allowed), factor
+    return whole(name, given[0], 0, None, allowed), number(allowed, lambda x: 0 < x < math.inf)(name, given[1])
 
 
-_FILTER = _share_of_one("in (0, 1]; 1.0 is off", low_is_in=False)
-_CUTOFF = _number(0.0, math.nextafter(1, 0), "0 (off) or more, below 1")
-_SUBTRACTED = _number(-math.inf, math.inf, "a finite number; 0.0 is off")
-_READ: dict[str, Callable[[str, Any], Any]] = {
+_READ: dict[str, Reader] = {
     "sequence_bias": _biases,
     "logit_bias": _token_biases,
-    "encoder_repetition_penalty": _penalty,
-    "repetition_penalty": _penalty,
+    "encoder_repetition_penalty": _PENALTY,
+    "repetition_penalty": _PENALTY,
     "frequency_penalty": _SUBTRACTED,
     "presence_penalty": _SUBTRACTED,
-    "no_repeat_ngram_size": _count,
-    "encoder_no_repeat_ngram_size": _count,
+    "no_repeat_ngram_size": _COUNT,
+    "encoder_no_repeat_ngram_size": _COUNT,
     "bad_words_ids": _sequences,
-    "min_length": _count,
-    "min_new_tokens": _count,
-    "forced_bos_token_id": _one_id,
+    "min_length": _COUNT,
+    "min_new_tokens": _COUNT,
+    "forced_bos_token_id": _ONE_ID,
     "forced_eos_token_id": token_ids,
     "remove_invalid_values": flag,
     "exponential_decay_length_penalty": _decay,

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic
 
+import numpy as np
 import torch
 
+from attention.staging import A, array
 
-class Parameters(Protocol):
-    """Sampling parameters of J rows, [J] each and contiguous (`SamplingTensors`); temperature 0 marks a greedy row."""
+
+@dataclass(frozen=True)
+class SamplingParameters(Generic[A]):
+    """Sampling parameters of rows, [J] each and contiguous, in the order in which kernels take them.
+
+    Attributes:
+        temperature: 0 marks a greedy row. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
+    """
+
+    temperature: A = array(np.float32, "rows")
+    top_k: A = array(np.int32, "rows")
+    top_p: A = array(np.float32, "rows")
+    min_p: A = array(np.float32, "rows")
 
     @property
-    def temperature(self) -> torch.Tensor:
-        """float32."""
+    def columns(self) -> tuple[A, A, A, A]:
+        """All four."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
 
-    @property
-    def top_k(self) -> torch.Tensor:
-        """int32; 0: off."""
 
-    @property
-    def top_p(self) -> torch.Tensor:
-        """float32; 1: off."""
-
-    @property
-    def min_p(self) -> torch.Tensor:
-        """float32; 0: off."""
+Parameters = SamplingParameters[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,7 @@ def filter_rows(
     """
     from specdec.ops.filters_kernel import launch_filters
 
-    parameters = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    launch_filters(logits, peaks, parameters, out.stats, index)
+    launch_filters(logits, peaks, sampling.columns, out.stats, index)
 
 
 @dataclass(frozen=True)
@@ -145,9 +149,8 @@ def draw_drafts(
     """
     from specdec.ops.draws_kernel import launch_drafts
 
-    parameters = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     beside = (None,) * 4 if places is None else (places.logits, places.drafts, places.target_ids, places.accepted)
-    launch_drafts(logits, ids, parameters, uniform, step, out.stats, num_accepted, beside)
+    launch_drafts(logits, ids, sampling.columns, uniform, step, out.stats, num_accepted, beside)
 
 
 def accept_drafts(

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +21,7 @@ from specdec.logits.options import OFF
 from specdec.requests import chats
 from specdec.requests.generation_config import is_off
 from specdec.requests.prompts import Prompts, chats_with, user_chats
-from specdec.values import flag, only_known, short
+from specdec.values import flag, only_known, short, unknown
 
 _FIRST = "give the prompts as the first argument: generate(prompts, …)"
 _STREAM = 'read a stream: for update in model.stream(prompts, …): print(update.text, end="", flush=True)'
@@ -72,28 +70,22 @@ _SAME_MEANING = {"num_return_sequences": "n", "stop_strings": "stop"}
 K = TypeVar("K", bound=type)
 
 
-def unexpected(call: str, given: Mapping[str, Any], known: Collection[str]) -> InvalidInputError:
+def unexpected(
+    call: str, given: Mapping[str, Any], known: Collection[str], what: str = "unexpected keyword argument"
+) -> InvalidInputError:
     """The error for options that there are not, with the right call for the first.
 
     Args:
         call: what options stand in, as "SamplingParams({})". given: options that are unknown. known: names that exist.
+        what: the given ones are, in words.
     """
     name, value = next(iter(given.items()))
-    more = f" (also unexpected: {', '.join(list(given)[1:])})" if len(given) > 1 else ""
-    return InvalidInputError(f"unexpected keyword argument {name!r}{more}: {right_call(call, name, value, known)}")
-
-
-def right_call(call: str, name: str, value: Any, known: Collection[str]) -> str:
-    """What to give in place of an option that there is not, in words; see `unexpected`."""
     names = _OTHER_NAMES | (_OF_CALLS if "progress" in known else {})
+    hint = _RIGHT_CALLS.get(name, "")
     if name in names:
         own = names[name]
-        return f"it is called {own} here: {call.format(f'{own}={short(value)}')}"
-    if name in _RIGHT_CALLS:
-        return _RIGHT_CALLS[name]
-    close = get_close_matches(name, known, 1, 0.7)
-    listed = ", ".join(sorted(known, key=OFF.__contains__))  # those that change logits last
-    return (f"did you mean {close[0]}? " if close else "") + f"known are {listed}"
+        hint = f"it is called {own} here: {call.format(f'{own}={short(value)}')}"
+    return unknown(what, given, sorted(known, key=OFF.__contains__), hint)  # those that change logits last
 
 
 def only_known_fields(kind: K) -> K:
@@ -101,14 +93,6 @@ def only_known_fields(kind: K) -> K:
     made: Any = kind
     made.__init__ = only_known(made.__init__, partial(unexpected, f"{kind.__name__}({{}})"))
     return kind
-
-
-@dataclass(frozen=True)
-class ConfigWithOptions:
-    """A caller's GenerationConfig, with the options that are fields of SamplingParams alone."""
-
-    config: GenerationConfig
-    options: dict[str, Any]
 
 
 def prompts_of_call(prompts: Prompts, options: dict[str, Any]) -> Prompts:
@@ -170,27 +154,22 @@ def _once(what: str, given: Any, name: str, options: dict[str, Any]) -> Any:
     return given if other is None else other
 
 
-def with_options(params: Any, options: Mapping[str, Any], known: Collection[str]) -> Any:
-    """Parameters with some of their fields replaced by the options of a call.
+def with_options(
+    config: GenerationConfig, options: Mapping[str, Any], known: Collection[str]
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    """A GenerationConfig with its fields among the options of a call, and those that are fields of SamplingParams
+    alone. A temperature without do_sample makes it sample or not.
 
-    Args:
-        params: SamplingParams, or a GenerationConfig: a temperature without do_sample makes that one sample or not.
-        known: names of the fields of SamplingParams.
-
-    Raises:
-        InvalidInputError: an option that there is not.
+    known: names of the fields of SamplingParams. Raises InvalidInputError: an option that there is not.
     """
-    if not isinstance(params, GenerationConfig):
-        rest = known_options(options, known)
-        return replace(params, **rest) if rest else params
-    config = copy.deepcopy(params)
-    fields_of_config = {name for name in vars(config) if not name.startswith("_")}
-    rest = known_options({name: options[name] for name in options.keys() - fields_of_config}, known)
-    for name in fields_of_config & set(options):
+    names = {name for name in options if name in vars(config) and not name.startswith("_")}
+    rest = known_options({name: value for name, value in options.items() if name not in names}, known)
+    config = copy.deepcopy(config) if names else config
+    for name in names:
         setattr(config, name, options[name])
-    if config.do_sample is None and "temperature" in options:
+    if config.do_sample is None and "temperature" in names:
         config.do_sample = options["temperature"] != 0
-    return ConfigWithOptions(config, rest)
+    return config, rest
 
 
 def known_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

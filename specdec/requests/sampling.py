@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Generic
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from attention.cached import cached_property
-from attention.staging import A, array
+from attention.staging import array_names, dtype_of
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
-from specdec.logits.options import OFF, LogitsOptions, largest_bias
-from specdec.requests.arguments import only_known_fields, right_call
+from specdec.logits.options import LogitsOptions, largest_bias, token_ids
+from specdec.ops.draws import SamplingParameters
+from specdec.requests.arguments import only_known_fields, unexpected
 from specdec.requests.grammar import DecidedElsewhere, grammar
 from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode, PromptLogprobs, TokenRows
 from specdec.requests.shown import changed_fields
@@ -31,7 +33,7 @@ from specdec.requests.user_code import (
     prefix_function,
     processors,
 )
-from specdec.values import choice, flag, real, refuse, short, whole
+from specdec.values import Reader, choice, flag, number, read_options, refuse, short, whole
 
 MAX_TOP_K = 2**31 - 1
 MAX_N = 2**16
@@ -142,36 +144,8 @@ class SamplingParams(LogitsOptions):
     def __post_init__(self) -> None:
         """Raises InvalidInputError for a value that is not of its kind or outside its range."""
         super().__post_init__()
-        spec, seed = self.num_speculative_tokens, self.seed
-        kept = {
-            "max_new_tokens": whole("max_new_tokens", self.max_new_tokens, 1, None, "at least 1, a whole number"),
-            "top_k": whole("top_k", self.top_k, 0, MAX_TOP_K, f"0 (off) or more, a whole number up to {MAX_TOP_K}"),
-            "n": whole("n", self.n, 1, MAX_N, f"1 to {MAX_N}, a whole number"),
-            "stop": _stops(self.stop),
-            "stop_token_ids": _stop_ids(self.stop_token_ids),
-            "ignore_eos": flag("ignore_eos", self.ignore_eos),
-            "return_drafts": flag("return_drafts", self.return_drafts),
-            "strict_length": flag("strict_length", self.strict_length),
-            "cache_prefix": flag("cache_prefix", self.cache_prefix),
-            "logprobs_mode": choice("logprobs_mode", self.logprobs_mode, ("raw", "processed")),
-            "seed": None if seed is None else whole("seed", seed, *SEEDS, "None or a whole number of 64 bits"),
-            "num_speculative_tokens": None
-            if spec is None
-            else whole("num_speculative_tokens", spec, 0, None, "None or 0 or more"),
-        }
-        low, high = TEMPERATURES
-        for name, allowed, fits in (
-            ("temperature", f"0 (greedy), or {low:g} to {high:g}", lambda x: x == 0 or low <= x <= high),
-            ("top_p", "in (0, 1]", lambda x: 0 < x <= 1),
-            ("min_p", "in [0, 1]", lambda x: 0 <= x <= 1),
-        ):
-            given = getattr(self, name)
-            kept[name] = real(name, given, allowed)
-            if not fits(kept[name]):
-                raise refuse(name, given, allowed)
-        kept |= self._checked_code() | self._checked_telling()
-        for name, value in kept.items():
-            object.__setattr__(self, name, value)  # frozen, but the checked values replace the given ones
+        read_options(self, _READ)
+        self._check_processors()
         token, top = largest_bias(self)
         if top > _MOST * (min(self.temperature, 1) or 1):
             raise InvalidInputError(
@@ -183,43 +157,14 @@ class SamplingParams(LogitsOptions):
                 f"n={self.n} with temperature=0: greedy decoding has one completion; give a temperature, or n=1"
             )
 
-    def _checked_code(self) -> dict[str, Any]:
-        """The user's own code and the time limit. Raises InvalidInputError."""
-        found: dict[str, Any] = {}
-        for name, read in (
-            ("logits_processor", processors),
-            ("prefix_allowed_tokens_fn", prefix_function),
-            ("stopping_criteria", criteria),
-        ):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, (RequestProcessors, RequestCriteria)):
-                found[name] = read(name, given)
-        if self.grammar is not None and not hasattr(self.grammar, "error_at"):
-            found["grammar"] = grammar("grammar", self.grammar)
-        for kind, option in overlapping(found.get("logits_processor") or (), self.settings):
+    def _check_processors(self) -> None:
+        """Raises InvalidInputError: a processor of transformers, and the option that makes the same."""
+        own = self.logits_processor
+        for kind, option in overlapping(() if isinstance(own, RequestProcessors) else own or (), self.settings):
             raise InvalidInputError(
                 f"logits_processor has a {kind.__name__} and {option}={short(getattr(self, option))} is set: give "
                 "one of the two (an option of the model's own generation_config is switched off by its neutral value)"
             )
-        if self.max_time is not None:
-            found["max_time"] = real("max_time", self.max_time, "None or seconds, 0 or more")
-            if not found["max_time"] >= 0:  # NaN, too
-                raise refuse("max_time", self.max_time, "None or seconds, 0 or more")
-        return found
-
-    def _checked_telling(self) -> dict[str, Any]:
-        """What is told of tokens. Raises InvalidInputError."""
-        allowed, found = f"None or 0 to {MOST_LOGPROBS}", dict[str, Any]()
-        for name in ("logprobs", "prompt_logprobs"):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, PromptLogprobs):
-                found[name] = whole(name, given, 0, MOST_LOGPROBS, allowed)
-        start = self.prompt_logprobs_start
-        found["prompt_logprobs_start"] = whole("prompt_logprobs_start", start, 0, None, "0 or more, a whole number")
-        for name in ("return_logits", "return_scores"):
-            if not isinstance(getattr(self, name), TokenRows):
-                found[name] = flag(name, getattr(self, name))
-        return found
 
     def __repr__(self) -> str:
         """Without the fields that have their defaults."""
@@ -228,9 +173,8 @@ class SamplingParams(LogitsOptions):
     @property
     def told(self) -> tuple[str, ...]:
         """Names of the fields that ask for what is told of tokens beside them, which does not leave this process."""
-        asked = {"logprobs": self.logprobs is not None, "prompt_logprobs": self.prompt_logprobs is not None}
-        asked |= {"return_logits": bool(self.return_logits), "return_scores": bool(self.return_scores)}
-        return tuple(name for name, on in asked.items() if on)
+        names = ("logprobs", "prompt_logprobs", "return_logits", "return_scores")
+        return tuple(name for name in names if not (getattr(self, name) is None or getattr(self, name) is False))
 
     @property
     def user_code(self) -> tuple[str, ...]:
@@ -301,11 +245,9 @@ class SamplingParams(LogitsOptions):
         """
         if not isinstance(options, Mapping):
             raise InvalidInputError(f"sampling options are a dict, not {short(options)}")
-        known = [*(f.name for f in fields(cls) if f.name not in OFF), *OFF]
-        unknown = sorted(str(name) for name in set(options) - set(known))
-        if unknown:
-            hint = right_call("SamplingParams({})", unknown[0], options.get(unknown[0]), known)
-            raise InvalidInputError(f"unknown sampling option {', '.join(unknown)}; {hint}")
+        known = [f.name for f in fields(cls)]
+        if odd := {str(name): value for name, value in options.items() if name not in known}:
+            raise unexpected("SamplingParams({})", dict(sorted(odd.items())), known, "unknown sampling option")
         return cls(**options)  # type: ignore[arg-type]
 
     @classmethod
@@ -327,48 +269,70 @@ class SamplingParams(LogitsOptions):
         return cls.from_dict({**sampling_of_model(model), **options})
 
 
-def _stops(given: Any) -> tuple[str, ...]:
+def _stops(name: str, given: Any) -> tuple[str, ...]:
     stops = (given,) if isinstance(given, str) else given
     if not isinstance(stops, (tuple, list)) or not all(isinstance(s, str) and s for s in stops):
-        raise refuse("stop", given, "a string or a list of strings: non-empty strings")
+        raise refuse(name, given, "a string or a list of strings: non-empty strings")
     return tuple(stops)
 
 
-def _stop_ids(given: Any) -> tuple[int, ...]:
+def _stop_ids(name: str, given: Any) -> tuple[int, ...]:
     if not isinstance(given, (tuple, list)):
-        raise refuse("stop_token_ids", given, "a list of token ids")
-    allowed = "a list of token ids, whole numbers from 0"
-    return tuple(whole("stop_token_ids", token_id, 0, None, allowed) for token_id in given)
+        raise refuse(name, given, "a list of token ids")
+    return token_ids(name, given)
 
 
-@dataclass(frozen=True)
-class SamplingParameters(Generic[A]):
-    """Sampling parameters of several rows, [B] each; temperature 0 marks a greedy row."""
+def _unless(kind: type | tuple[type, ...], read: Reader) -> Reader:
+    """A reader that leaves values of a kind as they are: those of a request, see `SamplingParams.of_request`."""
+    return lambda name, given: given if isinstance(given, kind) else read(name, given)
 
-    temperature: A = array(np.float32, "rows")
-    top_k: A = array(np.int32, "rows")
-    top_p: A = array(np.float32, "rows")
-    min_p: A = array(np.float32, "rows")
+
+_LOGPROBS = partial(whole, least=0, most=MOST_LOGPROBS, allowed=f"None or 0 to {MOST_LOGPROBS}")
+_READ: dict[str, Reader] = {
+    "max_new_tokens": partial(whole, least=1, most=None, allowed="at least 1, a whole number"),
+    "temperature": number(
+        "0 (greedy), or {:g} to {:g}".format(*TEMPERATURES), lambda x: x == 0 or TEMPERATURES[0] <= x <= TEMPERATURES[1]
+    ),
+    "top_k": partial(whole, least=0, most=MAX_TOP_K, allowed=f"0 (off) or more, a whole number up to {MAX_TOP_K}"),
+    "top_p": number("in (0, 1]", lambda x: 0 < x <= 1),
+    "min_p": number("in [0, 1]", lambda x: 0 <= x <= 1),
+    "stop": _stops,
+    "stop_token_ids": _stop_ids,
+    "ignore_eos": flag,
+    "seed": partial(whole, least=SEEDS[0], most=SEEDS[1], allowed="None or a whole number of 64 bits"),
+    "num_speculative_tokens": partial(whole, least=0, most=None, allowed="None or 0 or more"),
+    "return_drafts": flag,
+    "n": partial(whole, least=1, most=MAX_N, allowed=f"1 to {MAX_N}, a whole number"),
+    "cache_prefix": flag,
+    "logits_processor": _unless(RequestProcessors, processors),
+    "prefix_allowed_tokens_fn": _unless(RequestProcessors, prefix_function),
+    "stopping_criteria": _unless(RequestCriteria, criteria),
+    "grammar": lambda name, given: given if hasattr(given, "error_at") else grammar(name, given),
+    "logprobs": _LOGPROBS,
+    "logprobs_mode": partial(choice, allowed=("raw", "processed")),
+    "prompt_logprobs": _unless(PromptLogprobs, _LOGPROBS),
+    "prompt_logprobs_start": partial(whole, least=0, most=None, allowed="0 or more, a whole number"),
+    "return_logits": _unless(TokenRows, flag),
+    "return_scores": _unless(TokenRows, flag),
+    "max_time": number("None or seconds, 0 or more", lambda x: x >= 0),
+    "strict_length": flag,
+}
+"""How the value of each option is read; those of `LogitsOptions` have their own."""
 
 
 @dataclass(frozen=True)
 class SamplingArrays(SamplingParameters[np.ndarray]):
-    """The same as numpy arrays."""
+    """Sampling parameters of several rows, [B] each."""
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> SamplingArrays:
         """Collect the parameters of several rows."""
         rows = list(params)
-        return cls(
-            np.array([p.temperature for p in rows], np.float32),
-            np.array([p.top_k for p in rows], np.int32),
-            np.array([p.top_p for p in rows], np.float32),
-            np.array([p.min_p for p in rows], np.float32),
-        )
+        return cls(*(np.array([getattr(one, name) for one in rows], dtype_of(cls, name)) for name in array_names(cls)))
 
     def rows(self, index: np.ndarray | slice) -> SamplingArrays:
         """The parameters of selected rows."""
-        return SamplingArrays(self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index])
+        return SamplingArrays(*(column[index] for column in self.columns))
 
     @property
     def any_sampled(self) -> bool:
@@ -382,21 +346,15 @@ class SamplingArrays(SamplingParameters[np.ndarray]):
 
 
 @dataclass(frozen=True)
-class SamplingTensors:
+class SamplingTensors(SamplingParameters[torch.Tensor]):
     """SamplingArrays on the device, [R] each, for R rows of logits; `filters` as known on the host."""
 
-    filters: bool
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
+    filters: bool = field(kw_only=True)
 
     def first(self, count: int) -> SamplingTensors:
         """Views of the parameters of the first rows."""
-        parts = (self.temperature, self.top_k, self.top_p, self.min_p)
-        return SamplingTensors(self.filters, *(part[:count] for part in parts))
+        return SamplingTensors(*(column[:count] for column in self.columns), filters=self.filters)
 
     def rows(self, index: torch.Tensor) -> SamplingTensors:
         """The parameters of selected rows ([n] int64)."""
-        picked = (t.index_select(0, index) for t in (self.temperature, self.top_k, self.top_p, self.min_p))
-        return SamplingTensors(self.filters, *picked)
+        return SamplingTensors(*(column.index_select(0, index) for column in self.columns), filters=self.filters)

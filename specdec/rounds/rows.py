@@ -167,8 +167,8 @@ class RowTable:
         self.drafts[row], self.previous[row], self.key[row] = drafts, -1, key
         self.num_given[row], self.awaited[row], self.reads_first[row] = 0, False, False
         self._set_eos(row, eos_ids)
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            getattr(self._sampling, name)[row] = getattr(params, name)
+        for name, column in vars(self._sampling).items():
+            column[row] = getattr(params, name)
         for columns in self.extras:
             columns.open(self, row, params)
         return self._free.pop()

@@ -27,7 +27,8 @@ from attention.batch.metadata import (
 from attention.staging import A, Bucket, Field, Section, Staged, StagingArena, array, bucket_of, layout_of
 from drafters.loops.base import CarriedRows, DraftLoop, LoopArrays, LoopSection, LoopSize
 from specdec.config import EngineConfig
-from specdec.requests.sampling import SamplingParameters, SamplingTensors
+from specdec.ops.draws import SamplingParameters
+from specdec.requests.sampling import SamplingTensors
 from specdec.rounds.buckets import group_entries, loop_limits, power_of_two, rounded
 from specdec.rounds.drafting import AheadArrays, AheadInputs
 from specdec.rounds.extras import make_sections
@@ -238,7 +239,7 @@ class SamplingSection:
 
     def of(self, views: Mapping[str, torch.Tensor], filters: bool) -> DeviceSampling:
         """The device side; filters: whether any row restricts its support."""
-        tensors = SamplingTensors(filters, *vars(self._parameters.of(views)).values())
+        tensors = self._parameters.of(views, SamplingTensors, filters=filters)
         found: DeviceSampling = self._uniforms.of(views, DeviceSampling, tensors=tensors)
         return found
 

@@ -30,7 +30,7 @@ ROWS = [
 
 def parameters() -> SamplingTensors:
     temperature, top_k, top_p, min_p = (torch.tensor(column, device=CUDA) for column in zip(*ROWS, strict=True))
-    return SamplingTensors(True, temperature.float(), top_k.int(), top_p.float(), min_p.float())
+    return SamplingTensors(temperature.float(), top_k.int(), top_p.float(), min_p.float(), filters=True)
 
 
 def filtered(logits: torch.Tensor, sampling: SamplingTensors) -> Filtered:

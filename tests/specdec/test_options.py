@@ -75,17 +75,17 @@ def names_of(command: click.Command) -> set[str]:
 
 def bare(kind: type[LoadOptions], command: str) -> click.Command:
     """A command with the load options and no others."""
-    return load_options(command, kind=kind)(click.command()(lambda **_: None))
+    return load_options(offered(command, kind=kind), kind=kind)(click.command()(lambda **_: None))
 
 
 @pytest.mark.parametrize("kind", [LoadOptions, OneMore], ids=["options", "planted"])
 @pytest.mark.parametrize("command", ["run", "eval", "train"])
 def test_the_options_of_a_command_are_made_from_the_fields(kind: type[LoadOptions], command: str) -> None:
     made = bare(kind, command)
-    assert names_of(made) == set(offered(command, kind))
+    assert names_of(made) == set(offered(command, kind=kind))
     defaults = {each.name: each.default for each in fields(kind)}
     assert {p.name: p.get_default(click.Context(made)) for p in made.params} == {
-        name: defaults[name] for name in offered(command, kind)
+        name: defaults[name] for name in offered(command, kind=kind)
     }
 
 
@@ -96,7 +96,7 @@ def test_the_options_of_a_command_are_made_from_the_fields(kind: type[LoadOption
 )
 def test_every_command_offers_what_its_group_does(command: click.Command, group: str) -> None:
     assert set(offered(group)) - names_of(command) == set()
-    assert set(offered(group, OneMore)) - names_of(command) == {"attention_sinks"}
+    assert set(offered(group, kind=OneMore)) - names_of(command) == {"attention_sinks"}
 
 
 def test_every_option_is_a_command_line_option_somewhere() -> None:
@@ -107,7 +107,7 @@ def test_every_option_is_a_command_line_option_somewhere() -> None:
 def test_a_field_without_a_description_is_refused() -> None:
     silent = make_dataclass("Silent", [("sinks", int, field(default=0))], bases=(LoadOptions,), frozen=True)
     with pytest.raises(TypeError, match="the field 'sinks' of LoadOptions has no Option"):
-        load_options("run", kind=silent)
+        load_options(offered("run", kind=silent), kind=silent)
 
 
 def test_help_of_an_option_is_one_sentence_of_its_own() -> None:
@@ -175,7 +175,7 @@ def test_words_for_cuda_graphs(word: Any, value: Any) -> None:
 )
 def test_cuda_graphs_on_a_command_line(line: list[str], value: str) -> None:
     found: dict[str, Any] = {}
-    command = load_options("run")(click.command()(lambda **given: found.update(given)))
+    command = load_options(offered("run"))(click.command()(lambda **given: found.update(given)))
     command.main([*line, "--seed", "3"], standalone_mode=False)
     assert found["cuda_graphs"] == value and LoadOptions.from_words(found).seed == 3
 

@@ -106,7 +106,7 @@ def test_the_judge_and_the_library_agree_on_what_is_kept(trial: Any, temperature
     params = SamplingParams(temperature=temperature, top_k=own.top_k, top_p=own.top_p, min_p=own.min_p)
     arrays = SamplingArrays.of([params] * len(logits))
     parts = (torch.from_numpy(part) for part in (arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p))
-    theirs = target_probs(logits.float(), SamplingTensors(True, *parts)).double()
+    theirs = target_probs(logits.float(), SamplingTensors(*parts, filters=True)).double()
     mine = kept(logits, Sampling(1, 1, own.top_k, temperature, own.top_p, own.min_p))
     torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-6)
 

@@ -23,7 +23,7 @@ def sampling(*temperatures: float, seed: int = 0) -> DeviceSampling:
     """Rows that differ in temperature, with random uniforms."""
     rows, generator = len(temperatures), torch.Generator().manual_seed(seed)
     zeros, ones = torch.zeros(rows), torch.ones(rows)
-    tensors = SamplingTensors(False, torch.tensor(temperatures), zeros.int(), ones, zeros)
+    tensors = SamplingTensors(torch.tensor(temperatures), zeros.int(), ones, zeros, filters=False)
     draft, accept, following = (torch.rand(rows, n, generator=generator) for n in (K, K, K + 1))
     return DeviceSampling(accept, following, draft, tensors=tensors)
 

@@ -54,7 +54,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parameters(rows: list[tuple[float, int, float, float]]) -> SamplingTensors:
     temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
-    return SamplingTensors(True, temperature.float(), top_k.int(), top_p.float(), min_p.float())
+    return SamplingTensors(temperature.float(), top_k.int(), top_p.float(), min_p.float(), filters=True)
 
 
 def filtered(logits: torch.Tensor, sampling: SamplingTensors) -> Filtered:

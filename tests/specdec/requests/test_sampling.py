@@ -26,7 +26,9 @@ from specdec.requests.target_probs import draw, target_probs
 
 def tensors(params: list[SamplingParams]) -> SamplingTensors:
     a = SamplingArrays.of(params)
-    return SamplingTensors(a.filters, *(torch.from_numpy(x) for x in (a.temperature, a.top_k, a.top_p, a.min_p)))
+    return SamplingTensors(
+        *(torch.from_numpy(x) for x in (a.temperature, a.top_k, a.top_p, a.min_p)), filters=a.filters
+    )
 
 
 def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -105,7 +107,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "min_p": (lambda: SamplingParams(min_p=1.5), "min_p=1.5"),
     "stop": (lambda: SamplingParams(stop=("a", "")), "stop=.*non-empty strings"),
     "k": (lambda: SamplingParams(num_speculative_tokens=-1), "num_speculative_tokens=-1"),
-    "unknown": (lambda: SamplingParams.from_dict({"topk": 3, "beams": 2}), "unknown sampling option beams, topk"),
+    "unknown": (lambda: SamplingParams.from_dict({"topk": 3, "beams": 2}), "unknown sampling option 'beams', 'topk'"),
 }
 
 

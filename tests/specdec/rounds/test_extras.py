@@ -147,7 +147,7 @@ def sampled_oracle(prompt: list[int], completion: Any, params: SamplingParams) -
         ids = torch.tensor([[*said, *drafts]])
         logits = model(ids, use_cache=False).logits[0, len(said) - 1 :]
         rows = [processor(ids[:, : len(said) + i], logits[i : i + 1]) for i in range(n + 1)]
-        tensors = SamplingTensors(own.filters, *(torch.from_numpy(x).expand(n + 1) for x in vars(own).values()))
+        tensors = SamplingTensors(*(torch.from_numpy(x).expand(n + 1) for x in vars(own).values()), filters=own.filters)
         p = target_probs(torch.cat(rows), tensors)[None]
         uniforms = SamplingRound(own, key, np.array([len(said)]), 1, 1, n)
         accept, following = uniforms.accept_uniforms(n), uniforms.next_uniforms(n + 1)
