@@ -28,7 +28,7 @@ from specdec.user_warnings import warn_user
 from specdec.values import short
 
 MOST_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
-"""White space allowed between two parts of JSON: bounded, so that a model cannot write it without end."""
+"""White space allowed between two parts of JSON: models that pad it would otherwise do so up to max_new_tokens."""
 _MOST_SPACES = 64
 """Tokens of white space between a begin marker and the end of a prompt."""
 _KEPT = 256
