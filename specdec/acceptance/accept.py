@@ -24,7 +24,7 @@ class VerificationResult:
 
 @dataclass(frozen=True)
 class SampledInputs:
-    """Inputs of sampled acceptance beside the drafts.
+    """Inputs of sampled acceptance, without the drafts.
 
     target_probs: [B, K+1, V] p at the bonus token and after each draft (one-hot for greedy rows).
     draft_probs: [B, K, V] q on the target's vocabulary, or None when every draft was greedy (one-hot).
@@ -64,6 +64,7 @@ def accept_sampled(drafts: torch.Tensor, num_drafts: torch.Tensor, inputs: Sampl
     at = num_accepted[:, None, None]
     p_next = p.gather(1, at.expand(-1, 1, p.shape[2]))[:, 0]  # [B, V]
     residual = (p_next - _q_at(drafts, q, num_accepted, p_next)).clamp(min=0)
+    # The residual can sum to 0 by rounding where p and q are nearly equal; then p itself is sampled.
     usable = rejected & (residual.sum(-1) > 0)
     uniform = inputs.next_uniform.gather(1, num_accepted[:, None])[:, 0]
     return VerificationResult(num_accepted, draw(torch.where(usable[:, None], residual, p_next), uniform))

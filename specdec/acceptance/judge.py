@@ -61,9 +61,9 @@ def fill_drafts(round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
 
 
 def filled_drafts(round_: DeviceRound, token_ids: torch.Tensor, draft: Draft | None) -> Draft:
-    """All drafts of a round of which the host has given some: [J, n], from token ids with all drafts in their places.
+    """All drafts [J, n] of a round in which the host gives some, from token ids with all drafts in their places.
 
-    draft: those of a draft loop, in the order of the round; None where all are given.
+    draft: the draft loop's drafts, in the order of the round; None if the host gives all.
     """
     filled = token_ids[round_.logits_indices[round_.logit_index[:, 1:]]]
     if draft is None or draft.probs is None:
@@ -153,6 +153,7 @@ def _judge_sampled(
         q[: len(draft.probs)] = vocab.scatter(draft.probs)
         if draft.replaced is not None:
             own, replaced = q[: len(draft.probs)], draft.replaced[:, :, None].to(q.dtype)
+            # A draft given by the host was not drawn from the head's q: its q is one-hot.
             own.mul_(1 - replaced).scatter_add_(2, drafts[: len(own), :, None], replaced)
     inputs = SampledInputs(p, q, sampling.accept_uniform, sampling.next_uniform)
     return accept_sampled(drafts, round_.num_drafts, inputs)

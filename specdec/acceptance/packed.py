@@ -78,8 +78,8 @@ class PackedResult:
 class Outcome:
     """The round's one device-to-host read.
 
-    num_accepted [J]; tokens [J, n+1], valid up to num_accepted; drafts [J, n]. notes: what was read beside
-    them, see `specdec.rounds.extras.RoundExtra.notes`; none where no row has any.
+    num_accepted [J]; tokens [J, n+1], valid up to num_accepted; drafts [J, n]. notes: further arrays read with them,
+    see `specdec.rounds.extras.RoundExtra.notes`; () if no row has any.
     """
 
     num_accepted: np.ndarray

@@ -36,7 +36,7 @@ class Admission:
         capacity_tokens: int,
         windowed: Sequence[WindowedTables] = (),
     ) -> None:
-        """eos_token_ids: of requests that name none of their own.
+        """eos_token_ids: default of requests that name none.
 
         capacity_tokens: cache places of the target, in its first group; windowed: its further groups.
         """
@@ -48,16 +48,16 @@ class Admission:
         self._windowed = tuple(windowed)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams, prompt_alone: bool = False) -> int:
-        """Whether such a request can be served.
+        """Check that a request can be served.
 
-        prompt_alone: the cache need hold no more than its prompt: the request leaves with its first token.
+        prompt_alone: the request leaves this engine with its first token, so the cache must hold only its prompt.
 
         Returns:
-            Its most tokens, the prompt's and new ones together.
+            The most tokens that the request may have, prompt and new ones together.
 
         Raises:
-            InvalidInputError: empty or too long prompt, an id outside the vocabulary or one that stands for an image, K
-                larger than the engine's, with strict_length too many new tokens.
+            InvalidInputError: empty or too long prompt, an id outside the vocabulary or an image placeholder, K larger
+                than the engine's, with strict_length too many new tokens.
             CacheTooSmallError: the KV cache could not hold the request even alone.
         """
         self.check_prompt(token_ids)
@@ -77,8 +77,8 @@ class Admission:
         return limit
 
     def check_room(self, present: int, new: int) -> None:
-        """Whether so many new requests may join those that wait or run. Raises QueueFullError; InvalidInputError where
-        they could not even alone."""
+        """Check that `new` requests may join the `present` ones. Raises QueueFullError; InvalidInputError if they would
+        not fit even into an idle engine."""
         most = self.config.max_waiting_requests
         if most is not None and new > self.config.max_num_seqs + most:
             raise InvalidInputError(
@@ -136,7 +136,7 @@ class Admission:
         return params
 
     def _check_rows(self, params: SamplingParams, new_tokens: int) -> None:
-        """Raises InvalidInputError: the logits and scores that it asks for are too large."""
+        """Raises InvalidInputError: the requested logits and scores are too large."""
         asked = [name for name in ("return_logits", "return_scores") if getattr(params, name)]
         size = 4 * self._target.vocab_size * new_tokens * len(asked) if asked else 0
         if size > MOST_ROW_BYTES:
@@ -158,7 +158,7 @@ class Admission:
         self.check_ids("", prompt)
 
     def _check_text_only(self, prompt: Sequence[int]) -> None:
-        """Generated tokens pass: what the model says of itself is read back as the text that it is."""
+        """Prompts alone are checked: a placeholder id that the model generates is read back as ordinary text."""
         marks = self._target.placeholders
         found = next((t for t in prompt if t in marks), None) if marks else None
         if found is not None:
@@ -210,9 +210,9 @@ def admission_order(lengths: Sequence[int], rows: int) -> list[int]:
     """First come, first served, but a request that would otherwise end last goes first in time.
 
     A batch that runs out of requests ends with a few long ones, whose rounds read all weights for hardly any token. So
-    before each place, compute when the rows would finish everything if they shared it evenly; where the
-    longest request that is left would end no earlier than that, it is next, and else the one that came first. Requests
-    of equal lengths stay as they came. Rows are not shared evenly, nor are all tokens of a request needed: an estimate.
+    before each choice, compute when the rows would finish everything if they shared the work evenly. If the longest
+    remaining request would end no earlier than that, it is next; otherwise the request that came first is. Requests of
+    equal lengths keep their order. This is an estimate: rows do not share work evenly, and requests may end early.
 
     Args:
         lengths: the most new tokens of each request. rows: how many run at once.

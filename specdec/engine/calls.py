@@ -31,8 +31,9 @@ class Call:
     Attributes:
         places: request id -> index in the call, of the requests that are not ended.
         inbox: updates, and None to wake the sleeping caller.
-        num_requests: so far. refusal: why the call cannot be served, found during its first round.
-        made: when, in time.perf_counter seconds. has_thread: a thread of its own reads it, which no fork has.
+        num_requests: queued so far. refusal: why the call cannot be served, found during its first round.
+        made: creation time, in time.perf_counter seconds. has_thread: a dedicated thread reads the call; a forked
+            process does not have that thread.
     """
 
     def __init__(self, has_thread: bool = False) -> None:

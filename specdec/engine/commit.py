@@ -22,8 +22,7 @@ class Committed:
         rows: [J] RowTable rows. tokens: [J, n+1]; the first count[j] are committed.
         num_drafts, num_accepted, count: [J].
         at_eos, at_limit: [J] bool, why a row ends.
-        drafts: [J, n]. notes: [J, n+1, W] told with the tokens, see `RoundExtra.notes`; None where no row has
-            any.
+        drafts: [J, n]. notes: [J, n+1, W] reported with the tokens, see `RoundExtra.notes`; None if no row has any.
     """
 
     verified: Verified

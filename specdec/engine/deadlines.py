@@ -1,4 +1,4 @@
-"""Deadlines: which requests are to end with the tokens that they have: by their time limit, or cancelled."""
+"""Deadlines: requests to end early with the tokens they have, because of a time limit or a cancellation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Deadlines:
         self.cancelled.update(request_ids)
 
     def add(self, request: Request) -> None:
-        """Note a request, or that its time of submission is another; nothing where it has no limit."""
+        """Record a request, or its changed submission time; does nothing if it has no time limit."""
         if request.params.max_time in (None, inf):
             return
         self.discard(request.id)
@@ -37,7 +37,7 @@ class Deadlines:
         insort(self.moments, (moment, request.id))
 
     def discard(self, request_id: int) -> None:
-        """Forget a request that has ended. Its place is searched for, however many wait."""
+        """Forget a request that has ended. Its entry is found by bisection."""
         self.cancelled.discard(request_id)
         self.dropped.discard(request_id)
         moment = self._of.pop(request_id, None)
@@ -45,10 +45,10 @@ class Deadlines:
             del self.moments[bisect_left(self.moments, (moment, request_id))]
 
     def updates(self, now: float, requests: Mapping[int, Request], others: Sequence[Update]) -> list[Update]:
-        """End those of these requests, by id, whose time is over or that are cancelled, waiting or running.
+        """Last updates of the waiting or running `requests` (by id) that have timed out or are cancelled.
 
-        They are named until they are gone: a round that is run again after an interrupt names them again. A request
-        that leaves for another engine goes on there.
+        Each is returned until it is gone from `requests`, so a round that is repeated after an interrupt returns it
+        again. A request that leaves for another engine continues there.
 
         others: updates of the same round; requests that they end are left out.
         """

@@ -87,6 +87,7 @@ class Engine:
         self.change = Change(self._mend)
         self.guests: Guests | None = None
         self._start([])
+        # After `_start`: only the scheduler knows the capacity of its page pools.
         pools = (self.scheduler.target_pages.capacity_tokens, self.scheduler.windowed_pages)
         self.admission = Admission(target, tokenizer, config, eos_token_ids, *pools)
 
@@ -219,7 +220,7 @@ class Engine:
             self.deadlines.add(request)
 
     def check_room(self, new: int) -> None:
-        """Whether so many new requests may be queued. Raises QueueFullError."""
+        """Check that `new` more requests may be queued. Raises QueueFullError."""
         self.admission.check_room(len(self._requests), new)
 
     @property
@@ -273,6 +274,7 @@ class Engine:
         if once is not None:
             try:
                 raise once
+            # Without `del`, the exception's traceback would hold this frame, and the frame the exception: a cycle.
             finally:
                 del once
         return self.reported
@@ -404,7 +406,7 @@ class Engine:
         return [request for request in self._requests.values() if request.id not in spared]
 
     def _fail_round(self, error: Exception, struck: Container[int] = ()) -> None:
-        """End the requests of a failed round, and those of the round before it that failed; all if it had none."""
+        """End the requests of a failed round and of the failed round before it; all requests if the round had none."""
         inside = {request.id for request in self._in_round()}
         failed = [r for r in self._requests.values() if r.id in inside or r.id in struck] or [*self._requests.values()]
         self.reported = [*self._kept, *(Update(r.id, [], "", error=round_failed(error, len(failed))) for r in failed)]

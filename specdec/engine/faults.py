@@ -1,4 +1,4 @@
-"""Faults of single requests and of rounds: told apart from exceptions that came from outside, and reported."""
+"""Faults of single requests and of rounds, distinguished from exceptions that came from outside, and reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.requests.user_code import UserCodeError
 
 
 def round_failed(error: Exception, count: int) -> RoundFailedError:
-    """An error of its own for each request: callers in several threads raise them."""
+    """A new error object for each request, because callers in several threads raise them."""
     failed = RoundFailedError(
         f"a round failed with {type(error).__name__}: {error}; the {count} requests in it were ended, others go on"
     )

@@ -40,8 +40,8 @@ class Feeding(Iterator[Fed], Generic[T]):
     """
 
     def __init__(self, open_stream: Callable[[list[T]], Stream], items: Iterable[T], group: int) -> None:
-        """open_stream: an unread stream of the requests of some items. Where it raises InvalidInputError for several,
-        each is tried alone, and those that it refuses alone are told as refused."""
+        """open_stream: makes an unread stream of the requests of some items. If it raises InvalidInputError for several
+        items, each is tried separately, and only the items that fail separately are reported as refused."""
         self._open, self._items, self._group = open_stream, enumerate(items), group
         self._stream: Stream | None = None
         self._owners: dict[int, int] = {}
@@ -74,7 +74,7 @@ class Feeding(Iterator[Fed], Generic[T]):
                 self._stream.close()
 
     def _read(self) -> Iterator[Fed]:
-        """Queue the next group; tells of items that are refused, and ends where their reader does."""
+        """Queue the next group. Yields refused items, and stops if their reader ends the iteration."""
         group, error = self._next_group()
         try:
             self._queue(group)
@@ -90,12 +90,13 @@ class Feeding(Iterator[Fed], Generic[T]):
             while len(group) < self._group and (one := next(self._items, None)) is not None:
                 group.append(one)
         except Exception as error:
+            # User code may raise anything. The items read before it still run, and `end` re-raises it after them.
             return group, error
         return group, None
 
     def _queue_singly(self, group: Sequence[tuple[int, T]]) -> Iterator[Fed]:
         for one in group:
-            if self._is_ended:  # by the reader, who was told of a refused item
+            if self._is_ended:  # the reader may end the iteration when it receives a refused item
                 return
             try:
                 self._queue([one])
@@ -139,7 +140,7 @@ def generated(
     """(place, completion) of each as it finishes, of a list of prompts or of an iterator: see `generate_iter`.
 
     Raises:
-        InvalidInputError: several params beside an iterator; a bad prompt of it, with its index. Others as `generate`.
+        InvalidInputError: a list of params with an iterator; a bad prompt of it, with its index. Others as `generate`.
     """
     if not is_lazy(prompts):
         yield from completed(stream(prompts, params, **options))

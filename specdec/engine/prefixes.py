@@ -8,8 +8,8 @@ What is cached, and when:
 - The pages of generated tokens are registered when the request gives up its row: at its end, at an abort, at a
   preemption. So a round that only decodes does nothing here. Rejected drafts are in no page: only committed tokens are.
 - A request without drafts leaves no pages of the head; one that drafts takes only pages that a head has read.
-- Pages of windowed groups are registered with the others, and those of a prompt that is still being read before they
-  are freed.
+- Pages of windowed groups are registered with the others; while a prompt is still being read, its pages are registered
+  before they are freed.
 - After a failed or interrupted round rows and pages are made anew, and nothing is cached.
 """
 
@@ -56,7 +56,7 @@ class PrefixValidity:
         See `WeightVersions`."""
         if self._versions is None:
             return False
-        with gate_of(self._target.hf_model.config).held():  # forwards of ours change some settings while they run
+        with gate_of(self._target.hf_model.config).held():  # specdec's own forwards change some settings meanwhile
             return self._versions.changed() or bool(self.unseen)
 
     def warn_once(self) -> None:
@@ -134,6 +134,7 @@ class Prefixes:
         self._target_pages.begin(row, found.pages)
         if self._head_pages is not None:
             self._head_pages.begin(row, found.head_pages)
+        # Not strict: an empty `Found` lists no windowed groups at all.
         for tables, pages in zip(self._windowed_pages, found.windowed, strict=False):
             tables.begin_behind(row, pages, len(found.pages))
         self._sharing.add(row)
@@ -160,8 +161,8 @@ class Prefixes:
                 del self.owing[row]
 
     def keep_windowed(self, rows: np.ndarray) -> None:
-        """Pages of windowed groups are about to be freed behind what these rows see: those of prompts that
-        are still being read are registered, since requests may begin with less than these rows have read."""
+        """Register windowed pages of unfinished prompts before they are freed behind these rows' windows: a request
+        may share a shorter prefix than these rows have read."""
         if not self.owing:
             return
         for row in set(rows.tolist()) & self.owing.keys():
@@ -186,10 +187,10 @@ class Prefixes:
         self.owing.clear()
 
     def check_writable(self, rows: np.ndarray) -> None:
-        """Whether the next round of these rows writes to pages of their own alone.
+        """Check that the next round of these rows writes only to pages that no other row uses.
 
         Raises:
-            InvariantError: to a page that is registered, or that another row holds.
+            InvariantError: it would write to a page that is registered, or that another row holds.
         """
         size, table, allocators = self.cache.page_size, self._table, (self.cache.pages, *self.cache.windowed)
         for row in rows.tolist():

@@ -32,13 +32,13 @@ class Usage:
     """Requests of an engine, and the rows and pages that they hold, at one moment; all 0 when it is idle.
 
     Attributes:
-        requests: those that are not ended.
-        waiting: those of them without a row.
-        running: those with one.
-        rows: rows of the row table.
-        target_pages: pages of the target's KV cache, also those of no row.
-        head_pages: the same of the head's.
-        windowed_pages: pages of the target's further cache groups, all of them.
+        requests: requests that have not ended.
+        waiting: requests without a row.
+        running: requests with a row.
+        rows: used rows of the row table.
+        target_pages: used pages of the target's KV cache, including pages that belong to no row.
+        head_pages: used pages of the head's KV cache, counted likewise.
+        windowed_pages: used pages of all the target's further cache groups.
     """
 
     requests: int = 0
@@ -61,7 +61,7 @@ class Scheduler:
     """First come, first served, with continuous batching, chunked prompts, and preemption of the last admitted request.
 
     Attributes:
-        waiting, running: requests in order of their turns: as they came, but those of one call as `arrange` left them.
+        waiting, running: requests in order of their turns: by arrival, within one call as `arrange` left them.
         refused: requests whose row could not be opened, and why; the engine reports and removes them.
         guests: see `Engine.guests`.
         prefixes: pages that requests share through the prefix cache; None without one.
@@ -126,12 +126,13 @@ class Scheduler:
             self.waiting.move_to_end(request)
 
     def schedule(self) -> Schedule | None:
-        """Decide the next batch and reserve its pages; None when there is nothing to run.
+        """Decide the next batch and reserve its pages; None when nothing can run.
 
         Preempted requests return to the front of the queue with all their tokens; no request is admitted in a round
         with a preemption. A row's drafts depend on the row alone, never on its neighbours, and a resumed request drafts
         from the bonus token at which it was preempted: so its rounds do not depend on other requests in the batch.
-        Sampled tokens rely on that, because each round's drafts are accepted or resampled by uniforms of their own.
+        Sampled tokens rely on that: drawing, accepting and resampling use separate uniforms, so the drafts decide which
+        uniform a token gets.
         """
         if self.windowed_pages:
             self.free_behind_windows(np.array([r.row for r in self.running], np.int64))
@@ -233,10 +234,11 @@ class Scheduler:
         return np.where(positions < self._num_modules, np.minimum(allowed, positions + 1), allowed)
 
     def _reserved(self, schedule: Schedule) -> bool:
-        """Reserve pages for the tokens of these rows; False, and nothing changes, when there are too few."""
+        """Reserve pages for the tokens of these rows; False, without any change, if pages are missing."""
         if not len(schedule.rows):
             return True
         tokens = self._table.computed[schedule.rows] + schedule.num_new + schedule.num_drafts
+        # First keep the surplus pages of rejected drafts, which rows soon need again; free them if pages run out.
         for exactly in (False, True):
             try:
                 self.reserve(schedule.rows, tokens, exactly)

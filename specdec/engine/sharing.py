@@ -1,4 +1,4 @@
-"""SharedEngine: lets callers on several threads use one engine. There is no engine thread.
+"""SharedEngine: lets callers on several threads use one engine, without an engine thread.
 
 A call without updates to read runs a round itself, for all callers, unless another thread is in one; then it sleeps
 until that round brings it an update or ends. So requests of all threads share the batch, a single thread pays only for
@@ -38,9 +38,11 @@ from specdec.torch_state import at_home
 _LONGEST_SLEEP = 0.5
 """Seconds after which a sleeping call checks by itself: an interrupted thread may not have woken it."""
 _SHORT_SLEEP = 1e-3
+"""Seconds that `help` sleeps while another thread runs a round."""
 _LONGEST_TURN = 0.2
 """Seconds after which the first thread in the line is dropped if no thread has the engine: it was interrupted."""
 
+# Weak, and one handler for all: a handler registered with os.register_at_fork can never be removed.
 _engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 
 
@@ -130,8 +132,8 @@ class SharedEngine:
     ) -> Call:
         """Queue the requests of a call, a new one or one that is open.
 
-        check: of the model, runs during the next round; if it raises ModelChangedError, `next` does too. part: of an
-            open call, these requests alone: takes the refusal in its place, and tells since when they wait.
+        check: checks the model during the next round; if it raises ModelChangedError, `next` does too. part: of an
+            open call, the new requests alone: receives the refusal, and its `made` is when their wait began.
 
         Raises:
             InvalidInputError: a request is refused, see `Engine.submit`; then no request of the call is queued.
@@ -150,7 +152,7 @@ class SharedEngine:
         return own
 
     def next(self, call: Call) -> tuple[int, Update] | None:
-        """The call's next update, with its request's index in the call; runs rounds until there is one.
+        """The call's next update, with its request's index in the call; runs rounds until an update arrives.
 
         None when all requests of the call have ended.
 
@@ -179,7 +181,7 @@ class SharedEngine:
             self._pass_on()
 
     def received(self, call: Call) -> list[tuple[int, Update]]:
-        """The call's updates that are there, with their requests' indices. Never waits; one thread at a time."""
+        """The updates already in the inbox, with their requests' indices. Never waits; one thread at a time."""
         found = []
         while not call.inbox.empty():
             if (update := call.take()) is not None and (placed := self._placed(call, update)) is not None:
@@ -250,6 +252,7 @@ class SharedEngine:
         own: SimpleQueue[None] = SimpleQueue()
         self._line[me] = own
         while self._line.get(me) is own:  # else a signal handler on this thread has had it in its place
+            # list() copies without releasing the GIL: other threads change the dict at any time.
             first = next(iter(list(self._line)), me)
             if first == me or (call is not None and call.is_ready):
                 return
@@ -293,6 +296,7 @@ class SharedEngine:
         except BaseException:
             gone = range(first, self._engine.next_id)
             self._abandoned.extend(gone)
+            # All ids taken since `first`: an interrupt may strike between submit_to and the append to `ids`.
             for request_id in gone:
                 call.places.pop(request_id, None)
             raise
@@ -402,5 +406,6 @@ def _renew_after_fork() -> None:
         shared._after_fork()
 
 
+# Windows has no fork.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_after_fork)

@@ -30,8 +30,8 @@ class EngineStats:
         preemptions: requests that lost their row because pages ran out.
         prefix_query_tokens: prompt tokens of requests that looked into the prefix cache.
         prefix_hit_tokens: the part of them in pages that were found.
-        cached_tokens: the part that was not computed again: a request that drafts recomputes its last found page, in a
-            page of its own.
+        cached_tokens: the part that was not computed again. A request that drafts recomputes its last found page into
+            a private page.
         interrupted: requests that lost their row because a caller's interrupt, or a round that failed and was run once
             more, struck while they ran.
         requests: finished ones.
@@ -89,10 +89,12 @@ class Counters:
         self.seconds = (0.0, 0.0, 0.0)
         self.reported, self.made = 0, time.perf_counter()
         self.last = self.made
+        # (second, tokens) by second modulo the length; one more place than LATELY for the second that is not over yet.
         self._lately: list[tuple[int, int]] = [(-1, 0)] * (LATELY + 1)
         self.rounds = self.host_to_device = self.device_to_host = self.preemptions = 0
         self.transfers = transfers
         self.interrupted = self.early_reads = 0
+        # Tuples, replaced by one assignment: a snapshot from another thread has consistent sums.
         self._prefix = (0, 0, 0)
         self._finished = (0, 0, 0, 0)
         self._drafted = self._accepted = 0

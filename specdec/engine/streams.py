@@ -27,7 +27,7 @@ class StreamUpdate:
         token_ids: new token ids.
         text: new text; joined, the texts are the completion's.
         completion: set when it is finished.
-        logprobs: of the new tokens, where they were asked for.
+        logprobs: log-probabilities of the new tokens, if the request set them.
     """
 
     index: int
@@ -114,12 +114,12 @@ class Stream(Iterator[StreamUpdate]):
         return collected(completed(self))
 
     def hand_over(self) -> tuple[Sequence[Submission], Callable[[], None] | None]:
-        """Give away the requests of a stream that nobody has read, and their check; it is closed then."""
+        """Close an unread stream and return its requests and their check."""
         requests, self._requests = self._requests or (), None
         return requests, self._check
 
     def take_over(self, other: Stream) -> range:
-        """Queue the requests of a stream that nobody has read, and add them to this call: their places in it.
+        """Queue the requests of an unread stream as part of this call; returns their places in it.
 
         Raises as the first `next` of the other would.
         """
@@ -130,7 +130,7 @@ class Stream(Iterator[StreamUpdate]):
         return range(before, before + len(requests))
 
     def _queued(self) -> Call | None:
-        """The call, queued now if nobody has read it; None after `close`."""
+        """The call, queued now if the stream is unread; None after `close`."""
         if self._requests is not None:
             requests, self._requests = self._requests, None
             self._call = self._shared.submit(requests, self._check)
@@ -155,14 +155,14 @@ class Stream(Iterator[StreamUpdate]):
 
     def __del__(self) -> None:
         try:
-            if not sys.is_finalizing():  # else names of modules are None, those of the engine too
+            if not sys.is_finalizing():  # during finalization, globals of any module may be None already
                 self.close()
         except AttributeError:  # __init__ did not come to its end, or `sys` is None itself
             return
 
 
 def placed(error: SpecdecError, place: int) -> SpecdecError:
-    """A failed request's error, which says which completion of its call it was."""
+    """A failed request's error, with the index of its completion in the call."""
     if isinstance(error, ENDED):
         error.index = place
     return error
@@ -181,7 +181,7 @@ def collected(ended: Iterable[tuple[int, Completion]]) -> list[Completion]:
 
 
 def raise_first(errors: Sequence[SpecdecError]) -> NoReturn:
-    """Raise the first error of a call's failed requests, with a note where there are more."""
+    """Raise the first error of a call's failed requests, with a note of how many others failed."""
     first, *more = errors
     if more:
         first.add_note(f"{len(more)} more requests of this call failed")

@@ -24,10 +24,10 @@ class GraphReport:
     """Number, time and memory of the captured graphs.
 
     Attributes:
-        graphs: number of graphs for the buckets' rounds; sampled_graphs: those that only rounds with sampled rows run,
-            beside them; segment_graphs: those of rounds of any shape (more are captured when they are needed).
-        rows: the buckets; seconds: compiling and capturing; bytes: memory reserved meanwhile; fused_groups: sibling
-            projections that became one matmul; products: how matmul algorithms were chosen.
+        graphs: number of graphs for the buckets' rounds; sampled_graphs: additional graphs that only rounds with
+            sampled rows run; segment_graphs: graphs for rounds of any shape (more are captured on demand).
+        rows: the buckets; seconds: time of compiling and capturing; bytes: memory reserved meanwhile; fused_groups:
+            groups of sibling projections fused into one matmul; products: how matmul algorithms were chosen.
     """
 
     graphs: int
@@ -47,8 +47,8 @@ class Round:
     Attributes:
         sent: the round in its own shape on the device; None where all of it runs from graphs.
         bucket: rows of the CUDA graphs that verify it; None where it runs by segments or operator by operator.
-        sampling: of a round from graphs with sampled rows: sent once its verification is launched, which does not need
-            it; then the sampled rows are decided again, after the graph has decided all rows greedily.
+        sampling: only for a round from graphs with sampled rows. It is sent after the launch of the verification, which
+            does not need it; the graph decides all rows greedily, then the sampled rows are decided again.
     """
 
     target: TargetArrays
@@ -82,7 +82,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class DraftedVerification(Verification):
-    """One with the draft prefill launched after it, from graphs.
+    """A verification with the draft prefill launched after it, from graphs.
 
     Attributes:
         launch_steps: launches the draft steps of all its rows, given num_accepted [J], and returns the drafts, first
@@ -94,7 +94,7 @@ class DraftedVerification(Verification):
 
 @dataclass(frozen=True)
 class ChainedVerification(Verification):
-    """One from a CUDA graph, of rows without drafts: each decides one token, the next bonus token.
+    """A verification from a CUDA graph, of rows without drafts: each decides one token, the next bonus token.
 
     Attributes:
         launch_next: launches the verification of the same rows after it. The bonus tokens of those arrays are ignored:
@@ -141,11 +141,11 @@ class Executor(Protocol):
 
     @property
     def draft_buffers(self) -> DraftBuffers | None:
-        """Where drafts lie between two rounds; None where they are tensors of each round's own."""
+        """Where drafts lie between two rounds; None if each round makes new tensors for them."""
 
     @property
     def transfers(self) -> int:
-        """Host-to-device copies of ours so far."""
+        """Host-to-device copies that this executor has made so far."""
 
     @property
     def reads(self) -> HostReads:

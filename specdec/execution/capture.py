@@ -42,8 +42,8 @@ class PassGraph:
 
     One graph for both parts: between two, the device would pause for about as long as a kernel of theirs takes.
 
-    drawn: None if drafts of sampled rows are greedy, too. x: of both, the input of the next step; None after the draft
-        prefill, which leaves it in the loop's buffer.
+    drawn: None if drafts of sampled rows are greedy, too. x: input of the next step, of either graph; None after the
+        draft prefill, which leaves it in the loop's buffer.
     """
 
     greedy: torch.cuda.CUDAGraph
@@ -51,7 +51,7 @@ class PassGraph:
     x: tuple[torch.Tensor | None, torch.Tensor | None]
 
     def of(self, sampled: bool) -> torch.cuda.CUDAGraph:
-        """The one for a round with sampled rows or without."""
+        """The graph for a round with sampled rows or without."""
         return self.drawn if sampled and self.drawn is not None else self.greedy
 
 
@@ -105,7 +105,7 @@ class Bucket:
 
     @property
     def num_sampled(self) -> int:
-        """Graphs that rounds with sampled rows run beside them."""
+        """Additional graphs that rounds with sampled rows run."""
         return 1 if self.draft is None else 1 + self.draft.num_sampled
 
 
@@ -206,7 +206,7 @@ class DraftCapture:
             return self.loop.prefill(inputs, positions, passes_attend(self._runner, planned), compiled)
 
     def _capture_steps(self, rows: int, round_: EmptyRound, recorder: Recorder) -> tuple[StepGraph, ...]:
-        """Each form of a step goes on from the same form of the one before."""
+        """Each form of a step (greedy, drawn) reads the output of the same form of the step before."""
         steps: list[StepGraph] = []
         for index, metadata in enumerate(round_.steps):
             planner = self._runner.fixed_planner(step_rows(rows), self.loop.step_width(index))
@@ -296,7 +296,7 @@ def record(launch: Callable[[], T], pool: Any, group: Group = ALONE) -> tuple[to
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     group.note_graph(graph)
-    # Of this thread alone: NCCL's own thread looks at events meanwhile.
+    # Only calls of this thread must be capturable: NCCL's watchdog thread queries events meanwhile.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = launch()
     return graph, result

@@ -190,6 +190,7 @@ class GraphExecutor:
         parts = self._target, self._model, self._drafts, self._empty_round(rows), self._sampling.device
         return capture_bucket(*parts, self._extras, self._pool, recorder)
 
+    # Before the captures, so that Triton compiles the kernels of all rounds in parallel.
     def _rehearse(self) -> None:
         """Launch all kernels of rounds once, also of sampled rows of rounds of any shape."""
         most, *others = self._fixed

@@ -1,9 +1,9 @@
-"""Rounds of any shape (prompts beside verifications) from graphs by segments: one set for each bucket of tokens.
+"""Rounds of any shape (prompts with verifications) from graphs by segments: one set for each bucket of tokens.
 
-The tokens of a round are padded up to its bucket; attention sees those that are there. At the start are captured the
-largest bucket and the smallest (the memory of the others lies in that of the largest, and what is compiled apart for
-few and for many tokens, mixtures of experts, is compiled then), and those of rows that decode beside a long prompt.
-Any other bucket is captured when it is first needed: that takes a tenth of a second.
+The tokens of a round are padded up to its bucket; attention sees only the real tokens. Captured at the start are: the
+largest bucket, in whose memory all others lie; the smallest bucket, so that code with separate forms for few and for
+many tokens (mixtures of experts) is compiled; and the buckets of rows that decode while a long prompt is read. Any
+other bucket is captured when it is first needed, in about a tenth of a second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FEW = 4
 
 
 def token_bucket(tokens: int, most: int) -> int:
-    """The tokens of the graph that serves a round of so many.
+    """Tokens of the graph for a round of `tokens` tokens.
 
     >>> [token_bucket(n, 3000) for n in (1, 65, 500, 600, 1100, 2049, 2999)]
     [64, 128, 512, 640, 1152, 2304, 3000]
@@ -49,7 +49,7 @@ def token_bucket(tokens: int, most: int) -> int:
 
 
 def mixed_bucket(config: EngineConfig, rows: int) -> int:
-    """The tokens of the graph that serves so many rows that decode, beside as many prompt tokens as a round may read.
+    """Tokens of the graph for `rows` decoding rows in a round that reads as many prompt tokens as it may.
 
     >>> config = EngineConfig(3, 4096, 32, 2048, 16, 100, max_num_prefill_tokens=512)
     >>> [mixed_bucket(config, rows) for rows in (32, 24, 16, 1)]
@@ -60,7 +60,7 @@ def mixed_bucket(config: EngineConfig, rows: int) -> int:
 
 
 def mixed_buckets(config: EngineConfig, rows: int) -> set[int]:
-    """The tokens of all graphs that serve up to so many rows that decode, beside prompts.
+    """Tokens of all graphs for rounds of up to `rows` decoding rows with prompt tokens.
 
     >>> config = EngineConfig(3, 4096, 32, 2048, 16, 100, max_num_prefill_tokens=512)
     >>> sorted(mixed_buckets(config, 32))
@@ -129,7 +129,8 @@ class RaggedTarget:
     def capture_expected(self, rows: Iterable[int]) -> None:
         """Capture the largest bucket, the smallest, and those for these numbers of decoding rows, see `mixed_bucket`.
 
-        Only rounds in which no row decodes have more tokens than these: each row gets one token of them, at most.
+        Rounds larger than the mixed buckets have no decoding rows, so they decide at most one token a row: the largest
+        bucket needs only max_num_seqs logits indices.
         """
         config, query_len = self._config, self._config.num_speculative_tokens + 1
         self._graph(token_bucket(self._most_tokens, self._most_tokens), self._index_bucket(config.max_num_seqs))
@@ -143,13 +144,13 @@ class RaggedTarget:
         return sum(each.graph.num_graphs for each in self._graphs.values())
 
     def _index_bucket(self, rows: int) -> int:
-        """The logits indices of the graphs that serve so many: beyond what is decided, a power of two."""
+        """Logits indices of the graph for `rows` of them; a power of two if extras need more than the decided rows."""
         if rows > self._most_indices:
             return power_of_two(rows)
         return self._few_indices if rows <= self._few_indices else self._most_indices
 
     def _graph(self, tokens: int, indices: int) -> _TargetGraph:
-        """The one for so many tokens and logits indices, captured when it is first needed."""
+        """The graph for so many tokens and logits indices, captured when it is first needed."""
         key = tokens, indices
         if key not in self._graphs:
             self._graphs[key] = self._capture(tokens, indices)
@@ -187,6 +188,7 @@ class _PassesAttend:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> torch.Tensor:
+        # Pass m has layer m of the head's group; a single pass has all of its layers.
         m = layer % len(self._passes)
         if m == len(self._planned):
             self._planned.append(self._runner.plan(self._passes[m]))
@@ -194,7 +196,7 @@ class _PassesAttend:
 
 
 class RaggedPrefill:
-    """The draft prefill after any verification, before that is read."""
+    """The draft prefill after any verification, launched before the verification is read."""
 
     def __init__(
         self,
@@ -219,7 +221,7 @@ class RaggedPrefill:
 
     @property
     def num_rows(self) -> int:
-        """Rows that each graph serves, vectors that modules carried among them: as many as the loop drafts for."""
+        """Rows of each graph, including the vectors that modules carry: as many as the loop drafts for."""
         return len(self._loop.drafts)
 
     def run(
@@ -234,8 +236,9 @@ class RaggedPrefill:
         graph = self._graph(token_bucket(count, self._most_tokens))
         ids, last_row = graph.inputs.token_ids, graph.inputs.last_row
         ids[:count].copy_(ahead.token_ids)
-        decided = logits_indices[: len(ahead.token_sources)]
+        decided = logits_indices[: len(ahead.token_sources)]  # without the ones that extras add, see `NeedsLogits`
         ids.index_copy_(0, decided, result.tokens.reshape(-1).index_select(0, ahead.token_sources))
+        # One more entry, 0: the `decided_place` of rows that are not decided is J.
         accepted = torch.cat([result.num_accepted, result.num_accepted.new_zeros(1)])
         accepted = accepted.index_select(0, ahead.decided_place)
         torch.add(ahead.last_row, accepted, out=last_row[:rows])
@@ -250,7 +253,7 @@ class RaggedPrefill:
         return accepted, graph.chosen
 
     def capture_expected(self, mixed: Iterable[int]) -> None:
-        """Capture the largest bucket and the smallest, and these."""
+        """Capture the largest bucket, these of prompts with decoding rows, and the smallest."""
         for tokens in (self._most_tokens, *mixed, 1):
             self._graph(token_bucket(tokens, self._most_tokens))
 
@@ -260,7 +263,7 @@ class RaggedPrefill:
         return sum(each.graph.num_graphs for each in self._graphs.values())
 
     def _graph(self, tokens: int) -> _PrefillGraph:
-        """The one for so many tokens, captured when it is first needed."""
+        """The graph for so many tokens, captured when it is first needed."""
         if tokens not in self._graphs:
             self._graphs[tokens] = self._capture(tokens)
         return self._graphs[tokens]
@@ -268,7 +271,7 @@ class RaggedPrefill:
     def _capture(self, tokens: int) -> _PrefillGraph:
         with torch.inference_mode(False), self._compiling():  # normal tensors, as those it was compiled for
             new, rows = partial(torch.zeros, dtype=torch.int64, device=self._device), self.num_rows
-            nobody = new(rows).fill_(-1)  # a launch for nobody writes to no request's place
+            nobody = new(rows).fill_(-1)  # request rows of -1: the captured launch writes to no request's place
             carried = CarriedRows(nobody, new(tokens)) if self._num_passes > 1 else None
             inputs = StaticPrefill(new(tokens), new(rows), carried)
             positions = tuple(_integers(tokens, self._device) for _ in range(self._num_passes))
@@ -285,8 +288,8 @@ class RaggedPrefill:
 
 
 def _integers(count: int, device: torch.device) -> torch.Tensor:
-    """[count] int64, made as views of a staging arena are: the compiler tells views from other tensors, and from views
-    of another kind.
+    """[count] int64, made in the same way as views of a staging arena: torch.compile guards on whether a tensor is a
+    view, and of what kind, so other tensors would be compiled again.
     """
     memory = torch.zeros(_LEAST_TOKENS + 8 * count, dtype=torch.uint8, device=device)
     return memory[_LEAST_TOKENS:].view(torch.int64).view(count)

@@ -1,4 +1,4 @@
-"""The round's device-to-host read: started after the verification, waited for when the host has nothing else to do."""
+"""The round's device-to-host read: started after the verification, awaited when the host has no other work."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class HostReads:
     Attributes:
         before_read: called with every result and num_drafts [J], both on the device, before the copy is queued; may
             write into the result there, and must not wait for the device. Later launches, the draft prefill and a
-            chained verification, read the written result. Of several processes only the first one's counts.
-        after_read: called with every result on the host and num_drafts [J]; returns the result that counts. Without
+            chained verification, read the written result. With several processes, only the first one's hook has effect.
+        after_read: called with every result on the host and num_drafts [J]; returns the result to commit. Without
             drafts it must keep the tokens: the next verification may have read them on the device already.
     """
 
@@ -79,7 +79,8 @@ class HostReads:
         self._started += 1
         host = self._pinned[slot][: packed.numel()].view(packed.shape)
         host.copy_(packed, non_blocking=True)
-        own = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in notes]  # of a cache of torch's
+        # Not from the ring: notes are rare and of any size, and torch caches pinned memory.
+        own = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in notes]
         for there, each in zip(own, notes, strict=True):
             there.copy_(each, non_blocking=True)
         self._events[slot].record()

@@ -38,8 +38,7 @@ class SampledDrafts:
     def choose(self, step: int, chosen: Chosen, num_accepted: torch.Tensor | None = None) -> None:
         """Draw draft step+1 of the sampled rows in place of the greedy one.
 
-        All that is kept of it is written by the kernels that draw: each launch between them would cost as much as one
-        of theirs.
+        The kernels that draw also write everything that is kept: a separate launch would cost as much as theirs.
 
         num_accepted: with draft 1, [R] int64 of any stride, on the device: accepted drafts of the last verification.
             Rows of `chosen` that are not among these are greedy.
@@ -64,13 +63,13 @@ class SampledDrafts:
         return self._logits is not None and self._logits.dtype != torch.float32
 
     def kept(self, place: int, count: int) -> dict[str, torch.Tensor]:
-        """Copies of the logits and statistics that a row's first drafts were drawn from: [count, Vd], [count, 4]."""
+        """Copies of the logits [count, Vd] and statistics [count, 4] from which a row's first drafts were drawn."""
         assert self._logits is not None
         stats = self._filtered.stats[place, :count]
         return {"draft_logits": self._logits[place, :count].clone(), "draft_stats": stats.clone()}
 
     def keep(self, place: int, tensors: Mapping[str, torch.Tensor], count: int, temperature: float) -> None:
-        """The same of drafts from elsewhere; "draft_probs" become logits of this temperature that no filter changes."""
+        """Store what `kept` returns, of drafts made elsewhere; "draft_probs" become logits that no filter changes."""
         if "draft_probs" in tensors:
             q = tensors["draft_probs"][:count]
             logits, peak = temperature * q.log(), q.amax(1)
@@ -96,6 +95,8 @@ class SampledDrafts:
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
         if self._logits is None:
             with torch.inference_mode(False):
+                # Made at the first draft, because only then the head's dtype and Vd are known. A normal tensor: an
+                # inference tensor could not be written while graphs are captured, under no_grad.
                 self._logits = logits.new_zeros(*self._drafts.shape, logits.shape[1])
         return self._logits
 

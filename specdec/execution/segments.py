@@ -1,5 +1,5 @@
 """SegmentedGraph: a launch as CUDA graphs of the parts between its attentions, which run outside the graphs. Other
-calls that depend on the rows (those of layers with states) are cut out in the same way.
+calls that depend on the rows (by layers with recurrent states) are cut out in the same way.
 
 Attention of a round with prompts has no fixed shape: its plan, its kernels and their grids depend on the rows. All the
 rest depends on the number of tokens alone. So the launch is captured up to an attention, from there to the next one,
@@ -23,22 +23,22 @@ from specdec.wrapped.group import ALONE, Group
 T = TypeVar("T")
 
 AttendInto = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
-"""A `LayerAttend` that is also given where to write; its tensors may have padding after the tokens of its batch."""
+"""A `LayerAttend` with an output argument; its tensors may have padding after the tokens of its batch."""
 
 
 class CutCalls(Protocol):
-    """The calls of a launch, beside attention, that no graph holds. `StateRunner` is one."""
+    """Calls of a launch, other than attention, that run outside the graphs. Implemented by `StateRunner`."""
 
     def blank(self) -> Any:
-        """What serves them with zeros."""
+        """An implementation of the calls that returns zeros."""
 
     def noted(self, note: Callable[[str, int, tuple[Any, ...], torch.Tensor], None]) -> Any:
-        """What computes nothing, and tells `note` of each call: its name, number, inputs, and memory for its output."""
+        """An implementation that only passes each call to `note`: its name, number, inputs, and output tensor."""
 
 
 @dataclass(frozen=True)
 class Between:
-    """The launches between two graphs: a batch's attention, and what serves its `CutCalls` if the target has any."""
+    """The launches between two graphs: a batch's attention, and the function for its `CutCalls` if it has any."""
 
     attend: AttendInto
     serving: Any = None
@@ -83,7 +83,7 @@ class SegmentedGraph:
 
     @property
     def num_graphs(self) -> int:
-        """One more than there are calls between them."""
+        """Number of graphs: the calls between them plus one."""
         return len(self._graphs)
 
     def replay(self, plan: Callable[[], Between]) -> None:
@@ -99,7 +99,7 @@ class SegmentedGraph:
 
 
 class _Cutter:
-    """Captures on a stream of its own, and begins a new graph at every attention."""
+    """Captures on the capture stream, and begins a new graph at every attention."""
 
     def __init__(self, pool: Any, group: Group) -> None:
         self._pool = pool
@@ -111,6 +111,7 @@ class _Cutter:
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
         self._group.note_graph(self.graphs[-1])
+        # thread_local: see `record` in capture.py.
         self.graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._open = True
 
@@ -131,7 +132,7 @@ class _Cutter:
         return out
 
     def note(self, name: str, call: int, inputs: tuple[Any, ...], out: torch.Tensor) -> None:
-        """Of a call of `CutCalls`: the graph ends with its inputs, the next one begins with its output."""
+        """Cut at a call of `CutCalls`: the graph ends with its inputs, the next one begins with its output."""
         self.end()
         own = tuple(unowned(x) if isinstance(x, torch.Tensor) else x for x in inputs)
         self.calls.append(OtherCall(name, call, own, unowned(out)))
@@ -145,14 +146,15 @@ def record_segments(
 
     Nothing waits for the device, so it can be done between two rounds.
 
-    group: the processes whose exchanges the graphs may hold. others: what the launch calls beside its attention; it is
-        given what serves them, None where there are none.
+    group: the processes whose exchanges the graphs may hold. others: further calls of the launch that are cut out; the
+        launch receives their implementation as its second argument, None without `others`.
 
     Returns:
         The graphs, and what the captured launch returned: where each replay writes its result.
     """
     launch(_nothing, None if others is None else others.blank())
     stream, cutter = _capture_stream(), _Cutter(pool, group)
+    # The capture stream must see what was launched here before, such as the run that loads and allocates.
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         cutter.begin()
@@ -164,7 +166,8 @@ def record_segments(
 
 
 def _capture_stream() -> torch.cuda.Stream:
-    """The one that torch captures all graphs on: what is free in a pool is used again only on its own stream."""
+    """The stream on which torch captures all graphs. The allocator reuses free blocks of a pool only on the stream that
+    allocated them, so graphs share memory only if all are captured on it."""
     if torch.cuda.graph.default_capture_stream is None:
         torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
     return torch.cuda.graph.default_capture_stream

@@ -35,7 +35,7 @@ class LongFactors(RoundExtra):
         return FirstTokensLong(self.rule)
 
     def section(self, fixed: bool) -> MakeSection | None:
-        """See `RoundExtra.section`: rows that verify are told by their positions alone."""
+        """See `RoundExtra.section`. None for fixed shapes: for rows that verify, positions determine the factors."""
         return None if fixed else _section
 
     def variant(self, prompt_len: int, num_committed: int) -> int:
@@ -46,7 +46,7 @@ class LongFactors(RoundExtra):
 
 
 class FirstTokensLong(ExtraColumns):
-    """Which rows read their first tokens with the long factors: the table's variants tell."""
+    """Which rows read their first tokens with the long factors, from the table's variants."""
 
     def __init__(self, rule: LongRopeRule) -> None:
         self._rule = rule

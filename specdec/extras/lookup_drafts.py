@@ -30,7 +30,7 @@ class LookupDrafts(RoundExtra):
     Attributes:
         least, longest: tokens of a match, see `TokenIndex`.
         shared: look into the texts of requests that have ended, too, but those with `cache_prefix=False`.
-        greedy: requests that sample draft by a head alone: its graphs keep what drafts were drawn from for every row.
+        greedy: sampled requests draft by the head alone, because its graphs keep the draft distribution of every row.
     """
 
     least: int
@@ -89,13 +89,14 @@ class LookupColumns(ExtraColumns):
             index.extend(new)
         elif new:
             index.extend(new[:-1])
+            # Before the last token is added: a match gives drafts from its second token on, see the module's docstring.
             before = self.proposed(index, 1)
             index.extend(new[-1:])
             found = self.proposed(index, int(table.drafts[row]))
             table.give(row, found if before else (), bool(found))
 
     def proposed(self, index: TokenIndex, most: int) -> list[int]:
-        """What follows the longest match of a row's last tokens, in its own text where others have none longer."""
+        """The tokens after the longest match of a row's last tokens: in its own text unless another's is longer."""
         if self.shared_texts is None:
             return index.propose(most)
         own = index.longest(index.tokens)

@@ -1,8 +1,8 @@
-"""Adapters of peft: a PeftModel, an adapter's folder, or an adapter beside its base -> the model that computes both.
+"""Adapters of peft: a PeftModel, an adapter's folder, or a base with an adapter -> the model that computes both.
 
 What runs is the transformers model inside of a PeftModel, whose layers peft has replaced by its own: those add the
-adapter's part to each layer's output ("live"), or their weights hold it ("merged"). peft is imported here alone, and
-only when there is an adapter.
+adapter's part to each layer's output ("live"), or their weights hold it ("merged"). peft is imported only here, and
+only for a target with an adapter.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def unwrapped(target: Any) -> Any:
     Raises:
         UnsupportedModelError: an adapter of a kind that changes inputs or cache.
     """
-    peft: Any = sys.modules.get("peft")  # whoever has an object of its classes has imported it
+    peft: Any = sys.modules.get("peft")  # not imported: then the target cannot be an object of its classes
     if peft is None or not isinstance(target, peft.PeftModel):
         return target
     check_kinds(type(target).__name__, target.peft_config.values())
@@ -61,7 +61,7 @@ def check_kinds(name: str, configs: Iterable[Any]) -> None:
     """Check that adapters are computed by the layers alone. configs: peft's, or adapter_config.json as read.
 
     Raises:
-        UnsupportedModelError: one of another kind, which the message names.
+        UnsupportedModelError: an adapter of another kind, which the message names.
     """
     for config in configs:
         values: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
@@ -201,9 +201,11 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     where = {} if place.revision is None else {"revision": place.revision}
     with loading_named(place, "the adapter"):
         config = peft.PeftConfig.from_pretrained(place.path, **where)
+        # Else peft would make the adapter's weights trainable.
         config.inference_mode = True
         _check_vocabulary(model, adapter, peft.load_peft_weights(place.path, device="cpu", **where))
         wrapped = peft.PeftModel(model, config)
+        # As peft's own from_pretrained: adapters may be saved with module names that transformers has renamed since.
         names = getattr(model, "_checkpoint_conversion_mapping", None) or {}
         found = wrapped.load_adapter(place.path, "default", torch_device="cpu", key_mapping=names, **where)
     missing = [key for key in found.missing_keys if not any(part in key for part in _SHARED)]
@@ -232,7 +234,7 @@ def _check_vocabulary(model: PreTrainedModel, adapter: Adapter, tensors: Mapping
     """Check that an adapter's embeddings have the base's number of tokens: tokens may have been added before training.
 
     Raises:
-        ModelLoadError: they have another number; the message says how to load such an adapter.
+        ModelLoadError: they have another number; the message explains how to load such an adapter.
     """
     embedding: Any = model.get_input_embeddings()
     own = next(re.escape(name) for name, module in model.named_modules() if module is embedding)
@@ -250,8 +252,8 @@ def _check_vocabulary(model: PreTrainedModel, adapter: Adapter, tensors: Mapping
 def _of_shared_weights(model: PreTrainedModel) -> list[str]:
     """Layers with an adapter whose own weight another module holds as well, by name.
 
-    peft adds an adapter's part to the weight itself: that of an lm_head then also changes the embedding that it is tied
-    to, and those of both are added twice. Trained tokens are rows of their own, which peft keeps equal in both.
+    peft merges an adapter into the weight itself. Merging into an lm_head would also change the embedding tied to it,
+    and adapters of both would be added twice. Trained tokens are separate rows, which peft keeps equal in both.
     """
     from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -48,8 +48,8 @@ class Parts:
     Attributes:
         probed: the target. head: the draft head that fits it, or None. backend: computes attention.
         checkpoint: where the target was read from; None for a loaded model without a name.
-        tokenizer: the target's, or the one that was given; None where there is none.
-        config: sizes and limits; with prefix caching where it can be done.
+        tokenizer: the given one, else the target's; None without one.
+        config: sizes and limits; with prefix caching if possible.
         format: how the target's keys and values are stored. layout: order inside a page, of the head's cache too.
         prefix_caching: "on", or "off: " and the reason. cascade: likewise, of cascade attention.
         cache_tokens: tokens of the KV cache. cache_bytes: of all caches and the states of recurrent layers.
@@ -75,12 +75,12 @@ def choose_prefix_caching(
     """ "on", or "off: " and the reason.
 
     Args:
-        loop: of the head; None without one. asked: True, False, or "auto" for wherever it can be done.
-        recurrent: whether the target has recurrent layers: their state at the end of a prefix is kept nowhere. A
-            SpecdecWarning says so where it was asked for.
+        loop: of the head; None without one. asked: True, False, or "auto" (on if possible).
+        recurrent: whether the target has recurrent layers, whose state at the end of a prefix is kept nowhere; then
+            True only leads to a SpecdecWarning.
 
     Raises:
-        InvalidInputError: True where it cannot be done.
+        InvalidInputError: True, but the head's draft loop cannot share pages.
     """
     if asked is False:
         return "off: enable_prefix_caching=False"
@@ -101,7 +101,7 @@ def choose_cascade(backend: AttentionBackend, prefix_caching: str, asked: bool) 
     """ "on", and the backend does so from now on; or "off: " and the reason. Which layers it does so for is its route.
 
     Raises:
-        InvalidInputError: asked for where it cannot be done, as with `prefix_caching` off.
+        InvalidInputError: True, but the backend has no cascade attention or `prefix_caching` is off.
     """
     if not asked:
         return "off: cascade_attention=False"
@@ -147,7 +147,7 @@ def assemble(parts: Parts, cuda_graphs: bool | Literal["auto"], group: Group = A
         cuda_graphs: see `SpeculativeModel.from_pretrained`. group: the processes that run the target together.
 
     Raises:
-        InvalidInputError: the backend, the head or the target cannot do with CUDA graphs, or not without; a layer
+        InvalidInputError: the backend, the head or the target cannot use CUDA graphs, or needs them; a layer
             attends in chunks that the page size does not divide.
         UnsupportedModelError: the target would come out wrong.
         UnsupportedAttentionError: the backend lacks a variant.
@@ -193,7 +193,7 @@ def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: Grap
     """Test the target, and build what runs its rounds. Compiling comes before the kernels are there.
 
     Raises:
-        UnsupportedModelError: the target comes out wrong; whatever else is wrong, this is said first.
+        UnsupportedModelError: the target comes out wrong; this is raised before any other error.
     """
     probed, config, model, head = parts.probed, parts.config, parts.probed.model, parts.head
     graphs = Graphs(target, drafter, config, choice)
@@ -227,6 +227,7 @@ def dismantle(model: Any) -> None:
         return  # a sum on the device may wait for the lost rank for ever, and so would a synchronisation
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    # vars(): they are made at first use, see `transfers_of`, which this must not import.
     if (transfers := vars(model).get("_transfers")) is not None:
         transfers.close()
     freed = bool([vars(model).pop(name) for name in FREED if name in vars(model)])

@@ -35,7 +35,7 @@ _WRAPPERS = (
 
 
 def auto_class(config: PreTrainedConfig, name: str) -> AutoClass:
-    """The auto class for a configuration: that of causal language models where it knows it, else one of wrappers.
+    """The auto class for a configuration: the one for causal language models if it knows it, else one of wrappers.
 
     Raises:
         ModelLoadError: an encoder, with or without a decoder, or no language model; the message has `name`.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _WITHOUT_SOFTCAP = "sdpa"
 """transformers' function of this name ignores a softcap that it is given; newer versions (5.23) raise an error.
 
-Source: transformers, integrations/sdpa_attention.py; in 5.17 Gemma 2 and VaultGemma run by it unless told otherwise.
+Source: transformers, integrations/sdpa_attention.py; in 5.17 it is the default of Gemma 2 and VaultGemma.
 """
 
 
@@ -53,7 +53,7 @@ def name_what_is_left_out(probed: TargetProbe) -> None:
 
 _MOST_LETTERS = 200
 _NO_REASON = (InvariantError, KernelBuildError)
-"""Bugs of ours, and kernels that rounds without graphs need as well: never a reason to run without."""
+"""Bugs of specdec, and kernels that rounds without graphs need as well: never a reason to run without graphs."""
 
 
 class Graphs:
@@ -67,15 +67,15 @@ class Graphs:
         self.state = "on" if choice.wanted else f"off: {choice.reason}"
 
     def compile(self) -> None:
-        """Compile target and head where graphs are wanted. `executor` raises what goes wrong."""
+        """Compile target and head for CUDA graphs, if `GraphChoice.wanted`. Errors are raised by `executor`."""
         if not self._choice.wanted:
             return
         log.info("loading the compiler")
         if self._parts[0].hf_model.device.type == "cuda":
-            loading_thread().join()
+            loading_thread().join()  # else two threads could start the compiler's processes, see `make_pool`
         from specdec.execution.graphs import GraphExecutor
 
-        gc.collect()  # dropped models of ours remove their hooks from this one: not while it is traced
+        gc.collect()  # dropped SpeculativeModels remove their hooks from this model now, not while it is traced
         try:
             self._made = GraphExecutor(*self._parts)
         except Exception as error:
@@ -104,11 +104,13 @@ class Graphs:
                 self._made.release()
             if self._choice.required or isinstance(error, _NO_REASON) or interrupt_in(error) is not None:
                 raise
+            # Anything that the compiler, a kernel or the allocator may raise: graphs are optional here.
             self._made = self._error = None
             reason = _in_words(error)
             self.state = f"off: {reason}"
             self._warn(reason)
             gc.collect()
+            # After gc: graphs refer to themselves and hold their memory until they are collected.
             if self._parts[0].hf_model.device.type == "cuda":
                 torch.cuda.empty_cache()
         else:
@@ -171,8 +173,8 @@ class GraphChoice:
     """CUDA graphs: required, attempted with fallback, or off.
 
     Attributes:
-        wanted: attempted. required: a failure is an error; else rounds run without them.
-        reason: why they are off, "" if wanted. expected: whether the user needs no warning that they are off.
+        wanted: whether they are attempted. required: a failure is an error; else rounds run without them.
+        reason: why they are off, "" if they are attempted. expected: whether being off needs no warning.
     """
 
     wanted: bool
@@ -187,10 +189,10 @@ def choose_graphs(
     cuda_graphs: bool | Literal["auto"],
     uncapturable: str = "",
 ) -> GraphChoice:
-    """Decide on CUDA graphs: where they are asked for, and with "auto" where they can be captured.
+    """Decide on CUDA graphs: True and False decide; "auto" uses them if they can be captured.
 
-    loop: the head's draft loop; None without a head. uncapturable: what of the target no graph can hold, in words, see
-    `specdec.loading.states`; "" for nothing.
+    loop: the head's draft loop; None without a head. uncapturable: why the target cannot be captured, in words, see
+    `specdec.loading.states`; "" if it can.
 
     Raises:
         InvalidInputError: see `check_graphs`; or True with what no graph can hold.
@@ -229,7 +231,7 @@ def uncaptured_state(model: nn.Module) -> str:
 
 
 def check_graphs(backend: AttentionBackend, loop: DraftLoop[Any, Any] | None, cuda_graphs: bool) -> None:
-    """Check that backend and draft loop (None without a head) can run as asked, from CUDA graphs or without.
+    """Check that backend and draft loop (None without a head) can run from CUDA graphs, or without them.
 
     Raises:
         InvalidInputError: a backend or a draft loop that has no graphs, or a backend that needs them.
@@ -246,9 +248,9 @@ def check_graphs(backend: AttentionBackend, loop: DraftLoop[Any, Any] | None, cu
 
 
 def expected_keys(config: Any) -> list[AttentionSpec]:
-    """The attention kernels that a configuration's layers will need, before there is a model to probe.
+    """The attention kernels that a configuration's layers will need, before a model exists to probe.
 
-    Only what decides which kernel is built is filled in. [] where the configuration does not tell.
+    Only the fields that decide which kernel is built are filled in. [] if the configuration does not determine them.
     """
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):  # Gemma 4: heads differ by layer, and reading head_dim raises
@@ -257,6 +259,7 @@ def expected_keys(config: Any) -> list[AttentionSpec]:
     if not isinstance(heads, int) or not isinstance(hidden, int):
         return []
     if getattr(text, "kv_lora_rank", None):
+        # MLA as in DeepSeek: keys of a latent of 512 and 64 rotary dimensions, values are the latent.
         return [AttentionSpec(heads, 1, 576, 512, 1.0, value_in_key=True)]
     dim = getattr(text, "head_dim", None) or hidden // heads
     kinds = set(getattr(text, "layer_types", None) or ())
@@ -271,7 +274,7 @@ def expected_keys(config: Any) -> list[AttentionSpec]:
 def begin_kernels(
     name: str, device: torch.device, keys: Iterable[AttentionSpec], dtype: torch.dtype, kv_cache_dtype: str
 ) -> None:
-    """Start building the kernels of such layers, on backends that build any; names are those of the load options."""
+    """Start building the kernels of such layers, on backends that build any; arguments are named as load options."""
     kind = KINDS["flashinfer"]
     is_wanted = device.type == "cuda" and chosen(name, device) == "flashinfer"
     if is_wanted and kind.is_installed and torch.version.hip is None:
@@ -283,8 +286,8 @@ def begin_kernels(
 
 
 def make_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The attention backend: "auto" is FlashInfer on CUDA, Flex where that is not installed and on a ROCm build (a
-    SpecdecWarning says so), the torch reference elsewhere.
+    """The attention backend: "auto" is FlashInfer on CUDA, Flex (with a SpecdecWarning) if that is not installed or on
+    a ROCm build, the torch reference elsewhere.
 
     Raises:
         InvalidInputError: unknown name, a backend for CUDA elsewhere, one for NVIDIA GPUs on ROCm, or FlashInfer not

@@ -27,7 +27,7 @@ def builtin_path(name: str) -> Path:
     """The folder of a built-in model, for `from_pretrained`.
 
     Raises:
-        InvalidInputError: there is none of that name.
+        InvalidInputError: no built-in model has this name.
     """
     if name not in builtin_names():
         raise InvalidInputError(

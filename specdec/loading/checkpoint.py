@@ -44,7 +44,7 @@ def check_weight_files(folder: Path, what: str) -> None:
     """Check that all weights of a folder are there.
 
     Raises:
-        ModelLoadError: `what` cannot be loaded; the message names what is missing, or what there is instead.
+        ModelLoadError: `what` cannot be loaded; the message names the missing or unexpected files.
     """
     names = {entry.name for entry in folder.iterdir()}
     for name in _WHOLE:
@@ -60,7 +60,7 @@ def check_no_pointers(folder: Path, what: str) -> None:
     """Check that a folder's weights are no git-lfs pointers.
 
     Raises:
-        ModelLoadError: they are; says how to get the files.
+        ModelLoadError: they are; the message explains how to get the files.
     """
     files = sorted(f for f in folder.iterdir() if f.suffix in (".safetensors", ".bin") and f.is_file())
     pointers = [file.name for file in files if is_lfs_pointer(file)]
@@ -119,11 +119,12 @@ _HEADS = frozenset(
 
 _INDEX = "model.safetensors.index.json"
 _MOST_TENSORS_OF_A_HEAD = 100
+"""Folders with an index of more tensors are not examined as heads, which would read the header of every shard."""
 _LAYER_COUNTS = frozenset(
     {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers"}
 )
 _MOST_LAYERS = 1024
-"""Eight times those of the deepest models. transformers makes modules of every layer before it looks at any weight."""
+"""Eight times the layers of the deepest models. transformers makes all modules before it looks at any weight."""
 
 Merge = bool | Literal["auto"]
 """See the load option merge_adapter."""
@@ -199,8 +200,8 @@ def find_checkpoint(
     """Find a target or a tokenizer (`what`) by name. A name that can only be a folder is not looked up on the hub.
 
     Raises:
-        ModelLoadError: there is no such folder, or it is a file, or no name of a hub model; or something in the folder
-            has a file's name and is none.
+        ModelLoadError: the folder does not exist, is a file, or the name is no hub model's; or something in the folder
+            has a file's name but is not a file.
         InvalidInputError: a revision of a folder.
     """
     path = resolve(name)
@@ -277,7 +278,7 @@ def _without_config(names: set[str]) -> str:
 
 
 def read_object(file: Path, what: str) -> Mapping[str, Any]:
-    """The JSON object in a checkpoint's file. Raises ModelLoadError: `what` cannot be loaded, as there is none."""
+    """The JSON object in a checkpoint's file. Raises ModelLoadError: the file has none, so `what` cannot be loaded."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -288,7 +289,7 @@ def read_object(file: Path, what: str) -> Mapping[str, Any]:
 
 
 def object_in(file: str | Path) -> Mapping[str, Any]:
-    """The JSON object in a file that may be missing or damaged, which is said elsewhere; {} then."""
+    """The JSON object in a file; {} if the file is missing or damaged, which other code reports."""
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -305,7 +306,7 @@ def _check_no_head(folder: Path, config: Mapping[str, Any], names: set[str], wha
             f"{what}: model.safetensors is damaged or incomplete: {error}; download it again"
         ) from error
     except HeadLoadError:
-        return  # tensors that differ by a prefix only, a damaged index, missing shards: transformers says what is wrong
+        return  # tensors that differ by a prefix only, a damaged index, missing shards: transformers reports them
     if layout in _HEADS:
         raise ModelLoadError(f"{what}: it is a draft head ({layout.value}); give it as draft=…, and its target here")
 
@@ -319,6 +320,7 @@ def _shapes(folder: Path, names: set[str]) -> dict[str, tuple[int, ...]]:
     if "model.safetensors" not in names:
         return {}
     with safe_open(folder / "model.safetensors", framework="pt") as weights:
+        # `.keys()`: safe_open's object is no dict and cannot be iterated.
         return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
 
 
@@ -366,7 +368,7 @@ def check_quantisation(stored: Mapping[str, Any] | None, what: str) -> str | Non
 
 
 def _modelopt_config(folder: Path, names: set[str], what: str) -> Mapping[str, Any] | None:
-    """ModelOpt's own file about its quantisation, as a `quantization_config`; None where there is none."""
+    """ModelOpt's own file about its quantisation, as a `quantization_config`; None without such a file."""
     if MODELOPT_FILE not in names:
         return None
     said = read_object(folder / MODELOPT_FILE, what).get("quantization")

@@ -35,9 +35,10 @@ def draft_vocab_of(texts: Iterable[str | Sequence[int]], size: int, tokenizer: A
         At most `size` token ids, ascending (fewer where the texts have no more); of equally frequent ones the smaller.
 
     Raises:
-        InvalidInputError: there is no token, or an id that no vocabulary has, `size` is less than 1, or texts come
-            without a tokenizer.
+        InvalidInputError: the texts have no token, or an id that no vocabulary has, `size` is less than 1, or texts
+            come without a tokenizer.
     """
+    # What a tokenizer returns for several texts.
     texts = texts["input_ids"] if isinstance(texts, Mapping) and "input_ids" in texts else texts
     if isinstance(texts, (str, Mapping)) or not isinstance(texts, Iterable):
         raise InvalidInputError(f"texts={short(texts)}: give a list of texts, or of token ids")
@@ -61,7 +62,7 @@ def read_draft_vocab(given: str | Sequence[int] | None) -> tuple[int, ...] | Non
     """The token ids of the option `draft_vocab`; a text is the name of a JSON file with a list of them.
 
     Raises:
-        InvalidInputError: there is no such file, or no such list in it.
+        InvalidInputError: the file does not exist or has no such list.
     """
     if not isinstance(given, str):
         return None if given is None else tuple(given)
@@ -105,6 +106,6 @@ def draft_on(head: Head, ids: Sequence[int], probed: TargetProbe, tokenizer: Any
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """A tokenizer's special tokens, those of its chat template among them; none of a tokenizer without such."""
+    """A tokenizer's special tokens, including its chat template's; empty if it has none."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     return {*(getattr(tokenizer, "all_special_ids", None) or ()), *(i for i, t in added.items() if t.special)}

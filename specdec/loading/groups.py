@@ -102,8 +102,8 @@ def divide_cache(
 ) -> Division:
     """Tokens of the KV cache: `asked` in the first group; else max_num_seqs rows of max_model_len, or what fits.
 
-    That is what the GPU has left, and on CPU 1 GiB, after the recurrent states of all rows (`state_bytes`) and
-    the scores of requests with options (`scores_bytes`). A model without attention has no KV cache, and all the tokens.
+    What fits is 1 GiB on a CPU; on a GPU the memory left after the recurrent states of all rows (`state_bytes`) and
+    the scores of requests with options (`scores_bytes`). A model without attention has no KV cache, so all tokens fit.
 
     Raises:
         CacheTooSmallError: the device has no room for a cache, or not for the given one.
@@ -120,10 +120,10 @@ def divide_cache(
 
 
 def divided(room: int, wanted: int, sizes: TokenBytes, rows: Rows) -> Division:
-    """`room` bytes, divided for at most `wanted` tokens in the first group.
+    """Divide `room` bytes, with at most `wanted` tokens in the first group.
 
-    Windowed groups get what max_num_seqs rows need; of scarce memory at most a quarter, or the share of the rows of
-    max_model_len tokens that fit.
+    Windowed groups get what max_num_seqs rows need; if memory is scarce at most a quarter of it, or the share of those
+    rows of max_model_len tokens that fit.
     """
     if not sizes.all:
         return Division(wanted)

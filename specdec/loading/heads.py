@@ -106,7 +106,7 @@ def is_available(target: str) -> bool:
 
 LOOKUP = "lookup"
 IN_TARGET = {family.in_target: family for family in FAMILIES.values() if family.in_target is not None}
-"""Families whose heads lie in a target's own checkpoint, by what `draft` says then."""
+"""Families whose heads lie in a target's own checkpoint, by the value of `draft` that selects them."""
 
 
 def split_draft(draft: Any) -> tuple[Any, bool]:
@@ -185,7 +185,7 @@ def _shared(module: Any, what: str, model: Any) -> torch.Tensor:
 
 
 def reading_options(options: LoadOptions) -> dict[str, Any]:
-    """The load options that say how a head's files are read, of any family, where they differ from their defaults."""
+    """The load options for reading a head's files, of any family, that differ from their defaults."""
     default = LoadOptions()
     values = {name: getattr(options, name) for family in FAMILIES.values() for name in family.options}
     return {name: value for name, value in values.items() if value and value != getattr(default, name)}
@@ -202,8 +202,8 @@ def load_head(
     Args:
         draft: folder or hub name of a head, "auto", or "mtp" for the target checkpoint's own multi-token-prediction
             module; a loaded head is taken as it is, if it fits.
-        options: load options that say how the files are read (`drafters.families.Family.options`), where they differ
-            from their defaults.
+        options: load options for reading the files (`drafters.families.Family.options`) that differ from their
+            defaults.
 
     Raises:
         HeadLoadError, HeadMismatchError: see the family's `load_head`.

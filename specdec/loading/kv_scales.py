@@ -59,11 +59,11 @@ def chosen_scales(
 ) -> tuple[Sequence[Pair] | None, str]:
     """The scales of the target's cache, by attention layer in order, and their origin; None: 1.0 everywhere.
 
-    Those of the checkpoint are read for dtype "fp8" only.
+    The checkpoint's scales are read for dtype "fp8" only.
 
     Raises:
-        ModelLoadError: the checkpoint contradicts itself: it says fp8 and has no scales, has some for some layers only,
-            or has them for another format.
+        ModelLoadError: the checkpoint contradicts itself: it declares fp8 and has no scales, has scales for some layers
+            only, or has them for another format.
         InvalidInputError: other scales were given than the checkpoint has.
     """
     stored = stored_scales(checkpoint) if dtype == "fp8" and checkpoint is not None else None
@@ -123,7 +123,7 @@ def stored_scales(checkpoint: Checkpoint) -> StoredScales | None:
     """A checkpoint's declaration of its KV cache and its scales; None where it has none, or is not found.
 
     Raises:
-        ModelLoadError: a scale is no positive number, or there is one for each head.
+        ModelLoadError: a scale is no positive number, or a layer has a scale for each head.
     """
     try:
         folder = open_folder(_files_of(checkpoint))
@@ -160,13 +160,14 @@ def scales_in_words(checkpoint: Checkpoint | None, used: str) -> str | None:
 
 
 def _files_of(checkpoint: Checkpoint) -> Path:
-    """The folder that a checkpoint was read from, a hub model's in the local cache. Raises OSError: there is none."""
+    """The folder of a checkpoint, in the local cache for a hub model. Raises OSError: it is not there."""
     if checkpoint.is_folder:
         return Path(checkpoint.path)
     where = {"revision": checkpoint.revision, "_raise_exceptions_for_missing_entries": False}
     config = cached_file(checkpoint.path, "config.json", local_files_only=True, **where)
     if config is None:
         raise OSError(f"{checkpoint.path} is not in the local cache")
+    # Only fetched into the same folder of the cache, where `_scheme` reads it.
     cached_file(checkpoint.path, MODELOPT_FILE, local_files_only=checkpoint.local_files_only, **where)
     return Path(config).parent
 

@@ -28,7 +28,7 @@ _MODULE_PARTS = ("enorm", "hnorm", "eh_proj")
 _NUMBERED = re.compile(r"^(?P<list>.+)\.(?P<number>\d+)\.(?P<rest>.+)$")
 _TRAINED = (".weight", ".bias")
 _QUANTISED = (".weight_scale", ".weight_scale_2", ".weight_scale_inv", ".weight_packed", ".qweight", ".SCB")
-"""Names that quantised linear layers have beside `weight`, or in its place: without them it means something else."""
+"""Names of tensors that quantised linear layers have in addition to `weight`, or instead: they give it its meaning."""
 
 
 def check_complete(name: str, model: nn.Module, info: Mapping[str, Any]) -> None:
@@ -170,6 +170,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     """The error and its causes."""
     seen: list[BaseException] = []
     link: BaseException | None = error
+    # Causes may form a ring: an error may be raised from one that has it as its context.
     while link is not None and link not in seen:
         seen.append(link)
         yield link
@@ -179,8 +180,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _plain(error: BaseException) -> str:
     """The error's message on one line, without sentences that recommend an option this library lacks.
 
-    Where none would be left they say what is wrong ("`tie_word_embeddings=True` is not supported …"), and stay, except
-    those that name such an option.
+    If none would be left, the sentences describe the fault ("`tie_word_embeddings=True` is not supported …") and stay,
+    except those that name such an option.
     """
     sentences = [s for s in re.split(r"(?<=[.!?])\s+|\n+", str(error).strip()) if s]
     kept = [s for s in sentences if not _FOREIGN_OPTION.search(s)] or [s for s in sentences if not _ADVICE.search(s)]

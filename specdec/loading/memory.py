@@ -14,8 +14,10 @@ from specdec.config import EngineConfig
 from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError, OutOfDeviceMemoryError
 
 _RESERVE_BYTES = 4 << 30
+"""Memory of a GPU that is left for activations and CUDA graphs."""
 _ID_BYTES = 4
 _ARENA_COPIES = 2
+"""Host buffers of a staging arena: the next round is written while the last one is still copied."""
 _LARGEST_USUAL_PAGE = 256
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 """Words of torch's host allocators, in a plain RuntimeError."""

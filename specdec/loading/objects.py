@@ -97,10 +97,11 @@ def check_head_type(draft: Any) -> None:
 
     Raises:
         HeadLoadError: it has some of a head's members, but not all; the message names those that it lacks.
-        InvalidInputError: it is something else; the message says what.
+        InvalidInputError: it is something else, which the message names.
     """
     if isinstance(draft, (str, Path)) or (isinstance(draft, Head) and not isinstance(draft, type)):
         return
+    # A protocol's members: annotated attributes, then methods and properties. isinstance names none that is missing.
     members = dict.fromkeys((*Head.__annotations__, *(name for name in vars(Head) if not name.startswith("_"))))
     missing = [name for name in members if not hasattr(draft, name)]
     if hasattr(draft, "fuse") and missing and not isinstance(draft, type):

@@ -54,11 +54,11 @@ class Pair:
 def pair_of(target: Any, draft: Any, revision: str | None = None) -> Pair:
     """The target and head that a user named; of a head given alone as the target, the target that it names.
 
-    draft="auto" beside a head means that head, as it means the built-in one beside a built-in target. Such names are
-    in heads of the package speculators (`speculators_config.verifier`) and of DeepSpec.
+    draft="auto" with a head as the target means that head, as it means the built-in head of a built-in target. Heads of
+    the package speculators (`speculators_config.verifier`) and of DeepSpec name their target.
 
     Raises:
-        InvalidInputError: a revision beside a head given alone, which has none for its target.
+        InvalidInputError: a revision with a head given alone, which has none for its target.
     """
     given = draft is not None and not (isinstance(draft, (str, Path)) and str(draft) == AUTO_HEAD)
     if given or not isinstance(target, (str, Path)):
@@ -81,8 +81,8 @@ def pair_of(target: Any, draft: Any, revision: str | None = None) -> Pair:
 def load_pair(target: Any, draft: Any, revision: str | None, load: Callable[[Any], Loaded]) -> tuple[Loaded, Pair]:
     """Load the target of `pair_of` by `load`, a name or a loaded model; returns what that gives, and the pair.
 
-    The hub is not asked for a head's configuration: transformers has fetched that into the local cache by the time it
-    refuses the head as a target.
+    A head's configuration is not fetched from the hub here: transformers has already put it into the local cache when
+    it refuses the head as a target. So `pair_of` is called again after such an error.
 
     Raises:
         ModelLoadError, InvalidInputError: see `pair_of`; what `load` raises.

@@ -18,7 +18,7 @@ log = logging.getLogger("specdec")
 class StartSteps(logging.Filter):
     """Times every step that is logged by the thread it was made on, and shows the running one.
 
-    A step lasts until the next one begins; records beside it (`aside`) end none. Other handlers get only the records
+    A step lasts until the next one begins; records with `aside` end no step. Other handlers get only the records
     that the logger would give them anyway.
     """
 
@@ -73,6 +73,7 @@ def startup_progress(console: Console | None = None) -> Iterator[dict[str, float
     with Progress(*columns, console=console, transient=True) if console.is_terminal else nullcontext() as progress:
         steps = _active.steps = StartSteps(progress, log.getEffectiveLevel())
         log.addFilter(steps)
+        # Else the logger makes no INFO records; `StartSteps.filter` keeps them from handlers that should not get them.
         log.setLevel(min(logging.INFO, log.getEffectiveLevel()))
         try:
             yield steps.seconds

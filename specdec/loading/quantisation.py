@@ -27,7 +27,7 @@ from specdec.user_warnings import warn_user
 from specdec.values import short
 
 _SHOWN = ("bits", "group_size", "desc_act", "weights", "weight_bits", "format", "fmt")
-"""Fields of a `quantization_config` that say how numbers are stored, in all methods' configurations."""
+"""Fields of a `quantization_config` that describe how numbers are stored, over all methods."""
 
 _ROUNDED = (
     "rounded at every call: a value between two steps goes to either, so tokens whose logits are close may come out "
@@ -36,7 +36,7 @@ _ROUNDED = (
 MODELOPT = "modelopt"
 """quant_method of NVIDIA ModelOpt, which transformers does not know."""
 MODELOPT_FILE = "hf_quant_config.json"
-"""Where ModelOpt says beside config.json what it quantised."""
+"""ModelOpt's description of what it quantised, in the folder of config.json."""
 QUANTO_MAP = "quanto_qmap.json"
 """A folder that optimum-quanto wrote has this file."""
 _OF_BITSANDBYTES = {
@@ -180,7 +180,7 @@ def settle(model: PreTrainedModel) -> None:
 
 
 def hold_dtype(model: PreTrainedModel, method: str | None, dtype: torch.dtype | str) -> None:
-    """Cast what bitsandbytes left in floating point to the dtype that was asked for; "auto" is what is stored.
+    """Cast the parameters that bitsandbytes left in floating point to `dtype`; "auto" keeps the stored dtypes.
 
     transformers reads such a checkpoint's norms, embeddings and output layer in the dtype they are stored in, whatever
     `dtype` is, and refuses to cast the model afterwards. The quantised layers return the dtype of their inputs.
@@ -189,11 +189,13 @@ def hold_dtype(model: PreTrainedModel, method: str | None, dtype: torch.dtype | 
     """
     if not (method or "").startswith("bitsandbytes") or isinstance(dtype, str):
         return
+    # transformers' lists of modules that stay in float32 whatever `dtype` is; it has no public name for them.
     kept = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
     for name, layer in model.named_modules():
         if is_quantised(layer) or any(part in kept for part in name.split(".")):
             continue
         for parameter in layer.parameters(recurse=False):
+            # Not isinstance: bitsandbytes' packed weights are subclasses of Parameter.
             if parameter.is_floating_point() and type(parameter) is torch.nn.Parameter:
                 parameter.data = parameter.data.to(dtype)
     model.config.get_text_config().dtype = dtype

@@ -77,7 +77,7 @@ def load_quanto(
 
 
 def _stored_dtype(config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """The dtype of the model that was quantised: its configuration's, else that of the scales, which is the same."""
+    """The dtype of the model that was quantised: its configuration's, else the dtype of the scales, which is equal."""
     if isinstance(config.dtype, torch.dtype):  # a name was made one when the configuration was read
         return config.dtype
     found = {tensor.dtype for name, tensor in tensors.items() if name.endswith(_SCALES) and tensor.is_floating_point()}

@@ -20,7 +20,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def resolve_device(device: Any) -> torch.device:
-    """The chosen device (a name, a torch.device, or the index of a GPU); by default CUDA where there is one.
+    """The chosen device (a name, a torch.device, or the index of a GPU); by default CUDA if available.
 
     Raises:
         InvalidInputError: the name is no device of torch, or one that is not supported or not there.
@@ -28,6 +28,7 @@ def resolve_device(device: Any) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     allowed = f"allowed are cpu{_cuda_devices()}"
+    # bool first: it is an int, and True would be GPU 1.
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise InvalidInputError(f"device={short(device)} ({type(device).__name__}): {allowed}")
     try:
@@ -88,8 +89,8 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
     Rotary embeddings of type dynamic depend on the largest position of the whole batch: one long request would change
     the others. So with them no request may be longer than the length from which they change. The same holds for type
     longrope, except where each token gets its own factors (`specdec.wrapped.long_rope`), in all known modules. Sparse
-    attention with an indexer is served up to the length from which it is sparse (`hf.model_specific`); a SpecdecWarning
-    says so.
+    attention with an indexer is served up to the length from which it is sparse (`hf.model_specific`), with a
+    SpecdecWarning.
 
     Raises:
         InvalidInputError: more than the model was made for, or the model has no limit.

@@ -47,7 +47,7 @@ from specdec.wrapped.alterations import without_unpickled
 from specdec.wrapped.group import ALONE, Group
 
 OnConfig = Callable[[PreTrainedConfig, "torch.dtype | str", torch.device], None]
-"""Called with a target's configuration, the dtype asked for ("auto": the checkpoint's) and its device, before its
+"""Called with a target's configuration, the chosen dtype ("auto": the checkpoint's) and its device, before its
 weights are read; for a loaded model, before it is run."""
 
 
@@ -76,7 +76,7 @@ def load_target(
         stored = stored_quantisation(config)
         method = check_quantisation(stored, f"cannot load the target model {checkpoint.name!r}")
         place = placed_at(method, device)
-        if checkpoint.is_folder and not getattr(config, "transformers_weights", None):  # which names a file of its own
+        if checkpoint.is_folder and not getattr(config, "transformers_weights", None):  # the name of another file
             check_weight_files(Path(checkpoint.path), f"cannot load the target model {checkpoint.name!r}")
         if on_config is not None:
             on_config(config, dtype, device)

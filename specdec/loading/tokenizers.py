@@ -61,7 +61,7 @@ def load_tokenizer(name: str | Path | Checkpoint) -> Any:
     checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name, what="the tokenizer of")
     with loading_named(checkpoint, "the tokenizer of"):
         if checkpoint.is_folder and not any(_FILE.search(name) for name in os.listdir(checkpoint.path)):
-            raise ModelLoadError(  # transformers makes an empty one, or asks for sentencepiece
+            raise ModelLoadError(  # transformers would make an empty tokenizer, or raise that sentencepiece is missing
                 f"cannot load the tokenizer of {checkpoint.name!r}: the folder has none (tokenizer.json, "
                 "tokenizer.model, …); give tokenizer=…, the folder or hub name of one, or a tokenizer"
             )

@@ -36,10 +36,13 @@ def _warm() -> None:
 
 
 def make_pool(compiler: Any) -> None:
-    """compiler: torch's AsyncCompile. It makes its processes twice when two threads ask for them at once."""
+    """Start the compiler's processes. Called on one thread: with two at once, torch would start them twice.
+
+    compiler: torch's AsyncCompile.
+    """
     compiler.warm_pool()  # first computes a hash of torch's sources
     process = getattr(compiler.process_pool(), "process", None)
     if process is not None and hasattr(os, "setpriority"):
         own = os.getpriority(os.PRIO_PROCESS, process.pid)
         os.setpriority(os.PRIO_PROCESS, process.pid, max(own, _NICE))  # those that it forks inherit it
-    compiler.wakeup()
+    compiler.wakeup()  # else the process pool would start its workers only at the first compilation

@@ -78,6 +78,6 @@ def add_sequence_bias(
 
 
 def _columns(scores: torch.Tensor, ids: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-    """Columns [N, L] of the scores for these tokens: the last one where there is none."""
+    """Columns [N, L] of the scores for these tokens; the last column where a token is missing."""
     nobody = scores.shape[1] - 1
     return torch.where(there & (ids < nobody), ids, nobody)

@@ -1,4 +1,4 @@
-"""Logprobs: the extra of requests that are told more than tokens: log-probabilities, also of the prompt, whole rows."""
+"""Logprobs: the extra of requests for log-probabilities (of new or prompt tokens), logits or scores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT_ROW_BYTES = 2**27
 
 
 def prompt_rows(vocab_size: int) -> int:
-    """How many prompt tokens a round tells the log-probabilities of.
+    """How many prompt tokens may get log-probabilities in one round.
 
     >>> prompt_rows(128_256), prompt_rows(1000), prompt_rows(10**9)
     (261, 512, 1)
@@ -35,16 +35,16 @@ def prompt_rows(vocab_size: int) -> int:
 
 
 class PromptPart(NamedTuple):
-    """Prompt tokens of one request, told in one round. places: their positions."""
+    """Prompt tokens of one request that get log-probabilities in one round. places: their positions."""
 
     asked: PromptLogprobs
     places: range
 
 
 class WholeRows(NamedTuple):
-    """One of the decided rows, whose request asks for whole rows [V]: of the model's own logits, or of the scores.
+    """A decided row whose request returns full rows [V], of the model's logits (`own`) or of the scores.
 
-    place: among the J. position: of its first new token.
+    place: index among the J decided rows. position: position of its first new token.
     """
 
     told: TokenRows
@@ -56,14 +56,14 @@ class WholeRows(NamedTuple):
 
 @dataclass(frozen=True)
 class AskingRows:
-    """The rows of a round whose requests are told something beside their tokens, on the host.
+    """Host-side rows whose requests asked for log-probabilities or logits.
 
     Attributes:
-        params: [m] of those that ask for log-probabilities of new tokens. places: [m] int64 where they are among the J
-            decided rows.
-        whole: those that ask for whole rows.
-        prompts: those that ask for their prompt's, of N tokens in all; next_tokens: [N] int64 these tokens.
-        more_logits: [N] int64 rows of the batch that these follow from, see `NeedsLogits`.
+        params: [m] of rows with log-probabilities of new tokens. places: [m] int64 their index among the J decided
+            rows.
+        whole: rows with logits or scores.
+        prompts: prompt tokens with log-probabilities, N in all; next_tokens: [N] int64 their ids.
+        more_logits: [N] int64 token rows of the batch whose logits predict them, see `NeedsLogits`.
     """
 
     params: tuple[SamplingParams, ...]
@@ -115,7 +115,7 @@ class Logprobs(RoundExtra):
 
 
 def _of_tokens(own: AskingRows, decision: Decision) -> torch.Tensor:
-    """[J, n+1, W], 0 of rows that do not ask."""
+    """[J, n+1, W], 0 in rows without log-probabilities."""
     (rows, width), device = decision.index.shape, decision.logits.device
     places = on_device(own.places, device)
     at, tokens = decision.index[places].reshape(-1), decision.tokens[places].reshape(-1, 1)
@@ -144,7 +144,7 @@ def _whole_row(own: WholeRows, decision: Decision) -> torch.Tensor:
 def _log_probabilities(
     params: Sequence[SamplingParams], decision: Decision, at: torch.Tensor, width: int
 ) -> torch.Tensor:
-    """[m·width, V] float32, of each request as it asks; at: its rows of logits."""
+    """[m·width, V] float32, in each request's `logprobs_mode`; at: rows of logits."""
     processed = [row for row, own in enumerate(params) if own.logprobs_mode == "processed"]
     found = decision.logits[at].float().log_softmax(1)
     if processed:
@@ -169,7 +169,7 @@ def _tensors(params: Sequence[SamplingParams], device: torch.device) -> Sampling
 
 
 class AskingColumns(ExtraColumns):
-    """The requests of rows that are told something beside their tokens."""
+    """Parameters of rows whose requests asked for log-probabilities, logits or scores."""
 
     def __init__(self, max_rows: int, most_prompt_rows: int = MOST_PROMPT_ROWS) -> None:
         self.params: list[SamplingParams | None] = [None] * max_rows
@@ -179,7 +179,7 @@ class AskingColumns(ExtraColumns):
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
         """See `ExtraColumns.open`."""
         asks = bool(params.told)
-        if asks and filters_of(params) is not None:  # they have been applied
+        if asks and filters_of(params) is not None:  # `ChangedLogits` has applied all filters to the scores already
             params = replace(params, top_k=0, top_p=1.0, min_p=0.0)
         self.params[row] = params if asks else None
         self.idle = self.idle and not asks
@@ -189,7 +189,7 @@ class AskingColumns(ExtraColumns):
         self.params[row] = None
 
     def chunk(self, table: RowTable, row: int, count: int, others: Sequence[tuple[int, int]]) -> int:
-        """See `ExtraColumns.chunk`: at most so many tokens of prompts are told in one round."""
+        """See `ExtraColumns.chunk`: limits the prompt tokens with log-probabilities in one round."""
         _, asked = self._prompt_part(table, row, count)
         free = self._most - sum(len(self._prompt_part(table, *other)[1]) for other in others)
         return count if len(asked) <= free else asked[0] - int(table.computed[row]) + free
@@ -229,7 +229,7 @@ class AskingColumns(ExtraColumns):
             whole.told.tell(whole.position, found)
 
     def _prompt_part(self, table: RowTable, row: int, count: int) -> tuple[PromptLogprobs | None, range]:
-        """Of the next `count` tokens of a row those whose logits its request needs: their positions."""
+        """Positions, among the next `count` tokens of a row, whose logits its request needs."""
         params = self.params[row]
         if params is None or not isinstance(params.prompt_logprobs, PromptLogprobs):
             return None, range(0)
@@ -260,7 +260,9 @@ class AskingColumns(ExtraColumns):
     def _prompts(
         self, table: RowTable, schedule: Schedule, asking: Sequence[int]
     ) -> tuple[tuple[PromptPart, ...], np.ndarray, np.ndarray]:
-        """What of prompts is told; [N] rows of the batch, [N] tokens after them. asking: places in the batch."""
+        """Prompt tokens with log-probabilities; [N] rows of the batch, [N] tokens after them. asking: places in the
+        batch.
+        """
         starts = np.cumsum(schedule.num_new + schedule.num_drafts) - schedule.num_new - schedule.num_drafts
         parts, none = list[PromptPart](), np.zeros(0, np.int64)
         more, following = [none], [none]

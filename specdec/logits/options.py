@@ -1,7 +1,7 @@
 """LogitsOptions: the options of a request that change logits before a token is decided.
 
-Names, meaning and order are those of transformers' GenerationConfig; presence and frequency penalty, logit_bias and
-allowed_token_ids are OpenAI's and vLLM's.
+Names, meaning and order follow transformers' GenerationConfig; presence and frequency penalty, logit_bias and
+allowed_token_ids follow OpenAI and vLLM.
 
 Source: huggingface/transformers, generation/utils.py `_get_logits_processor` (order), generation/logits_process.py
 (formulas); vllm-project/vllm, vllm/v1/sample (presence and frequency penalty after the repetition penalty).
@@ -27,7 +27,7 @@ Sequences = tuple[tuple[int, ...], ...]
 class LogitsOptions:
     """Options that change a request's logits. None: off.
 
-    They apply at every position in the order below, before temperature; what follows temperature stands at the end. A
+    They apply at every position in the order below, before temperature; options applied after it come last. A
     position's prefix is the prompt and every new token before it, drafts included.
 
     Attributes:
@@ -109,7 +109,7 @@ class LogitsOptions:
 
 
 def largest_bias(options: LogitsOptions) -> tuple[int, float]:
-    """The token to which biases above 0 may add most, and how much; -1 and 0 where there are none."""
+    """The token to which biases above 0 may add most, and how much; (-1, 0) without such biases."""
     sums = defaultdict[int, float](float)
     for ids, bias in (*(options.sequence_bias or ()), *(((i,), bias) for i, bias in options.logit_bias or ())):
         sums[ids[-1]] += max(bias, 0.0)
@@ -148,6 +148,7 @@ def _allowed(name: str, given: Any) -> tuple[int, ...]:
 
 def _sequences(name: str, given: Any) -> Sequences:
     allowed = "a list of lists of token ids, each with one or more"
+    # Iterables that would be read item by item without an error: letters, bytes, keys.
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
         raise refuse(name, given, allowed)
     found = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 NOBODY = -1
-"""Stands where a prefix has no token."""
+"""Padding id: the prefix has no token there."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Prefixes:
 
     Attributes:
         ids: [N, L] int64, from the first token on; NOBODY after the last.
-        lens: [N] int64. prompt_lens: [N] int64, how many of them are the prompt's.
+        lens: [N] int64 tokens of each prefix. prompt_lens: [N] int64 tokens of the prompt.
     """
 
     ids: torch.Tensor
@@ -60,7 +60,7 @@ class Prefixes:
         return self.ids != NOBODY
 
     def rows(self, index: torch.Tensor) -> Prefixes:
-        """Those of some logits rows [n]."""
+        """The prefixes of some logits rows [n]."""
         return Prefixes(self.ids[index], self.lens[index], self.prompt_lens[index])
 
     def prompt_mask(self) -> torch.Tensor:

@@ -4,7 +4,7 @@ Rules whose effect follows from lengths alone are worked out on the host; those 
 (`forms.py`). Filters of sampled requests are transformers' own classes.
 
 Source: huggingface/transformers, generation/utils.py `_get_logits_processor`; a token's bias (`logit_bias`) is added
-with the other biases, the penalties of OpenAI follow the repetition penalty, `allowed_token_ids` stands with the
+with the other biases, the penalties of OpenAI follow the repetition penalty, `allowed_token_ids` comes with the
 suppressed ids, as in vllm-project/vllm, vllm/v1/sample/sampler.py.
 """
 
@@ -67,7 +67,8 @@ class Subject:
         settings: its options that do something, by name (see `LogitsOptions`).
         prompt_len: tokens of its prompt. limit: most tokens, of prompt and new ones. ends: token ids that end it.
         filters: of a sampled request whose filters are applied here, all of them; None where the round applies them.
-        processors, prefix_function: the user's own, see `RequestProcessors`. watch: is told what all options leave.
+        processors, prefix_function: the user's code, see `RequestProcessors`. watch: gets the largest score after all
+            options.
         temperature: 0 of a greedy request.
     """
 
@@ -93,7 +94,7 @@ class Subject:
 
     @cached_property
     def reads_prefix(self) -> bool:
-        """Whether any option needs the tokens before a position, not just how many there are."""
+        """Whether any option needs the tokens before a position, not just their number."""
         if self.processors is not None or self.prefix_function is not None:
             return True
         sequences = (*self.get("sequence_bias"), *_bad_words(self))
@@ -134,8 +135,8 @@ class Rows:
 
 
 Rule = tuple[Callable[[Subject], Hashable], Callable[[torch.Tensor, Rows, Any], None]]
-"""What a request's rule is set to (False, None, 0 or () where it is off), and how it changes the scores [N, V+1] of
-rows for which that is equal."""
+"""A rule's setting for a request (False, None, 0 or () if it is off), and the change of the scores [N, V+1] of rows
+with equal settings."""
 
 
 def process(scores: torch.Tensor, rows: Rows) -> None:
@@ -194,6 +195,7 @@ def _logit_bias(scores: torch.Tensor, rows: Rows, biases: tuple[tuple[int, float
 
 def _encoder_repetition(scores: torch.Tensor, rows: Rows, _: bool) -> None:
     own = rows.prefixes.there & rows.prefixes.prompt_mask()
+    # The inverse, as in transformers: above 1 the option favours tokens of the prompt.
     inverse = 1 / np.array([s.get("encoder_repetition_penalty") for s in rows.subjects])
     penalise_tokens(scores, rows.prefixes.ids, own, on_device(inverse.astype(np.float32), scores.device))
 
@@ -232,6 +234,7 @@ def _forced_last(scores: torch.Tensor, rows: Rows, tokens: tuple[int, ...]) -> N
 def _force(scores: torch.Tensor, rows: list[int], tokens: tuple[int, ...]) -> None:
     if rows:
         scores[on_device(np.array(rows, np.int64), scores.device), :-1] = _NEVER
+        # 0: every other score is -inf, so a single forced token has probability 1 after any filter and temperature.
         _write(scores, ((n, token) for n in rows for token in tokens), 0.0)
 
 
@@ -270,7 +273,7 @@ def _suppress_first(scores: torch.Tensor, rows: Rows, tokens: tuple[int, ...]) -
 
 
 def _begin(subject: Subject) -> int:
-    """Length at which `begin_suppress_tokens` counts: after a forced first token where there is one."""
+    """Length at which `begin_suppress_tokens` applies: after a forced first token, if any."""
     forced = subject.prompt_len == 1 and "forced_bos_token_id" in subject.settings
     return subject.prompt_len + forced
 

@@ -1,4 +1,4 @@
-"""Sizes of a round's arrays: rounded up to buckets, the largest, and those of fixed shapes."""
+"""Sizes of a round's arrays: rounded up to buckets, at most, and in fixed shapes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ TILE_TOKENS = 128
 
 
 def prefill_budget(config: EngineConfig, decoding_tokens: int) -> int:
-    """The most prompt tokens of a round beside so many tokens of rows that decode.
+    """The most prompt tokens of a round with `decoding_tokens` tokens of decoding rows.
 
-    A few less than allowed where those few would begin another tile. On an H200, at the Llama-3.1-8B shape, the matmuls
-    of 576 tokens take as long as those of 640.
+    A few less than allowed if those few would begin another tile. On an H200, at the Llama-3.1-8B shape, matmuls take
+    as long with 576 tokens as with 640.
 
     >>> config = EngineConfig(3, 4096, 32, 2048, 16, 100, max_num_prefill_tokens=512)
     >>> [prefill_budget(config, tokens) for tokens in (0, 4, 64, 100, 128, 1800)]
@@ -44,7 +44,7 @@ def rounded(size: LoopSize) -> LoopSize:
 
 
 def graph_rows(max_num_seqs: int, query_len: int) -> tuple[int, ...]:
-    """Rows for which CUDA graphs are captured, largest first: powers of two and the most there can be.
+    """Rows for which CUDA graphs are captured, largest first: powers of two and max_num_seqs.
 
     A batch of one token in all would be compiled once more (sizes 0 and 1 are special to the compiler): two rows at
     least then.
@@ -60,12 +60,12 @@ def graph_rows(max_num_seqs: int, query_len: int) -> tuple[int, ...]:
 def static_shape(config: EngineConfig, rows: int) -> StaticShape:
     """The shape of the rounds that CUDA graphs of so many rows read: fixed addresses, whatever the lengths.
 
-    Rows that share pages list them each, so that there may be more on the lists than in the pool.
+    Rows that share pages each list them, so the lists together may be longer than the pool.
     """
     query_len = config.num_speculative_tokens + 1
     entries = rows * most_pages(config)
     if not config.enable_prefix_caching:
-        padding = rows * (1 - (-query_len // config.page_size))  # of the null page, after every row
+        padding = rows * (1 - (-query_len // config.page_size))  # entries of the null page, after every row
         entries = min(entries, config.num_head_pages + padding)
     return StaticShape(rows, query_len, config.page_size, entries)
 
@@ -83,7 +83,7 @@ def group_entries(config: EngineConfig) -> tuple[int, ...]:
 
 
 def static_entries(config: EngineConfig, shape: StaticShape) -> tuple[int, ...]:
-    """The same of the rounds of one fixed shape."""
+    """The same for rounds of one fixed shape."""
     listed = (most_listed_pages(pool.reach, shape.query_len, shape.page_size) for pool in config.windowed)
     return tuple(shape.rows * min(most_pages(config), pages) for pages in listed)
 

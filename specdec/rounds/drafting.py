@@ -101,8 +101,8 @@ class AheadInputs(AheadArrays[np.ndarray]):
 
     Attributes:
         batches: its attention on the head's pages in each pass: rows and tokens of the verification; pass m, of module
-            m, stands m positions further back.
-        carried: None of one pass.
+            m, begins m positions further back.
+        carried: None with a single pass.
     """
 
     batches: tuple[HostBatch, ...] = field(kw_only=True)

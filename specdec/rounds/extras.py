@@ -51,9 +51,9 @@ class Decision:
     """A decided verification on the device, as `RoundExtra.notes` reads it.
 
     Attributes:
-        logits: [R', V] the target's own, at the end those of `NeedsLogits`. adjusted: [R', V] those by which it was
-            decided, see `RoundExtra.adjust`.
-        index: [J, n+1] int64 into them.
+        logits: [R', V] of the target, with the rows for `NeedsLogits` last. adjusted: [R', V] logits by which the round
+            was decided, see `RoundExtra.adjust`.
+        index: [J, n+1] int64 rows of these logits.
         tokens: [J, n+1] int64 accepted drafts and the next bonus token of each row, anything after it.
     """
 
@@ -65,7 +65,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class TokenContext:
-    """How the tokens of a request are spelled: tokenizer, logits of the model, ids that end the request."""
+    """How the tokens of a request are spelled: tokenizer, number of logits, ids that end the request."""
 
     tokenizer: Any
     vocab_size: int
@@ -76,7 +76,7 @@ class TokenContext:
 class EarlyDrafts:
     """The drafts of a round on their way to the host, since before its verification was launched.
 
-    host: [R, n] int64, those of the rows that draft, in their order. copied: None where nothing travels (CPU).
+    host: [R, n] int64, by drafting row. copied: recorded after the copy; None on a CPU, where nothing is copied.
     """
 
     host: torch.Tensor
@@ -90,14 +90,14 @@ class EarlyDrafts:
 
 
 class RoundExtra:
-    """One extra of an engine. It has no state of its own: columns and device arrays have. This one does nothing.
+    """One extra of an engine. It is stateless: state lies in its columns and device arrays. This class does nothing.
 
     Attributes:
-        refuses_handoff: why a request cannot go on in another engine, in words; "" where all that it needs there is
-            moved, or follows from its tokens.
-        rewrites: whether it has a `rewrite`. reads_drafts: whether that wants the drafts on the host.
-        drafts: its name, where its columns give rows drafts (`RowTable.give`); else "".
-        serves: the option of `NEEDS_AN_EXTRA` that it is for; else "".
+        refuses_handoff: why a request cannot go on in another engine, in words; "" if everything needed there is moved
+            or follows from its tokens.
+        rewrites: whether it has a `rewrite`. reads_drafts: whether `rewrite` reads the drafts on the host.
+        drafts: its name, if its columns give rows drafts (`RowTable.give`); else "".
+        serves: the option of `NEEDS_AN_EXTRA` that it implements; else "".
     """
 
     refuses_handoff: ClassVar[str] = ""
@@ -117,7 +117,7 @@ class RoundExtra:
         return False
 
     def facts(self) -> dict[str, Any]:
-        """What `describe` says of it under "engine"."""
+        """Its entries in `describe`, under "engine"."""
         return {}
 
     def columns(self, max_rows: int) -> ExtraColumns:
@@ -129,9 +129,9 @@ class RoundExtra:
         return params
 
     def section(self, fixed: bool) -> MakeSection | None:
-        """Its arrays beside those of a verification's attention; None if it sends none.
+        """Makes its section of arrays, which is sent with a verification's attention; None if it sends none.
 
-        fixed: in rounds of one fixed shape, which are written in place and read by captured graphs.
+        fixed: for rounds of one fixed shape, which are written in place and read by captured graphs.
         """
         return None
 
@@ -156,21 +156,23 @@ class RoundExtra:
         return logits
 
     def reads(self, own: BatchExtra) -> bool:
-        """Whether a round with these arrays reads from the device before its decision: its drafts, for example."""
+        """Whether a round with these arrays reads from the device before its decision, for example its drafts."""
         return False
 
     def limit(self, logits: torch.Tensor, own: BatchExtra, target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """The head's logits [R, Vd] of the first draft of each row that drafts, the first R of the decided rows, with
-        -inf for drafts that `rewrite` would reject. Asked where all tokens before it are read: not of captured graphs.
+        -inf for drafts that `rewrite` would reject. Called only if all tokens before the draft have been read, so never
+        for captured graphs.
+
 
         own: as for `rewrite`. target_ids: [Vd] int64 of the draft vocabulary, below vocab_size.
         """
         return logits
 
     def notes(self, own: BatchExtra, decision: Decision) -> tuple[torch.Tensor, ...]:
-        """What is read with the result of a round: float32 on the device.
+        """Tensors to read with the result of a round: float32 on the device.
 
-        The first, [J, n+1, W], is told to requests with their tokens; its columns get all, see `ExtraColumns.commit`.
+        The first, [J, n+1, W], is reported to requests with their tokens; columns get all, see `ExtraColumns.commit`.
         At most one extra of an engine has notes. Launched after each decision of rows for which it has arrays, also
         where the round itself runs from a graph.
 
@@ -179,9 +181,9 @@ class RoundExtra:
         return ()
 
     def variant(self, prompt_len: int, num_committed: int) -> int:
-        """Bits that tell apart requests whose keys and values of the same tokens differ: such share no pages.
+        """Bits that distinguish requests whose keys and values of the same tokens differ, so that they share no pages.
 
-        Asked whenever a request gets a row. Each extra has bits of its own.
+        Read whenever a request gets a row. Each extra uses separate bits.
         """
         return 0
 
@@ -204,9 +206,9 @@ class DraftedPrefixes:
     """The tokens before each of the R' logits rows of a verification, on the device.
 
     Attributes:
-        owner: [R'] int64, which of the J decided rows it is of: these are the first of the batch's rows.
+        owner: [R'] int64, the logits row's decided row (0 … J-1); decided rows are the first rows of the batch.
         token_ids: [R', n+1] int64, the row's last committed token, then the drafts x_1 … x_i that the logits follow.
-        there: [R', n+1] bool, those that there are: the first i+1.
+        there: [R', n+1] bool, which entries of token_ids exist: the first i+1.
     """
 
     owner: torch.Tensor
@@ -231,7 +233,7 @@ def make_sections(extras: Sequence[RoundExtra], fixed: bool) -> list[MakeSection
 
 
 def adjusting(extras: Sequence[RoundExtra]) -> tuple[RoundExtra, ...]:
-    """Those that have an `adjust`."""
+    """The extras that override `adjust`."""
     return tuple(extra for extra in extras if type(extra).adjust is not RoundExtra.adjust)
 
 
@@ -245,10 +247,11 @@ def adjusted(extras: Sequence[RoundExtra], logits: torch.Tensor, round_: Decided
 def read_early(
     extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None], in_order: Callable[[], Draft | None]
 ) -> EarlyDrafts | None:
-    """Start reading the drafts where an extra wants them. To be called before the verification is launched.
+    """Start reading the drafts if an extra needs them. To be called before the verification is launched.
 
-    in_order: makes those of the rows that draft, in their order; None where no row does.
+    in_order: makes the drafts of the drafting rows, in their order; None if no row drafts.
     """
+    # Not strict, here and below: a round in which no extra has arrays may have () in their place.
     wanted = any(own is not None and extra.reads_drafts for extra, own in zip(extras, arrays, strict=False))
     if not wanted or (draft := in_order()) is None or not draft.token_ids.numel():
         return None
@@ -287,7 +290,7 @@ def limited(
     target_ids: torch.Tensor,
     vocab_size: int,
 ) -> Choose:
-    """`choose`, of whose first drafts extras have ruled out some: see `RoundExtra.limit`."""
+    """`choose`, with some first drafts ruled out by extras: see `RoundExtra.limit`."""
     each = [(e, own) for e, own in zip(extras, arrays, strict=False) if own is not None and e.limits_drafts]
     if not each:
         return choose

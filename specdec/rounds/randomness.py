@@ -13,6 +13,7 @@ from specdec.rounds.rows import RowTable
 from specdec.rounds.verification import TargetArrays
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 divided by the golden ratio: the increment of splitmix64."""
 
 
 class Role(IntEnum):
@@ -39,8 +40,10 @@ def uniforms(keys: np.ndarray, positions: np.ndarray, role: Role) -> np.ndarray:
     Source: splitmix64 finaliser, Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
     """
     with np.errstate(over="ignore"):
+        # Times 4: a position has one counter for each role (1, 2, 3).
         counter = positions.astype(np.uint64) * np.uint64(4) + np.uint64(role)
         bits = _mix(keys ^ _mix(counter * _GOLDEN + _GOLDEN))
+    # The upper 24 bits: float32 holds them exactly, so no uniform is rounded up to 1.
     return ((bits >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)
 
 
@@ -92,7 +95,7 @@ class SamplingRound:
     def ahead_uniforms(self, places: int) -> np.ndarray:
         """[B, places] float32, of the drafts after this round: with a drafts accepted, draft j+1 has column a+j < 2K.
 
-        Of K=2 drafts 1 is accepted: the next bonus token stands at first+1, draft 1 at first+2, which is column 1.
+        Example: 1 of K=2 drafts is accepted. The next bonus token is at first+1, draft 1 at first+2, which is column 1.
         """
         return self._uniforms(np.arange(1, places + 1), Role.DRAFT)
 

@@ -13,13 +13,13 @@ from specdec.requests.sampling import SamplingArrays, SamplingParams
 
 
 class ExtraColumns:
-    """Columns of an extra, beside those of a `RowTable`; see `specdec.rounds.extras.RoundExtra`.
+    """An extra's columns of a row table; see `specdec.rounds.extras.RoundExtra`.
 
     They follow from the table's columns and a request's parameters, because rows are rebuilt from the requests after an
     interrupt, and a preempted request opens its row again. This class has no columns.
 
     Attributes:
-        idle: no row has had anything for it yet: it is not asked for arrays.
+        idle: no row has used the extra yet; then it is not called for arrays.
     """
 
     idle = False
@@ -42,8 +42,8 @@ class ExtraColumns:
         num_accepted: np.ndarray,
         tokens: np.ndarray | None,
     ) -> BatchExtra | None:
-        """The same of a verification that is launched before the one before it is committed, which reads bonus tokens
-        of the same rows.
+        """Arrays for a verification that is launched before the last one is committed; both are of the same rows, with
+        one bonus token each.
 
         Args:
             last: the result of `scheduled` or `after` for that one. schedule: of the new one; start: [B] its first
@@ -80,7 +80,7 @@ class ExtraColumns:
 class NeedsLogits(Protocol):
     """Arrays of an extra for which a verification computes more logits than it decides by.
 
-    more_logits: [N] int64 token rows of the batch, none of them among the others. Their logits stand after all others.
+    more_logits: [N] int64 token rows of the batch whose logits are not computed otherwise. They come after all others.
     """
 
     @property
@@ -88,7 +88,7 @@ class NeedsLogits(Protocol):
 
 
 class RowTable:
-    """One row a running request; the row number is its block-table row.
+    """One row for each running request; the row number is its block-table row.
 
     Columns:
         tokens [R, L] int32: committed tokens by position (prompt, then new ones; the last is the bonus token).
@@ -103,8 +103,8 @@ class RowTable:
             a length. variant [R]: of its keys and values; for both see `specdec.rounds.extras.RoundExtra`.
         drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
         given [R, n] int32, num_given [R]: drafts of the row's next round that the host knows, see `give`. awaited [R]
-            bool: there may be some for the round after it. gives: whether any row has been asked for ever.
-        reads_first [R] bool: see `read_first`; any_reads_first: whether any row was one ever.
+            bool: there may be drafts for the round after it. gives: whether `give` was ever called for any row.
+        reads_first [R] bool: see `read_first`; any_reads_first: whether it was ever set for any row.
         key [R] uint64: randomness. eos [R, E] int64: ids that end it, then -1. temperature, top_k, top_p, min_p [R].
         extras: the columns of the engine's extras.
     """
@@ -157,6 +157,7 @@ class RowTable:
         prefill: how many of the tokens it reads before it decodes; default all of them. begin: how many of these have
             keys and values already. longest, variant: see the columns; default max_model_len. prompt: default all.
         """
+        # Popped only at the end: an error of a parameter leaves the row free.
         row = self._free[-1]
         self.tokens[row, : len(tokens)] = tokens
         self.length[row], self.limit[row] = len(tokens), limit

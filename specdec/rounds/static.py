@@ -179,7 +179,7 @@ class FixedTarget:
         entries: Sequence[int] = (),
         extras: Sequence[MakeSection] = (),
     ) -> None:
-        """passes: of the draft prefill, the M of M modules; 0 without a head.
+        """passes: M of the draft prefill, one for each module; 0 without a head.
 
         reaches, entries: of the target's further cache groups, and the most pages on the list of each. extras:
             make their sections.
@@ -310,6 +310,7 @@ class FixedSampling:
         self._bucket = bucket_of(**sizes, **self._section.sizes(max(num_drafts, 1)))
         self._arena = StagingArena(self._section.fields, self._bucket, device)
         self._hosts = self._arena.hosts(self._bucket)
+        # An empty round is sent at once, because `device` is views of the arena's memory on the device.
         self._arena.begin()
         self.device = self._section.of(self._arena.end(self._bucket).views, filters=True)
 

@@ -1,7 +1,7 @@
 """How a round gets to the device: the sections of its arrays in a staging arena, their device views, and the one copy.
 
-`RoundTransfer` sends rounds that run operator by operator, `AheadTransfer` those of any shape that run from graphs. (A
-draft loop has a section of its own: `drafters/loops/chain_arrays.py`, `drafters/loops/module_arrays.py`.)
+`RoundTransfer` sends rounds that run operator by operator, `AheadTransfer` rounds of any shape that run from graphs.
+(Sections of draft loops are in `drafters/loops/chain_arrays.py` and `drafters/loops/module_arrays.py`.)
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PassesSection:
     """All M passes of a draft prefill.
 
     Attributes:
-        fields: their places; () where there is no head.
+        fields: their places; () without a head.
     """
 
     def __init__(self, num_passes: int) -> None:
@@ -65,10 +65,10 @@ class PassesSection:
         self.fields: tuple[Field, ...] = (*first, *later, *(self._carried.fields if self._later else ()))
 
     def sizes(self, rows: int, tokens: int, pages: int, entries: int | None = None) -> dict[str, int]:
-        """Sizes beside those of the verification, for at most so many of its rows, tokens and pages a row.
+        """Sizes to add to the verification's, for at most so many of its rows, tokens and pages a row.
 
         A request may be two rows of a pass, see `drafters.loops.module_arrays.shifted_batch`; but not in a fixed shape,
-        of which `entries` on the lists of pages are given.
+        which is given by its `entries` on the lists of pages.
         """
         found = {"passes.requests": rows, "passes.tokens": tokens}
         for section in self._later:
@@ -179,7 +179,7 @@ class DeviceAhead(AheadArrays[torch.Tensor]):
 
 
 class AheadSection:
-    """A draft prefill that is launched before its verification is read, in an arena of its own."""
+    """A draft prefill that is launched before its verification is read; it has a separate arena."""
 
     def __init__(self, num_passes: int) -> None:
         """num_passes: M of the head's loop; 0 without one."""
@@ -208,7 +208,7 @@ class SamplingSection:
     """Sampling parameters and uniforms in the arena."""
 
     def __init__(self, ahead: bool) -> None:
-        """ahead: with the uniforms of the drafts after the round, as graphs need them, in place of its own drafts'."""
+        """ahead: True for graphs, which need uniforms for the drafts after the round instead of its own drafts."""
         without = "draft_uniform" if ahead else "ahead_uniform"
         self._uniforms = Section(Uniforms, "sampling", (without,), {**OF_TARGET, "drafts": "sampling.drafts"})
         self._parameters = Section(SamplingParameters, "sampling", shared=OF_TARGET)
@@ -216,7 +216,7 @@ class SamplingSection:
 
     @staticmethod
     def sizes(drafts: int) -> dict[str, int]:
-        """Sizes beside those of the verification; drafts: n, or K."""
+        """Sizes to add to the verification's; drafts: n, or K."""
         return {"sampling.drafts": drafts, "sampling.twice": 2 * drafts}
 
     def values(self, sampling: SamplingRound) -> dict[str, np.ndarray]:
@@ -346,7 +346,7 @@ def _largest(section: LoopSection[Any, Any] | None, config: EngineConfig) -> tup
 
 
 def _largest_verification(config: EngineConfig) -> tuple[list[Field], Bucket]:
-    """The same of a verification alone."""
+    """The same for a verification alone."""
     bucket = _verification_bucket(loop_limits(config), group_entries(config))
     return list(_verification(config).fields), bucket
 
@@ -356,13 +356,13 @@ def _verification(config: EngineConfig) -> VerificationSection:
 
 
 def _largest_ahead(num_modules: int, config: EngineConfig) -> tuple[list[Field], Bucket]:
-    """The same of a draft prefill that is launched before its verification is read."""
+    """The same for a draft prefill that is launched before its verification is read."""
     section = AheadSection(num_modules)
     return list(section.fields if num_modules else ()), _ahead_bucket(section, loop_limits(config))
 
 
 def _sizes_of(batch: HostBatch, target: VerificationArrays[Any]) -> tuple[LoopSize, Groups]:
-    """Of a verification; batch: its attention."""
+    """Sizes of a verification; batch: its attention."""
     pages, drafts = batch.block_table.shape[1], target.logit_index.shape[1] - 1
     groups = tuple([len(group.page_indices) for group in batch.other_groups])
     return LoopSize(len(batch.seq_lens), len(batch.positions), pages, drafts), groups

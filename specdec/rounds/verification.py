@@ -41,9 +41,9 @@ class WindowedTable:
 
     Attributes:
         reach: of its layers.
-        block_table: [R, P] the group's own table, by logical page, freed ones null; not to be kept. The last row is
-            nobody's, and P has room for the padding tokens after the longest row.
-        rows: [B] where the rows of the batch are there.
+        block_table: [R, P] the group's own table, by logical page, freed ones null; not to be kept. The last row
+            belongs to no request, and P has room for the padding tokens after the longest row.
+        rows: [B] rows of the table, by row of the batch.
     """
 
     reach: Reach
@@ -55,8 +55,8 @@ class RoundTables(NamedTuple):
     """Block tables of all rows of a row table [R, P], or of a round's rows [B, P].
 
     Attributes:
-        target: of the target's pages, of its first cache group. head: of the head's; None without a head.
-        page_size: tokens a page. windowed: of the target's further cache groups, whole, and of a round's rows.
+        target: pages of the target's first cache group. head: pages of the head; None without a head.
+        page_size: tokens a page. windowed: full tables of the target's further cache groups, with a round's rows.
     """
 
     target: np.ndarray
@@ -65,21 +65,21 @@ class RoundTables(NamedTuple):
     windowed: tuple[WindowedTable, ...] = ()
 
     def rows(self, rows: np.ndarray) -> RoundTables:
-        """Those of some rows [B], of which `windowed` is already."""
+        """The tables of these rows [B]; `windowed` already refers to them."""
         head = None if self.head is None else self.head[rows]
         return RoundTables(self.target[rows], head, self.page_size, self.windowed)
 
 
 @dataclass(frozen=True)
 class VerificationArrays(Generic[A]):
-    """Arrays for one target forward and the acceptance of its drafts, beside its attention.
+    """Arrays for one target forward and the acceptance of its drafts, without those of its attention.
 
     Attributes:
         token_ids: [T] int64, 0 where a draft comes.
         draft_places: [sum n] int64 rows of token_ids that take a draft.
         draft_sources: [sum n] int64 flat indices of those drafts in [R, n].
-        logits_indices: [R'] int64 token rows whose logits are computed, at the end those that extras ask for, see
-            `NeedsLogits`. logit_index: [J, n+1] int64 into them.
+        logits_indices: [R'] int64 token rows whose logits are computed; rows requested by extras (`NeedsLogits`) come
+            last. logit_index: [J, n+1] int64 into logits_indices.
         num_drafts: [J]. sources: [R] int64, see TargetArrays.
     """
 
@@ -107,8 +107,8 @@ class TargetArrays:
         start: [B] first position. num_new: [B] committed tokens. drafts: [B] n_i, some in the first num_drafting rows.
         tokens: [B, W] int32 the committed tokens, from column 0 on.
         decided: [J] batch rows whose token is decided (all but unfinished prompts); the R drafting rows come first.
-        wanted: [B] K of each row's request, 0 where the row goes on reading its prompt after this round; room: [B]
-            drafts that its limits would leave room for after this round if none of its drafts were accepted, see
+        wanted: [B] K of each row's request, 0 if the row continues reading its prompt after this round; room: [B]
+            drafts that the row's limits allow after this round if none of its drafts are accepted, see
             `drafters.loops.lengths.draft_room`.
         following: [B] the committed token after those that the row reads; 0 where it is decided in this round.
         request_rows: [B] RowTable rows. pages: theirs.
@@ -175,7 +175,7 @@ class TargetArrays:
         token_ids = np.zeros(starts[-1], np.int64)
         token_ids[~drafted] = self.tokens[np.arange(self.tokens.shape[1]) < self.num_new[:, None]]
         width = np.arange(1, self.max_drafts + 1)
-        first = np.cumsum(counts) - counts  # [J] logits rows before those of each decided row
+        first = np.cumsum(counts) - counts  # [J] first logits row of each decided row
         bonus = starts[self.decided] + self.num_new[self.decided] - 1
         logit_index = first[:, None] + np.minimum(np.arange(self.max_drafts + 1), self.num_drafts[:, None])
         batch = rows_batch(starts, self.start, self.pages.target, self.pages.page_size)
@@ -238,7 +238,7 @@ def target_arrays(
         given=_given(schedule, table),
     )
     lens, num_drafts = schedule.num_new + schedule.num_drafts, schedule.num_drafts
-    vars(target).update(  # which the next steps read anyway
+    vars(target).update(  # the cached properties, which the next steps read anyway
         lens=lens,
         query_start_loc=np.concatenate([[0], np.cumsum(lens)]),
         num_drafts=num_drafts[target.decided],
@@ -248,7 +248,7 @@ def target_arrays(
 
 
 def _given(schedule: Schedule, table: RowTable) -> np.ndarray | None:
-    """See `TargetArrays.given`: of rows that have been given as many drafts as they may have."""
+    """See `TargetArrays.given`; only rows with as many given drafts as they may have are included."""
     if not table.gives:
         return None
     drafts = schedule.num_drafts[: schedule.num_drafting]
@@ -270,7 +270,7 @@ def target_after(
     num_accepted: np.ndarray,
     tokens: np.ndarray | None = None,
 ) -> TargetArrays:
-    """The verification after one of bonus tokens that is not committed yet, of the same rows in their order.
+    """The verification after an uncommitted one of bonus tokens, of the same rows in the same order.
 
     Args:
         pages: of these rows. drafts: [B] of the new one.

@@ -1,1 +1,1 @@
-"""Grammars of requests, exact at every position of a verification. What varies: what says which token may come."""
+"""Grammars of requests, exact at every position of a verification. What varies: the source of the token masks."""

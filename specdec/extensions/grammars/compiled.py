@@ -28,12 +28,12 @@ from specdec.user_warnings import warn_user
 from specdec.values import short
 
 MOST_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
-"""Between two parts of JSON."""
+"""White space allowed between two parts of JSON: models that pad it would otherwise do so up to max_new_tokens."""
 _MOST_SPACES = 64
 """Tokens of white space between a begin marker and the end of a prompt."""
 _KEPT = 256
 COMPILE_SECONDS, FILL_SECONDS = 30.0, 4.0
-"""Time for llguidance to compile a grammar, and to say which tokens may come next (tens of microseconds usually)."""
+"""Time limits of llguidance: to compile a grammar, and to compute the masks of next tokens (usually tens of us)."""
 _MOST_LOST = 8
 STUCK = (
     f"llguidance did not say within {FILL_SECONDS:g} s which tokens may come next: a part that repeats may take all of "
@@ -49,12 +49,12 @@ Ids = list[int]
 
 @dataclass(frozen=True, eq=False)
 class CompiledGrammar:
-    """A grammar over the tokens of a vocabulary, at its begin.
+    """A grammar over the tokens of a vocabulary, at its start.
 
     Attributes:
-        vocabulary: of its tokens. template: an llguidance matcher, to be copied. begin: its marker, if it has one;
-            returns: whether text is free again after its end. can_loop: whether llguidance might never say which tokens
-            must come, in a call that holds the GIL, so it is not asked.
+        vocabulary: compiler of its tokenizer. template: an llguidance matcher, to be copied. begin: its begin marker,
+            if any. returns: whether text is free again after its end. can_loop: whether llguidance might never return
+            from computing forced tokens, a call that holds the GIL; then it is not called.
     """
 
     vocabulary: GrammarCompiler
@@ -64,6 +64,7 @@ class CompiledGrammar:
     can_loop: bool = False
 
     def __post_init__(self) -> None:
+        # Masks by state of the marker, filled by `free_mask`. The dataclass is frozen, and the cache is no field of it.
         object.__setattr__(self, "_free", {})
 
     def begins_after(self, prompt_ids: Sequence[int]) -> bool:
@@ -77,14 +78,14 @@ class CompiledGrammar:
         return bool(marker) and marker in prompt and not prompt.rpartition(marker)[2].strip()
 
     def matcher(self, begun: bytes = b"") -> Any | None:
-        """A new one, after this text; None where that cannot begin it."""
+        """A new matcher, after this text; None if the grammar cannot begin with it."""
         found = self.template.deep_copy()
         tokens = self.vocabulary.tokenizer.tokenize_bytes(begun) if begun else []
         return found if found.try_consume_tokens(tokens) == len(tokens) else None
 
     def free_mask(self, state: int) -> np.ndarray | None:
-        """Which tokens may come outside of the grammar, [W] int32, None for all: not those whose text ends the marker
-        and then goes on as the grammar cannot."""
+        """Mask [W] int32 of the tokens allowed outside of the grammar, None for all. Excluded are tokens whose text
+        completes the marker and then continues in a way that the grammar cannot begin."""
         assert self.begin is not None
         masks: dict[int, np.ndarray | None] = self._free  # type: ignore[attr-defined]
         if not self.begin.is_text:
@@ -100,7 +101,7 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer.
 
     Attributes:
-        tokenizer: llguidance's. words: W of a mask, 32 tokens each. eos: the id that stands for the end in masks.
+        tokenizer: llguidance's. words: W of a mask, 32 tokens each. eos: the id that means the grammar's end in masks.
         given_up: grammars from which llguidance did not return; their requests end, and new ones are refused.
     """
 
@@ -232,9 +233,9 @@ class GrammarCompiler:
         """Write the masks [N, W] of chains (matcher, first row, drafts): one row before each draft and one after the
         last. Rows behind a draft that may not come are left as they are.
 
-        All in one call, but those without drafts, which have a call of their own. The matchers must not be used again
-        unless they are copies: llguidance takes drafts back afterwards, and a matcher that was taken back over a token
-        given by its id (`<[id]>`) has a wrong mask for good.
+        Two calls of llguidance: for all chains with drafts, and for all without. The matchers must be copies that are
+        not used again: llguidance rolls drafts back afterwards, and a matcher that was rolled back over a token given
+        by its id (`<[id]>`) returns wrong masks from then on.
 
         Returns:
             Whether llguidance returned within `FILL_SECONDS`; else the matchers are lost, and masks unfinished.
@@ -255,12 +256,13 @@ class GrammarCompiler:
         """A mask [W] int32 of all tokens but these."""
         mask = np.full(self.words, -1, np.int32)
         for token_id in banned:
+            # By way of uint32: 1 << 31 is beyond int32.
             mask[token_id // 32] &= ~np.int32(np.uint32(1 << token_id % 32).view(np.int32))
         return mask
 
     @cached_property
     def only_end(self) -> np.ndarray:
-        """A mask [W] int32 of the id that stands for the end."""
+        """A mask [W] int32 of the end id (`eos`) alone."""
         return ~self.without([self.eos])
 
     def tokens_before_end(self, symbol: int) -> Ids:
@@ -290,7 +292,7 @@ class GrammarCompiler:
         except ValueError:
             own = {"lark_grammar": body}
         if isinstance(grammar.end, str) and grammar.end not in self._special and grammar.kind in ("regex", "choice"):
-            term = own["lark_grammar"].replace("start:", "BODY:", 1)  # of its own: it may have flags, | and $
+            term = own["lark_grammar"].replace("start:", "BODY:", 1)  # a separate terminal: it may have flags, | and $
             end = json.dumps(grammar.end)
             return f"start: whole\nwhole[lazy]: BODY END\n{term}\nEND: {end}\n"  # greedy terms take an end as text
         space = "SPACE " if grammar.kind == "json" else ""

@@ -1,6 +1,6 @@
-"""RequestGrammar: where the tokens of one request stand in its grammar, and what may come at each of its positions.
+"""RequestGrammar: the state of one request in its grammar, and the tokens allowed at each of its positions.
 
-A request has a state of its committed tokens only; what drafts would lead to is tried and taken back.
+The state covers committed tokens only; drafts are tried on copies, or rolled back.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from specdec.rounds.extras import TokenContext
 
 @dataclass
 class RowMasks:
-    """What may come at the positions of a row, one before each draft and one after the last.
+    """Masks of the positions of a row, one before each draft and one after the last.
 
-    Positions in neither are behind a draft that may not come: it is rejected, so nothing is read of them.
+    Positions in neither `chains` nor `ready` follow a draft that is not allowed: it is rejected, so they are not read.
 
     Attributes:
         drafts: of the row. chains: (matcher, first position, drafts) for `GrammarCompiler.fill`, the matchers copies.
         ready: position -> mask [W] int32, None: any token.
-        within: positions at which the grammar decides; after its end nothing but the end may come there.
+        within: positions at which the grammar decides; after its end only an end id is allowed there.
     """
 
     drafts: Ids
@@ -47,9 +47,9 @@ class RequestGrammar:
         self._errors: dict[int, tuple[Ids, Exception]] = {}
 
     def follow(self, new_ids: Sequence[int], prompt_len: int) -> None:
-        """Take the committed tokens after the prompt, all of them; begins anew where other ones were taken before.
+        """Take all committed tokens after the prompt; restarts if other tokens were taken before.
 
-        What was noted behind drafts that were rejected is forgotten.
+        Errors noted after drafts that were rejected are forgotten.
         """
         own, kept = list(new_ids), self._errors.items()
         self._errors = {at: (ids, e) for at, (ids, e) in kept if len(ids) < len(own) and own[: len(ids)] == ids}
@@ -62,16 +62,16 @@ class RequestGrammar:
             self._seen.append(token_id)
 
     def masks(self, drafts: Ids, words: int) -> RowMasks:
-        """What may come before each of the drafts and after the last. words: W. The state stays as it is."""
+        """Masks before each draft and after the last. words: W. Does not change the state."""
         raise NotImplementedError
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing but the request's end may come."""
+        """Whether only the request's end is allowed next."""
         return False
 
     def forced(self) -> Ids:
-        """Tokens that must come next, as the tokenizer writes them; [] where there is a choice."""
+        """Tokens that must come next, as the tokenizer writes them; [] if several tokens are allowed."""
         return []
 
     def started(self, new_ids: Sequence[int]) -> bool:
@@ -79,9 +79,9 @@ class RequestGrammar:
         return True
 
     def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:
-        """The first position of a row at which nothing may come, and why; None where there is none.
+        """The first position of a row at which no token is allowed, and why; None without such a position.
 
-        Asked where a matcher of the row has failed, or one of the round did not return.
+        Called if a matcher of the row has failed, or one of the round did not return.
 
         masks: [n+1, W] of the row, written anew.
         """
@@ -92,7 +92,7 @@ class RequestGrammar:
         self._errors.setdefault(length, ([*self._seen, *drafts], error))
 
     def error_at(self, length: int) -> Exception | None:
-        """Why no token could come at, or before, the position after so many tokens; None if there was one."""
+        """Why no token was allowed at or before the position after so many tokens; None if some were."""
         return next((error for at, (_, error) in sorted(self._errors.items()) if at <= length), None)
 
     def _restart(self) -> None:
@@ -130,7 +130,7 @@ class FollowedGrammar(RequestGrammar):
 
     def _take(self, token_id: int) -> bool:
         matcher = self._matcher
-        if self._is_given_up:  # its calls would hold the GIL for ever
+        if self._is_given_up:  # its calls would hold the GIL forever
             return True
         fits = matcher is None or token_id in self._ends or bool(matcher.validate_tokens([token_id]))
         self._matcher, self._state = self._after(matcher, self._state, token_id)
@@ -144,7 +144,7 @@ class FollowedGrammar(RequestGrammar):
             begun = None if rest is None else self._compiled.matcher(rest)
             ended = begun is not None and self._compiled.returns and begun.is_stopped()
             return (None if ended else begun), state
-        if not matcher.is_stopped():  # never asked to go on after its end
+        if not matcher.is_stopped():  # a stopped matcher takes no tokens
             matcher.try_consume_tokens([token_id])
         return (None if self._compiled.returns and matcher.is_stopped() else matcher), 0
 
@@ -215,13 +215,14 @@ class FollowedGrammar(RequestGrammar):
 
 
 class UserGrammar(RequestGrammar):
-    """A user's own matcher, copied for one request."""
+    """A matcher of the user's, copied for one request."""
 
     def __init__(self, matcher: TokenMatcher) -> None:
         """Raises InvalidInputError: it cannot be copied."""
         super().__init__()
         try:
             self._own: TokenMatcher = matcher.fork() if hasattr(matcher, "fork") else copy.deepcopy(matcher)
+        # The user's fork or __deepcopy__ may raise anything.
         except Exception as error:
             raise InvalidInputError(
                 f"grammar: {type(matcher).__name__} cannot be copied for its request ({type(error).__name__}: {error})"
@@ -234,7 +235,7 @@ class UserGrammar(RequestGrammar):
         self._own.rollback(len(self._seen))
 
     def _take(self, token_id: int) -> bool:
-        self._own.advance(token_id)  # whether it may come was asked when it was chosen; an end is no part of it
+        self._own.advance(token_id)  # the result is unused: it was allowed when it was chosen, or it is an end id
         return True
 
     def masks(self, drafts: Ids, words: int) -> RowMasks:
@@ -253,7 +254,7 @@ class UserGrammar(RequestGrammar):
 def followed(
     given: Grammar | TokenMatcher | RequestGrammar, context: TokenContext, endless: bool, prompt_ids: Sequence[int] = ()
 ) -> RequestGrammar:
-    """The grammar of one request, with a state of its own. endless: the model's own eos ids do not end the request.
+    """The grammar of one request, with separate state. endless: the model's own eos ids do not end the request.
 
     Raises:
         InvalidInputError: it is no grammar, cannot be matched or spelled, or its request could not end with it.

@@ -1,4 +1,4 @@
-"""The rows of a round whose requests have a grammar, and the masks of their positions: imported when one comes."""
+"""Rows of a round whose requests have a grammar, and the masks of their positions. Imported with the first grammar."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GrammarRows:
     what: ClassVar[str] = "grammars of requests"
 
     def first_positions(self, rows: int) -> GrammarRows:
-        """Of those among the first `rows` decided rows that have drafts: as if these had none."""
+        """The rows with drafts among the first `rows` decided rows, reduced to their first position."""
         found = np.flatnonzero((self.counts > 1) & (self.places < rows))
         requests, ends, new_ids = (np.fromiter(own, object) for own in (self.requests, self.ends, self.new_ids))
         each = tuple(requests[found]), tuple(ends[found]), tuple(new_ids[found])
@@ -70,6 +70,7 @@ def first_masked(logits: torch.Tensor, own: GrammarRows, target_ids: torch.Tenso
     if not len(first.places):
         return logits
     banned = _banned(first, None, logits.device, vocab_size)[:, target_ids]
+    # Rows of -inf alone would give NaN probabilities.
     banned &= ~banned.all(1, keepdim=True)
     at = torch.from_numpy(first.places).to(logits.device)
     return logits.index_put((at,), logits[at].masked_fill(banned, float("-inf")))
@@ -84,13 +85,13 @@ def _banned(own: GrammarRows, drafts: EarlyDrafts | None, device: torch.device, 
     bits = host.to(device, non_blocking=True)
     allowed = (bits[:, :, None] >> torch.arange(_BITS, device=bits.device, dtype=torch.int32)) & 1
     banned = allowed.view(len(bits), -1)[:, :size] == 0
-    if banned.shape[1] < size:  # places of the model's that the vocabulary does not have
+    if banned.shape[1] < size:  # logits of the model beyond the vocabulary
         banned = torch.nn.functional.pad(banned, (0, size - banned.shape[1]), value=True)
     return banned
 
 
 def write_masks(own: GrammarRows, drafts: EarlyDrafts | None, masks: np.ndarray) -> None:
-    """Write the masks [N, W] int32 of all positions, those of a row after one another. Waits for the drafts."""
+    """Write the masks [N, W] int32 of all positions, row after row. Waits for the drafts."""
     masks[:] = -1
     first = np.cumsum(own.counts) - own.counts
     read = None if drafts is None else drafts.wait()
@@ -106,7 +107,7 @@ def write_masks(own: GrammarRows, drafts: EarlyDrafts | None, masks: np.ndarray)
     returned = True
     for vocabulary, mine in ended.items():
         for _, row, start in mine:
-            masks[[start + at for at in row.within]] = vocabulary.only_end  # behind a grammar's end it is not asked
+            masks[[start + at for at in row.within]] = vocabulary.only_end  # kept where the grammar has ended
         returned &= vocabulary.fill(
             [(m, start + at, ids) for _, row, start in mine for m, at, ids in row.chains], masks
         )
@@ -119,7 +120,7 @@ def write_masks(own: GrammarRows, drafts: EarlyDrafts | None, masks: np.ndarray)
 
 
 def _row_of(request: RequestGrammar, new_ids: list[int], length: int, drafts: list[int], words: int) -> RowMasks:
-    """What decides a row's masks; what a user's matcher raises ends its request alone."""
+    """A row's masks. An exception of a user's matcher ends only its own request."""
     try:
         request.follow(new_ids, length - len(new_ids))
         return request.masks(drafts, words)
@@ -133,10 +134,10 @@ def _row_of(request: RequestGrammar, new_ids: list[int], length: int, drafts: li
 def _end_as_requests_do(
     rows: Sequence[tuple[tuple[int, ...], RowMasks, int]], masks: np.ndarray, vocabulary: GrammarCompiler
 ) -> None:
-    """Where a grammar may end, each request's own ends stand for the id that llguidance knows.
+    """Replace llguidance's end id in the masks by each request's own end ids.
 
-    An end that is a special token comes nowhere else. One that is text comes where the grammar has that text, too; and
-    where it may end only if the request has no other ends.
+    An end id that is a special token is allowed only where the grammar may end. An end id that is text is also allowed
+    where the grammar has that text; it ends the grammar only if the request has no special end id.
 
     rows: (ends, masks, first row) of each.
     """
@@ -156,6 +157,7 @@ def _end_as_requests_do(
 
 
 def _set(masks: np.ndarray, rows: list[int], token_id: int, on: np.ndarray) -> None:
+    # By way of uint32: 1 << 31 is beyond int32.
     word, bit = token_id // _BITS, np.uint32(1 << token_id % _BITS).view(np.int32)
     if word < masks.shape[1]:
         masks[rows, word] = np.where(on, masks[rows, word] | bit, masks[rows, word] & ~bit)

@@ -1,8 +1,8 @@
 """GrammarMasks: the extra of requests with a grammar. Their masks are made on the host while the target verifies.
 
 A position's mask follows from its request's committed tokens and the drafts before it. The drafts are read early,
-before the verification is launched; the masks go back before its decision. So a round of such rows has one read more,
-and none is launched before the last one is read.
+before the verification is launched; the masks are sent before its decision. So a round of such rows has one more read,
+and no round is launched before the last one is read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GrammarMasks(RoundExtra):
     """The extra. Rounds without such requests send nothing more and run no other operators.
 
     Attributes:
-        forced: rows are given the tokens that must come as drafts. greedy: of greedy requests alone.
+        forced: tokens that must come next are given to rows as drafts. greedy: only to rows of greedy requests.
     """
 
     forced: bool = False
@@ -68,7 +68,7 @@ class GrammarMasks(RoundExtra):
         return bool((own.counts > 1).any())
 
     def limit(self, logits: torch.Tensor, own: Any, target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """See `RoundExtra.limit`. A row of whose possible tokens the head has none stays as it is."""
+        """See `RoundExtra.limit`. A row stays unchanged if the head can draft none of its allowed tokens."""
         from specdec.extensions.grammars.grammar_rows import first_masked
 
         return first_masked(logits, own, target_ids, vocab_size)
@@ -110,12 +110,12 @@ class GrammarColumns(ExtraColumns):
                 self.give_forced(table, row)
 
     def give_forced(self, table: RowTable, row: int) -> None:
-        """Give a row that decodes the tokens that must come next; where there are none it keeps what others gave."""
+        """Give a decoding row the tokens that must come next; without any it keeps the drafts that others gave."""
         grammar, length = self._grammars[row], table.length[row]
         if grammar is None or not self._gives[row] or table.computed[row] < table.prefill[row]:
             return
         prompt_len, new_ids = int(table.prompt[row]), table.tokens[row, table.prompt[row] : length].tolist()
-        if grammar.vocabulary is not None:  # a user's matcher is asked for nothing but masks
+        if grammar.vocabulary is not None:  # user matchers are used only for masks
             grammar.follow(new_ids, prompt_len)
         forced = grammar.forced() or self._ends[row][: grammar.is_over]
         if forced:

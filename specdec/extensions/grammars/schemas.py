@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance reads them right: with other bounds where it would allow what they forbid, or refused.
+"""JSON schemas rewritten so that llguidance reads them correctly: with replaced bounds, or refused.
 
 Source: guidance-ai/llguidance, parser/src/json/numeric.rs and compiler.rs.
 """
@@ -18,14 +18,14 @@ _LOWER, _UPPER = ("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaxim
 _MOST_EXACT, _MOST_OF_64_BITS = 2**53, 2**63 - 1024
 """Whole numbers that a float has all of; the largest float that 64 bits hold as a whole number."""
 _DIGITS = 15
-"""Of other numbers, as llguidance reads them; of more the last may differ."""
+"""Digits of other numbers that llguidance reads exactly; with more digits the last may differ."""
 
 
 def readable(schema: Any, llguidance: Any) -> Any:
     """A schema for llguidance, changed in place. llguidance: the package.
 
     Raises:
-        ValueError: an answer could break it even so, or come to a place where nothing can follow.
+        ValueError: an answer could still violate it, or come to a place where no token is allowed.
     """
     schemas = list(_schemas(schema))
     for value in _leaves([[own.get("const"), own.get("enum")] for own in schemas]):
@@ -68,7 +68,7 @@ def _joined(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _texts(given: Any) -> list[str]:
-    """Those of a list, or of a dict's keys."""
+    """The strings of a list, or of a dict's keys."""
     return [text for text in given if isinstance(text, str)] if isinstance(given, (dict, list)) else []
 
 
@@ -99,11 +99,11 @@ def _has_no_other(pattern: str, names: set[str], llguidance: Any) -> bool:
 
 
 def _set_bounds(schemas: Sequence[dict[str, Any]]) -> None:
-    """Write bounds that llguidance reads as others, in place: as the next number inside of them that it reads right.
+    """Replace bounds that llguidance misreads, in place, by the next number inside of them that it reads correctly.
 
-    It takes 1 itself for more than 1 and at most 1.25, and -1 for less than -1 and at least -1.25; has whole numbers as
-    floats, so that 2**53 + 1 is 2**53; refuses those of more than 64 bits, or has a segmentation fault: integers from
-    -10**20 to -10**19. A bound of one schema may join another's (allOf, $ref), so those of all schemas count.
+    For more than 1 and at most 1.25 it allows 1 itself, and likewise -1 for less than -1 and at least -1.25. It reads
+    integers as floats, so that 2**53 + 1 is 2**53. It refuses integers of more than 64 bits, or crashes (segmentation
+    fault: from -10**20 to -10**19). A bound may join another schema's (allOf, $ref), so all schemas' bounds count.
     """
     each = [(own, *end) for own in schemas for end in (_LOWER, _UPPER)]
     sizes = {abs(own[name]) for own, *names, _ in each for name in names if _is_number(own.get(name))}

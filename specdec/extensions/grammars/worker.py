@@ -1,8 +1,8 @@
-"""Calls of llguidance that can be given up: some grammars make it loop for ever, without a limit of its own.
+"""Calls of llguidance that can be abandoned: some grammars make it loop forever, and it has no time limit.
 
-A greedy term that takes what must follow it, as in Lark `/a*/ "a"`, leaves one byte that may come, for ever, and
-llguidance (1.9.1) never ends the list of bytes that must come. The thread that runs such a call cannot be stopped, only
-left behind.
+A greedy term that takes what must follow it, as in Lark `/a*/ "a"`, always leaves exactly one allowed byte, so
+llguidance (1.9.1) never completes the list of forced bytes. The thread that runs such a call cannot be stopped, only
+abandoned.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Worker:
             call, outcome = self._calls.get()
             try:
                 call(self)
-            except BaseException as error:
+            except BaseException as error:  # raised again on the caller's thread, by `Future.result`
                 outcome.set_exception(error)
             else:
                 outcome.set_result(None)
@@ -52,7 +52,7 @@ class Worker:
                 outcome.result(seconds / 2)
                 return True
             except TimeoutError:
-                if outcome.done():
+                if outcome.done():  # the call itself raised a TimeoutError
                     raise
         return False
 

@@ -1,1 +1,1 @@
-"""Requests that move between engines: one model reads a prompt, another generates. Optional: nothing else needs it."""
+"""Requests that move between engines: one model reads a prompt, another generates. Optional."""

@@ -36,7 +36,7 @@ class Arrivals:
         request.has_pages = True
 
     def forget(self) -> None:
-        """Forget all arrivals, when all rows are made anew and all requests read their tokens again."""
+        """Forget all arrivals: rows are made anew, and all requests read their tokens again."""
         self._waiting, self._entered = {}, []
 
     def discard(self, batch: Engine, request: Request) -> None:
@@ -95,9 +95,10 @@ class Arrivals:
         )
 
     def _may_go_on(self, batch: Engine, request: Request) -> bool:
-        """Whether a request's next tokens can use the keys that came.
+        """Whether a request's next tokens can use the keys that arrived with it.
 
-        Where all its tokens are read again at just this length, as a longrope model may, it waits like others.
+        They cannot if all its tokens must be read again at just this length (longrope models). Then its pages are freed
+        and it waits like other requests.
         """
         if batch.scheduler.variant(request) == request.variant:
             return True
@@ -114,7 +115,7 @@ class Arrivals:
             return False
         arrival = self._waiting.pop(request)
         request.has_pages = False
-        batch.table.begin[request.row] = 0  # module m has read what comes before, and goes on from `Arrival.tensors`
+        batch.table.begin[request.row] = 0  # modules have read all earlier positions; `Arrival.tensors` continues them
         if scheduler.prefixes is not None:
             scheduler.prefixes.enter(request, NOTHING)
         for pool, pages in zip(scheduler.pools(), arrival.pages, strict=True):
@@ -148,7 +149,7 @@ class Departures:
         self._seconds.pop(request, None)
 
     def forget(self, waiting: Sequence[Request]) -> None:
-        """Rows are made anew, and these requests wait: those that were leaving will do so again."""
+        """Called when rows were made anew and these requests wait: requests that were leaving will leave again."""
         self._leaving = {}
         self._seconds = {request: self._seconds[request] for request in waiting if request in self._seconds}
 
@@ -195,7 +196,7 @@ def _copies(
 def leaving_drafts(batch: Engine, leaving: Sequence[Request]) -> tuple[Schedule, list[Request]]:
     """The leaving requests that draft, and the schedule of the draft loop that is launched before they go.
 
-    Pages of the head are reserved for it; none of the target, since nothing of theirs is verified here.
+    Only pages of the head are reserved for it, since no draft of these requests is verified here.
     """
     scheduler, table = batch.scheduler, batch.table
     rows = np.array([r.row for r in leaving], np.int64)
@@ -218,7 +219,7 @@ def take_out(batch: Engine, request: Request) -> Pages:
             columns.check_leaving(table, row)
     scheduler.free_behind_windows(np.array([row]))
     for pool in scheduler.pools():
-        if pool.pages_of(row):  # else the head's, which it has none of
+        if pool.pages_of(row):  # else the head's pool, of which a request without drafts has no pages
             pool.resize([row], [computed])
     if scheduler.prefixes is not None:
         scheduler.prefixes.leave(row)

@@ -1,9 +1,9 @@
-"""Pages of moving requests that no row owns: held for requests that left, or reserved for requests that come.
+"""Pages of moving requests that no row owns: held for requests that left, or reserved for requests that arrive.
 
-The pages of a request that left stay owned until its next engine has read them or its lease is over, and never while
-a read in time may go on. A request that comes has pages before it is read, but no row yet. After a late read its pages
-are in quarantine until the transport reports that nothing writes to them any more. After an interrupt or a failed
-round all tables are made anew; these pages stay as they are (`HeldPages.keep`).
+The pages of a request that left are freed once its next engine has read them or its lease has ended, and never while a
+read within the lease may be running. An arriving request has pages before they are read, but no row yet. After a late
+read its pages are in quarantine until the transport reports that nothing writes to them any more. After an interrupt or
+a failed round all tables are made anew; these pages stay as they are (`HeldPages.keep`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ GRACE_SECONDS = 5.0
 """How much longer than the lease pages are held: the clocks of two hosts may differ by this."""
 
 _PAUSE_SECONDS = 1e-3
+"""Between two polls of the transport and the leases in rounds that have no other work."""
 ROUNDS_IN_VAIN = 2
 """Rounds that may still write to freed pages: a row that has ended is still part of the launched round and of the draft
 steps after it. Later rounds write after those; another engine or thread may write before them. So pages of a request
@@ -73,8 +74,8 @@ class _Late:
 class Due:
     """What can be freed now. Clocks and peers decide that, so rank 0 finds it for all ranks.
 
-    leases: of requests that were read, or that nobody will read. reads: numbers of reservations that late reads no
-    longer write to.
+    leases: requests whose pages were read, or never will be. reads: numbers of reservations that late reads no longer
+    write to.
     """
 
     leases: tuple[str, ...]
@@ -88,10 +89,10 @@ class HeldPages:
     """Pages of one engine that belong to a request but to no row: it has left, or has not begun here yet.
 
     Attributes:
-        grace: see `GRACE_SECONDS`. finished: gives leases that the transport reports as read.
-        revoke, grant: tell it that a lease is over, or that its pages may be read.
-        confirm: called with all that a round has granted, before any reader is told; with several ranks they wait for
-            each other there.
+        grace: see `GRACE_SECONDS`. finished: returns leases that the transport reports as read.
+        revoke, grant: notify the transport that a lease has ended, or that its pages may be read.
+        confirm: called with everything that a round has granted, before any reader is notified; with several ranks they
+            wait for each other there.
     """
 
     def __init__(self) -> None:
@@ -125,7 +126,7 @@ class HeldPages:
         return bool(self._held or self._late or self._not_yet)
 
     def pause(self, waiting: bool) -> None:
-        """Sleep briefly where requests wait for pages that only a peer or the end of a lease frees."""
+        """Sleep briefly if requests wait for pages that only a peer or the end of a lease frees."""
         if waiting and (self.active or self._filling):
             time.sleep(_PAUSE_SECONDS)
 
@@ -136,8 +137,8 @@ class HeldPages:
     def hold(self, pages: Pages, lease_seconds: float) -> str:
         """Hold the pages of a request that leaves, and let them be read; returns its lease.
 
-        A lease is 128 bits that nobody can guess, from the engine's secret and a count, so that all ranks have the
-        same.
+        A lease is 128 bits, derived from the engine's secret and a count, so that it cannot be guessed and all ranks
+        make the same.
         """
         self._num_leases += 1
         lease = hashlib.sha256(self.secret + self._num_leases.to_bytes(8, "little")).hexdigest()[:32]
@@ -146,7 +147,7 @@ class HeldPages:
         return lease
 
     def end(self, lease: str) -> None:
-        """Note that nobody will read these pages, so that they are due next."""
+        """Note that these pages will not be read, so that they are due next."""
         self._over.append(lease)
 
     def release(self, pools: Sequence[BlockTables], leases: Iterable[str]) -> None:
@@ -158,7 +159,7 @@ class HeldPages:
                 release_pages(pools, held.pages)
 
     def due(self) -> Due:
-        """What was read, what is overdue or ended here, and what may leave quarantine."""
+        """Leases that were read, are overdue or ended here, and reservations that may leave quarantine."""
         leases: list[str] = []
         if self._held:
             now = time.monotonic()
@@ -174,11 +175,11 @@ class HeldPages:
             release_pages(pools, self._late.pop(number).pages)
 
     def begin_round(self) -> None:
-        """Count a round. Between two rounds `may_fill` is asked after it."""
+        """Count a round, for `may_fill`, which is called between two rounds."""
         self._not_yet = {number: left - 1 for number, left in self._not_yet.items() if left > 1}
 
     def reserve(self, pools: Sequence[BlockTables], moved: MovedRequest, without_head: bool, rounds: int) -> int:
-        """Take pages for a request that comes; returns their number. Raises OutOfPagesError: too few are free now.
+        """Take pages for an arriving request; returns a number for them. Raises OutOfPagesError: too few are free now.
 
         rounds: how many must end before the pages are filled, see `may_fill`.
         """
@@ -202,7 +203,7 @@ class HeldPages:
         return self._filling.pop(number)
 
     def drop(self, pools: Sequence[BlockTables], number: int, settled: Callable[[], bool]) -> None:
-        """Free reserved pages, once `settled` tells that nothing writes to them. Nothing happens if they were taken."""
+        """Free reserved pages once `settled` returns True: nothing writes to them. Does nothing if they were taken."""
         pages = self._filling.pop(number, None)
         self._not_yet.pop(number, None)
         if pages is None:
@@ -213,7 +214,7 @@ class HeldPages:
             self._late[number] = _Late(pages, settled)
 
     def watch(self, number: int, settled: Callable[[], bool]) -> None:
-        """Replace how the end of a late read is found. Nothing happens if no such read is late."""
+        """Replace the `settled` function of a late read. Does nothing if no such read is late."""
         if number in self._late:
             self._late[number] = replace(self._late[number], settled=settled)
 

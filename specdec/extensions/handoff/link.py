@@ -35,7 +35,7 @@ _METHODS = ("start", "grant", "revoke", "read", "finish", "finished", "close")
 
 
 def made(transport: str | Transport, options: Mapping[str, Any]) -> Transport:
-    """A transport that is not open yet: by its name and options, or the given object.
+    """A transport that is not open yet: made from its name and options, or the given object.
 
     Raises:
         InvalidInputError: no transport, options that it does not have, or values that these cannot have.
@@ -77,7 +77,7 @@ class RankEnd:
         device, part = str(model.device), 0 if ranks is None else _part(ranks)
         bounds: list[Bound] = []
         for runner in model.runners:
-            is_head = model.head is not None and runner is model.runners[-1]  # which every rank has all of
+            is_head = model.head is not None and runner is model.runners[-1]  # the head is not divided among ranks
             bounds += bind(runner.group.name, runner.group, runner.layers, own_part=0 if is_head else part)
         address = transport.start(engine if number == 0 else f"{engine}-rank-{number}", bounds, device)
         self.transport, self._bounds = transport, tuple(bounds)
@@ -90,7 +90,7 @@ class RankEnd:
         """What this rank reads into reserved pages.
 
         Raises:
-            HandoffMismatchError: it cannot move here, see `plan`; or it has more pages there, or fewer.
+            HandoffMismatchError: it cannot move here, see `plan`; or it has a different number of pages there.
         """
         here = dict(zip(self.groups, pages, strict=True))
         for group, own in here.items():
@@ -249,7 +249,7 @@ class Link:
         """Fill the reserved pages on every rank. After an error they are free, or in quarantine while anything may
         still write to them.
 
-        The source is told once all ranks have read: its pages are free then, on all of its ranks.
+        `finish` is called once all ranks have read: the source then frees its pages, on all of its ranks.
 
         Raises:
             TransferError, TransferTimeoutError: see `Transfers.resume`.
@@ -278,7 +278,7 @@ class Link:
 
 
 def comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two fingerprints, without what engines of different numbers of ranks cannot compare."""
+    """Two fingerprints, without the entries that engines of different numbers of ranks cannot compare."""
     here, there = dict(own), dict(other)
     counts = {len(shares) for each in (here, there) if isinstance(shares := each.get(_SHARES), list)}
     if len(counts) == 2:

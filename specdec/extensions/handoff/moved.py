@@ -1,6 +1,6 @@
-"""A request between two engines, and what it takes along.
+"""A request between two engines, and the data that moves with it.
 
-`Handoff` is all of it as plain bytes, for another process or host.
+`Handoff` holds all of it, and can be sent as plain bytes to another process or host.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class MovedRequest:
 
 @dataclass(frozen=True)
 class Departure:
-    """A request that left its engine; lease: under which its `pages` in each pool are held.
+    """A request that left its engine. lease: the right to read its `pages` (by pool), which are held until it ends.
 
     tensors: on the host, what a round in its next engine starts from besides pages, by name: "drafts" [n] int64,
     "draft_probs" [n, Vd] float32 where they were drawn, "carried" of a draft loop that carries something from round to
@@ -108,7 +108,7 @@ class Departure:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a request brings that waits for a row: filled pages, and tensors (see `Departure`)."""
+    """What a request that waits for a row brings: filled pages, and tensors (see `Departure`)."""
 
     pages: Pages
     tensors: Mapping[str, torch.Tensor]
@@ -132,7 +132,7 @@ class Departed(Update):
 
 @dataclass(frozen=True)
 class Leaving(Submission):
-    """A request that leaves its engine with its first token. seconds: for which its pages are held then."""
+    """A request that leaves its engine with its first token. seconds: how long its pages are held then."""
 
     seconds: float
 
@@ -163,8 +163,8 @@ class Resumption:
 class Handoff:
     """A request whose prompt was read by one SpeculativeModel (`prefill`), to be continued by another (`resume`).
 
-    It holds no keys and values: the first engine holds those in its pages for this request until they were read or the
-    lease is over. It may be sent anywhere (`to_bytes`); whoever has it can read these pages.
+    It holds no keys and values: the first engine keeps them in its pages until they were read or the lease has ended.
+    It may be sent anywhere (`to_bytes`). It is a credential: with it these pages can be read.
 
     Attributes:
         source: where the pages are, and what they were made with.
@@ -214,6 +214,7 @@ class Handoff:
             "tensors": [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in self.tensors.items()],
         }
         text = json.dumps(header).encode()
+        # As bytes by way of uint8: numpy has no bfloat16.
         parts = [t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in self.tensors.values()]
         return b"".join([_MAGIC, len(text).to_bytes(8, "little"), text, *parts])
 
@@ -298,6 +299,7 @@ def _tensors(given: list[Any], data: bytes) -> dict[str, torch.Tensor]:
         size = count * kind.itemsize
         if count < 0 or at + size > len(data):
             raise ValueError(f"tensor {name} is cut off")
+        # A bytearray: torch warns about tensors over read-only buffers, which bytes are.
         raw = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8) if size else torch.empty(0)
         found[str(name)] = raw.view(kind).view(shape) if size else torch.empty(shape, dtype=kind)
         at += size

@@ -97,7 +97,7 @@ class MovingRequests(Guests):
         """As `Engine.check`, for a request of which only the prompt is read here.
 
         Raises:
-            HandoffMismatchError: the rounds have what cannot move, see `RoundExtra.refuses_handoff`.
+            HandoffMismatchError: the rounds have state that cannot move, see `RoundExtra.refuses_handoff`.
         """
         _check_extras(self._engine.admission)
         if request.params.user_code:
@@ -180,12 +180,12 @@ class MovingRequests(Guests):
         return request_id
 
     def release(self, leases: Sequence[str]) -> None:
-        """Free pages that are held for requests that left, since nobody will read them. Unknown leases are over."""
+        """Free pages held for requests that left and will not be read. Unknown leases have ended already."""
         with self._engine.change:
             self.held.release(self._engine.scheduler.pools(), leases)
 
     def drop(self, number: int, settled: Callable[[], bool]) -> None:
-        """Give up reserved pages, for a request that does not come, see `HeldPages.drop`."""
+        """Give up reserved pages because the request does not arrive, see `HeldPages.drop`."""
         with self._engine.change:
             self.held.drop(self._engine.scheduler.pools(), number, settled)
 
@@ -208,8 +208,8 @@ def _check_extras(admission: Admission) -> None:
 
 
 def moved_here(admission: Admission, request_id: int, moved: MovedRequest) -> Request:
-    """A waiting request that was begun in another engine. Its text, and its first tokens, are reported from here on;
-    times count from now, less what was spent there."""
+    """A waiting request that was begun in another engine. Its text and first tokens are reported here; its times are
+    set back by the seconds spent there."""
     now, new = time.perf_counter(), list(moved.new_token_ids)
     stream = TextStream(admission.vocabulary, moved.params.stop)
     stream.push(new, len(new))

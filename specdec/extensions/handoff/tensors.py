@@ -84,17 +84,17 @@ class RowTensors(ABC):
 
     @abstractmethod
     def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
-        """Copies, on the device, of one row's first drafts and, of a sampled row, of what they were drawn from."""
+        """Copies, on the device, of one row's first drafts and, for a sampled row, of their distribution."""
 
     @abstractmethod
     def places(self, taken: np.ndarray, count: int) -> np.ndarray | None:
-        """Where drafts of `count` arriving rows go beside those of this engine's own rows; None: after those."""
+        """Places of drafts for `count` arriving rows, where this engine's rows have those `taken`; None: after them."""
 
     @abstractmethod
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
-        """Take over, into their rows, what requests have brought; returns the drafts of the whole round.
+        """Put what requests have brought into their rows; returns the drafts of the whole round.
 
-        round_: sent, its last drafting rows being those of `arrived` that have drafts. draft: of the others.
+        round_: sent; its last drafting rows are the arrived rows with drafts. draft: drafts of the other rows.
         """
 
 
@@ -183,7 +183,7 @@ def row_tensors(engine: Engine) -> RowTensors:
 
 
 def joined(draft: Draft | None, arrived: Sequence[Arrived], width: int, vocab: DraftVocab, drawn: bool) -> Draft:
-    """The drafts of a round [R, n], in order: of the draft loop's rows, then of those that have brought theirs.
+    """The drafts of a round [R, n], in order: of the draft loop's rows, then of the arrived rows.
 
     draft: what the loop made; None or without rows where no row drafted here. width: n, the most drafts of a row.
     drawn: whether the round has distributions; then probs [R, n, Vd], one-hot of drafts that were not drawn.

@@ -38,11 +38,11 @@ class Transfers:
         """model: a `SpeculativeModel`; no transport is opened yet."""
         self._model = model
         self._link: Link | None = None
-        self._unopened = ""  # why the transport that was asked for last is not open
+        self._unopened = ""  # why the last `open` left no transport open
 
     @property
     def _guests(self) -> MovingRequests:
-        """Those of the model's engine; a link must be open."""
+        """The moving requests of the model's engine; a link must be open."""
         guests = self._model.engine.guests
         assert isinstance(guests, MovingRequests)
         return guests
@@ -66,7 +66,7 @@ class Transfers:
                 port + r); of "nixl": backends.
 
         Returns:
-            What a handoff tells its next engine about this one.
+            The description of this engine that is part of a handoff.
 
         Raises:
             InvalidInputError: an unknown transport or option, NIXL is not installed, or a transport of one process for
@@ -121,7 +121,7 @@ class Transfers:
         return [found[i] for i in sorted(found)]
 
     def release(self, handoffs: Handoff | Sequence[Handoff]) -> None:
-        """Free the pages of requests that this model handed over and that nobody will continue. Idempotent."""
+        """Free the pages of requests that this model handed over and that will not be continued. Idempotent."""
         given = _listed(handoffs)
         with self._shared.between_rounds():
             guests = self._model.engine.guests
@@ -147,6 +147,7 @@ class Transfers:
         """
         given = _listed(handoffs)
         done: list[Completion] = []
+        # If one handoff fails, the streams already begun are closed, which aborts their requests.
         with ExitStack() as stack:
             begun = []
             for handoff in given:
@@ -160,7 +161,7 @@ class Transfers:
     def stream_resumed(self, handoff: Handoff, timeout: float, on_failure: OnFailure) -> Iterator[StreamUpdate]:
         """As `resume` of one, but yield every round's new tokens and text; the first ones with the first round.
 
-        The transfer begins when the first update is asked for. Closing the iterator early aborts the rest.
+        The transfer begins with the first `next`. Closing the iterator early aborts the rest.
         """
         (handoff,) = _listed([handoff])
         if handoff.completion is not None:
@@ -247,7 +248,7 @@ class Transfers:
                 )
             make, kind = _kinds(self._model.ranks)
             guests = moving_requests(self._model.engine, make)
-            self._model.engine.usage()  # what was read meanwhile is held no longer
+            self._model.engine.usage()  # for its side effect: it frees pages that were read meanwhile
             held = guests.held.num_held
             if held:
                 raise TransferError(
@@ -256,6 +257,7 @@ class Transfers:
                 )
             own = made(transport, options)  # before anything is changed
             self.close()
+            # Stays only if the next lines are interrupted: other errors and success replace it.
             self._unopened = "it was interrupted"
             try:
                 self._link = link = kind(self._model, guests, own, transport, options)

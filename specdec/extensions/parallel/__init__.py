@@ -1,1 +1,1 @@
-"""Ranks: the processes that a tensor-parallel target is divided among, what they send each other, and their shares."""
+"""Ranks: the processes that a tensor-parallel target is divided among, their messages, exchanges and shares."""

@@ -70,7 +70,7 @@ class LeadingRequests(MovingRequests):
             return super().submit_leaving(request)
 
     def reserve(self, moved: MovedRequest) -> int:
-        """See `MovingRequests.reserve`; without enough pages the other ranks are not told.
+        """See `MovingRequests.reserve`; if pages are missing, no message is sent to the other ranks.
 
         Raises:
             OutOfPagesError: too few pages are free. RanksLostError: a rank is lost.
@@ -143,13 +143,13 @@ class FollowingRequests(MovingRequests):
         return True
 
     def drop_told(self, number: int, settled: bool) -> None:
-        """`drop`. settled: whether the pages are free at once; else rank 0 tells later."""
+        """`drop`. settled: whether the pages are free at once; else a later message of rank 0 frees them."""
         self.drop(number, lambda: settled)
 
     def settle_told(self, due: Due) -> None:
         """Free the pages of leases and late reads."""
         self.held.settle(self._following.scheduler.pools(), due)
-        self.held.finished()  # peers tell all ranks; rank 0 alone listens
+        self.held.finished()  # empties the list: peers report to all ranks, but only rank 0 acts on the reports
 
     def _resume(self, message: Resume) -> None:
         handoff = Handoff.from_bytes(message.data)
@@ -166,6 +166,7 @@ def confirm(ranks: Ranks, granted: Mapping[str, Pages]) -> None:
         RanksLostError: a rank is lost, or has granted other pages.
     """
     synchronize([torch.empty(0, device=ranks.device)])
+    # The least of x and of -x are equal up to sign only if all ranks have the same x: one exchange compares all.
     digest = zlib.crc32(repr(sorted(granted.items())).encode())
     least, most = ranks.collectives.least([digest, -digest])
     if least != -most:
@@ -248,7 +249,7 @@ class RanksRead:
         self._channel.workers.forget_answers(self._key)
 
     def wait_here(self, deadline: float) -> None:
-        """`wait` for this rank alone."""
+        """`wait`, but only for this rank."""
         self._own = self._start()
         self._own.wait(deadline)
 
@@ -270,7 +271,7 @@ class FollowedTransfers:
     """The transfers of one model on a rank other than 0."""
 
     def __init__(self, model: Any, number: int, say: Callable[[Any], None], fail: Callable[[BaseException], None]):
-        """number: of the model. say: sends a message to rank 0. fail: ends the process with an error."""
+        """number: the model's. say: sends a message to rank 0. fail: ends the process with an error."""
         self._model, self._number = model, number
         self._say, self._fail = say, fail
         self._end: RankEnd | None = None
@@ -278,7 +279,7 @@ class FollowedTransfers:
     def follow(self, message: OpenTransfer | CloseTransfer | Fetch) -> None:
         """Do what rank 0 did, by its message."""
         if isinstance(message, Fetch):
-            # now: rank 0 may drop the reservation before the thread has begun
+            # Read now: rank 0 may drop the reservation before the thread has started.
             pages = self._model.engine.guests.held.pages_of(message.number)
             threading.Thread(target=self._fetch, args=(message, pages), name="specdec fetch", daemon=True).start()
             return
@@ -305,7 +306,7 @@ class FollowedTransfers:
         self._say(Opened(self._number, message.round, table))
 
     def _fetch(self, message: Fetch, pages: Pages) -> None:
-        """Runs on a thread of its own, beside the rounds."""
+        """Runs on a separate thread, concurrently with rounds."""
         try:
             self._read(message, pages)
         except BaseException as error:

@@ -2,7 +2,7 @@
 
 The group is left whatever the device waits for and whatever CUDA graphs hold. NCCL ends a communicator only when no
 CUDA graph holds a launch of it any more, and waits for that without end. Graphs are dropped when the device is idle,
-and the device may wait for a lost rank until NCCL's abort begins. So the abort begins on a thread of its own, and the
+and the device may wait for a lost rank until NCCL's abort begins. So the abort begins on a separate thread, and the
 graphs are dropped meanwhile.
 Source: NVIDIA/nccl, src/init.cc (commDestroySync polls until localPersistentRefs is 0, since NCCL 2.26; ncclCommAbort
 sets the abort flag that its kernels look at, then goes there).
@@ -28,16 +28,16 @@ from specdec.errors import RanksLostError
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13's name, and the one before it."""
 _LOOK = timedelta(seconds=0.5)
-"""So long torch waits for other ranks at a time: only between two waits Python sees a Ctrl-C."""
+"""The longest single wait of torch for other ranks: Python handles Ctrl-C only between two waits."""
 LONGEST_RELEASE = 2.0
-"""Seconds in which launched rounds come to their end once nobody is waited for: a round waits some hundred times."""
+"""Seconds in which launched rounds end once other ranks are no longer waited for; a round waits some hundred times."""
 _LONGEST_LEAVE = 2.5
-"""Seconds for NCCL, after that: with two ranks an error about a lost one is said within 5, whatever does not end."""
+"""Seconds for NCCL, after that: with two ranks, the loss of a rank is raised within 5 s, even if NCCL never ends."""
 log = logging.getLogger("specdec")
 
 
 class RankGoneError(RanksLostError):
-    """Another rank takes part no more. Rank 0 knows which one, and why."""
+    """Another rank no longer takes part. Rank 0 knows which one, and why."""
 
 
 class _named:
@@ -52,8 +52,8 @@ class _named:
 
 
 def _done(work: Any) -> None:
-    """Wait until a call is done; on a GPU it is queued (None), and nothing is waited for. A call may end after a wait
-    for it has timed out: what it raises is then asked of the call, not of that wait."""
+    """Wait until a call is done. On a GPU it is only queued (None), without waiting. A call may end after a wait for it
+    has timed out, so its own error is raised by one more wait at the end."""
     if work is None:
         return
     while not work.is_completed():
@@ -80,7 +80,7 @@ class Collectives:
             self.name = "NCCL"
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, in memory of its own; the same bits on every rank."""
+        """The sum of all ranks' x, in new memory; the same bits on every rank."""
         out = x.clone(memory_format=torch.contiguous_format)
         with _named():
             _done(dist.all_reduce(out, async_op=not out.is_cuda))
@@ -94,7 +94,7 @@ class Collectives:
         return out.view(self._size, *x.shape)
 
     def from_first(self, x: torch.Tensor) -> None:
-        """Overwrite x, contiguous, with that of rank 0."""
+        """Overwrite x, contiguous, with rank 0's x."""
         with _named():
             _done(dist.broadcast(x, src=0, async_op=not x.is_cuda))
 
@@ -102,6 +102,7 @@ class Collectives:
         """The smallest of all ranks' values, place by place; on the host."""
         found = torch.tensor(values, dtype=torch.int64)
         with _named():
+            # async_op on any device: `found` is on the host, so the exchange runs over gloo.
             _done(dist.all_reduce(found, dist.ReduceOp.MIN, async_op=True))
         return [int(value) for value in found.tolist()]
 
@@ -173,6 +174,7 @@ def leave_group() -> None:
     if not dist.is_initialized():
         return
     if "nccl" in dist.get_backend_config():
+        # Not destroy_process_group, which with NCCL waits for other ranks.
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()

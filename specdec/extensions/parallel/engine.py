@@ -41,7 +41,7 @@ class LeadingEngine(Engine):
         sample_index: int = 0,
         eos_token_ids: Sequence[int] | None = None,
     ) -> int:
-        """See `Engine.submit`; a request that is refused is told to nobody. Raises RanksLostError: a rank is lost."""
+        """See `Engine.submit`. Refused requests are not broadcast to other ranks. Raises RanksLostError."""
         self.admission.check(token_ids, params)
         with self.all_ranks():
             self._tell("submit", list(token_ids), params.for_other_ranks, sample_index, eos_token_ids)
@@ -80,7 +80,7 @@ class LeadingEngine(Engine):
         return updates
 
     def tell(self, message: Any) -> None:
-        """Tell the other ranks something between two rounds. Raises RanksLostError when one is lost."""
+        """Send a message to the other ranks between two rounds. Raises RanksLostError when one is lost."""
         with self.all_ranks():
             self._link.send(message)
 
@@ -117,7 +117,7 @@ class LeadingEngine(Engine):
                 raise
 
     def _run_again(self, error: Exception, reported: list[Update]) -> None:
-        """Not with ranks, which stand at different places."""
+        """Fail at once: ranks are at different places of the failed round, so it cannot be repeated."""
         self._kept = reported
         try:
             self._fail_round(error)
@@ -157,10 +157,10 @@ def named_function(name: str) -> Any:
 
 
 def differing_ids(engine: Any) -> list[int]:
-    """How many drafts and decided tokens of each rank were not rank 0's before they were overwritten.
+    """How many drafts and decided tokens of each rank differed from rank 0's before they were overwritten.
 
-    Counted with SPECDEC_CHECK=1; elsewhere 0. Ids may differ where logits are as good as equal, in half precision or
-    where a rank's kernels are others. On rank 0, between two rounds; waits for the devices.
+    Counted with SPECDEC_CHECK=1, otherwise 0. Ids may differ where logits are nearly equal, in half precision or if a
+    rank has chosen other kernels. Called on rank 0, between two rounds; waits for the devices.
     """
     if isinstance(engine, LeadingEngine):
         return list(engine.run("specdec.extensions.parallel.engine:_gathered_differing"))
@@ -194,7 +194,7 @@ class FollowingEngine(Engine):
         """Do what rank 0 does.
 
         Raises:
-            RanksLostError: a message that does not belong here: the ranks stand at different places.
+            RanksLostError: an unexpected message: the ranks are at different places.
         """
         if isinstance(message, Call):
             getattr(self, message.method)(*message.arguments)

@@ -89,7 +89,7 @@ def check_shares(checkpoint: Checkpoint, size: int) -> None:
 
     Raises:
         InvalidInputError: it is an adapter, or its heads cannot be divided among so many.
-        UnsupportedModelError: it is quantised, or there is no plan for it.
+        UnsupportedModelError: it is quantised, or has no plan.
         ModelLoadError: its configuration is missing or damaged.
     """
     checkpoint = with_adapter(checkpoint, None, "auto")
@@ -148,10 +148,10 @@ def _meet(workers: Workers, link: Link, device: torch.device) -> None:
 
 
 def _joined(workers: Workers, size: int, device: torch.device, meeting: str) -> Collectives:
-    """Join the group on a thread of its own: gloo and NCCL wait long or without end for a rank that is lost meanwhile.
+    """Join the group on a separate thread: gloo and NCCL wait long or without end for a rank that is lost meanwhile.
 
     Raises:
-        RanksLostError: one is.
+        RanksLostError: a rank is lost.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
@@ -187,14 +187,15 @@ def _settled(workers: Workers, error: BaseException) -> SpecdecError | None:
 
 
 _OLDEST = (5, 23)
+"""The first release of transformers that plans and reads shares as `plan.told` and `plan.as_rank` need."""
 
 
 def check_parallel(target: Any, draft: Any, options: LoadOptions) -> torch.device:
-    """Whether such a model can be divided at all, before any process is started; the device of rank 0.
+    """Check before any process is started that such a model can be divided at all; returns the device of rank 0.
 
     Raises:
-        InvalidInputError: objects in place of names, an option that is not served, too few GPUs, a process group of the
-            user's own.
+        InvalidInputError: objects in place of names, an option that is not served, too few GPUs, or a process group
+            made by the user.
         ModelLoadError: transformers is too old, or accelerate is missing.
     """
     size = options.tensor_parallel_size

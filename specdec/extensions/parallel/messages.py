@@ -1,7 +1,7 @@
 """Messages from rank 0 to the other ranks, and the few that come back: plain dataclasses, pickled.
 
 Each goes with the number of the model that it is for. The connection is a socket pair between a process and its own
-child: nobody else can write to it.
+child, so no other process can write to it: unpickling its messages is safe.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class CloseTransfer:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Fill this rank's reserved pages of this number, beside the rounds; the answer is `Fetched`.
+    """Fill this rank's reserved pages of this number, concurrently with rounds; the answer is `Fetched`.
 
     deadline: `time.monotonic` seconds, which ranks of one machine share. data: a `Handoff` of source, lease and blocks,
     as bytes.
@@ -141,8 +141,8 @@ class Opened(Answer):
 class Fetched(Answer):
     """The answer to `Fetch`, and a second one where pages were written to after it.
 
-    error: why it failed, "" where every byte is there. late: whether that is a `TransferTimeoutError`. settled: whether
-    nothing can be written to the pages any more.
+    error: why it failed, "" if every byte was read. late: whether the error is a `TransferTimeoutError`. settled:
+    whether nothing can be written to the pages any more.
     """
 
     error: str = ""

@@ -1,4 +1,4 @@
-"""Plans which parameters of a target are divided among ranks, and how: transformers' plan, completed; the rest is
+"""Plans which parameters of a target are divided among ranks, and how: transformers' plan, completed; the rest stays
 whole.
 
 A plan is found on a model without weights. transformers names modules and parameters with `*` for layer numbers, and a
@@ -7,7 +7,7 @@ its inputs, whose partial results are summed) and stacked experts. Whatever gath
 is left whole: on few tokens such a gather costs more than the matmul. The embedding and lm_head are read whole, because
 heads share them; of lm_head every rank multiplies its own rows (`specdec.extensions.parallel.shares`).
 
-While transformers reads the shares it gets the plan, and finds one mesh of all ranks: `told`, `as_rank`.
+`told` passes the plan to transformers, and `as_rank` one mesh of all ranks, while it reads the shares.
 
 Source: transformers, src/transformers/distributed/tensor_parallel.py (styles), `_tp_plan` of its modeling files.
 """
@@ -71,11 +71,11 @@ class Share:
     """The part of a target that a rank holds.
 
     Attributes:
-        divided: names of tensors of which each rank has a part of its own.
-        repeated: of tensors divided among fewer ranks than there are: how many in a row have the same part.
+        divided: names of tensors of which each rank has a different part.
+        repeated: for tensors with fewer parts than ranks: how many consecutive ranks have the same part.
             Every other tensor is whole on every rank.
-        kv_copies: in attention modules with keys of their own, how many ranks in a row have the same KV heads, 1 where
-            they are divided among all ranks, N where every rank has all; as many numbers as there are kinds of layers.
+        kv_copies: how many consecutive ranks have the same KV heads of an attention module, 1 if all ranks have
+            different ones, N if every rank has all; several numbers if layers differ.
     """
 
     divided: frozenset[str]
@@ -148,7 +148,7 @@ def _owner(pattern: str, own: Mapping[str, nn.Module]) -> bool:
 def _divide_attention(name: str, pattern: str, module: Any, styles: dict[str, str], size: int) -> set[str]:
     """Give the projections of one attention module their styles; returns its pattern where KV heads are cut.
 
-    Attention that neither transformers' plan nor the rules here divide is left whole.
+    Attention that is divided neither by transformers' plan nor by the rules here is left whole.
     """
     parts = {part: f"{pattern}.{part}" for part, _ in module.named_children()}
     latent = "kv_b_proj" in parts
@@ -182,7 +182,7 @@ def _divide_attention(name: str, pattern: str, module: Any, styles: dict[str, st
 
 
 def _heads(module: Any, latent: bool) -> tuple[int, int]:
-    """(attention heads, key-value heads) of a module; with a latent every head has keys of its own."""
+    """(attention heads, key-value heads) of a module; with a latent every head has separate keys."""
     if latent:
         heads = module.kv_b_proj.out_features // (module.qk_nope_head_dim + module.v_head_dim)
         return heads, heads
@@ -234,13 +234,13 @@ def told(plan: Plan, size: int) -> dict[str, Any]:
 
 
 class _Meshes:
-    """The mesh that a load of transformers asks for: one of all ranks, whose process group is the default one."""
+    """The mesh that transformers requests while it loads: one of all ranks, whose process group is the default one."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tp",))
 
     def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
-        """The mesh, whatever dimensions are asked for: no other divides anything."""
+        """The mesh, for any dimensions: no other mesh divides anything."""
         return self._mesh
 
 
@@ -248,9 +248,9 @@ class _Meshes:
 def as_rank(device: torch.device, size: int) -> Iterator[None]:
     """While transformers loads: this rank's device, and a mesh for which no process group is made.
 
-    transformers' own meshes have three dimensions of one rank beside the one of all, for layers and again for experts,
-    and torch makes a process group of each: six a load, unused, which stay until the last model is closed. With NCCL
-    they are split off the default one, and on a GPU whose memory is full that has ended the process.
+    transformers' own meshes have three more dimensions of one rank each, for layers and again for experts, and torch
+    makes a process group for each: six unused groups a load, which stay until the last model is closed. With NCCL they
+    are split off the default group, and on a GPU whose memory is full that has ended the process.
     """
     from transformers.distributed import mixin  # as of 5.23
 

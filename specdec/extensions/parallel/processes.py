@@ -19,7 +19,7 @@ from specdec.extensions.parallel.messages import Answer, Done, Failed, Started
 _GRACE = 2.0
 """Seconds for a process to end by itself."""
 _PATIENCE = 3.0
-"""Seconds within which a load that failed on one rank fails on rank 0, too, if it fails there."""
+"""Seconds in which a load that failed on another rank also fails on rank 0, if it fails there at all."""
 
 
 @dataclass
@@ -76,6 +76,7 @@ def start(rank: int, folder: str) -> Process:
     with theirs:
         variables = {
             **os.environ,
+            # "" in sys.path is the current folder, which the option -P keeps out of the rank's path.
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "LOCAL_RANK": str(rank),
         }
@@ -92,9 +93,12 @@ def start(rank: int, folder: str) -> Process:
             env=variables,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            # Only rank 0 prints; errors of a rank come as messages, and its stderr stays open.
             stdout=subprocess.DEVNULL,
+            # So Ctrl-C in a terminal reaches rank 0 alone.
             start_new_session=True,
         )
+    # A duplicate: the socket and the Connection each close their descriptor.
     return Process(rank, process, ours, Connection(os.dup(ours.fileno())))
 
 

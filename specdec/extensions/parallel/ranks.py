@@ -96,16 +96,16 @@ class Ranks(Group):
         self._differing += (own != ids).sum()
 
     def count_differing(self) -> int:
-        """How many ids of this rank were not those of rank 0, in check mode; waits for the device."""
+        """How many ids of this rank differed from rank 0's, in check mode; waits for the device."""
         return int(self._differing)
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """See `Group.wait`: the event of a round that waits for a lost rank never comes."""
+        """See `Group.wait`. Polls, because the event of a round that waits for a lost rank never comes."""
         while not event.query():
             self.channel.check()
 
     def before_launch(self, target: TargetArrays) -> None:
-        """See `Group.before_launch`: rank 0 tells the digest of its round, the others compare their own with it.
+        """See `Group.before_launch`: rank 0 sends the digest of its round, the others compare their own with it.
 
         Raises:
             RanksLostError: the ranks would launch different rounds.
@@ -153,7 +153,7 @@ class Ranks(Group):
         )
 
     def engine(self, make: Callable[..., Any], *parts: Any) -> Any:
-        """See `Group.engine`: rank 0's, or that of a rank which follows it."""
+        """See `Group.engine`: a `LeadingEngine` on rank 0, a `FollowingEngine` on other ranks."""
         assert self._engine is not None
         return self._engine(self, *parts)
 
@@ -161,7 +161,7 @@ class Ranks(Group):
         return engine.run(f"{function.__module__}:{function.__name__}", *arguments)
 
     def facts(self) -> dict[str, Any]:
-        """See `Group.facts`: the other facts of `describe` (parameters, bytes, heads) are those of this rank."""
+        """See `Group.facts`: the other facts of `describe` (parameters, bytes, heads) describe this rank."""
         return {"size": self.size, "rank": self.rank, "collectives": self.collectives.name}
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ def digest_of(target: TargetArrays) -> int:
 
 
 _FOREIGN = (signal.SIG_DFL, signal.SIG_IGN, None)
-"""What `signal.getsignal` says where no function of Python's is called: nothing is raised there."""
+"""Results of `signal.getsignal` for signals without a Python handler, which therefore raise nothing."""
 _NUMBERS = tuple(int(n) for n in signal.valid_signals() if isinstance(n, signal.Signals) and "RT" not in n.name)
 
 

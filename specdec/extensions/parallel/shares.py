@@ -75,7 +75,7 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
 def sum_once(graph: Graph) -> None:
-    """sum_ranks(a) + sum_ranks(b) becomes sum_ranks(a + b), where nothing else reads the sums or views of them.
+    """sum_ranks(a) + sum_ranks(b) becomes sum_ranks(a + b), if the sums and their views have no other reader.
 
     So a mixture of experts and its shared experts, whose results are added, are summed between ranks together. Every
     rank has the same graph, so all of them do it.
@@ -97,7 +97,7 @@ def sum_once(graph: Graph) -> None:
 
 
 def _sum_behind(found: Any) -> Node | None:
-    """The sum that `found` is, or is a view of, where nothing else reads either."""
+    """The sum that `found` is, or is a view of; None if either has another reader."""
     while isinstance(found, Node) and found.target in _VIEWS and len(found.users) == 1:
         found = found.args[0]
     if not isinstance(found, Node) or found.target is not _SUM or len(found.users) != 1:
@@ -138,6 +138,7 @@ def take_share(model: Any, plan: Plan, rank: int, size: int) -> Share:
         if style in _SUMMED:
             _add_once(module, rank)
             module.register_forward_hook(_summed)
+    # transformers' marks of a model that it has divided; the modules are plain ones now.
     for attribute in ("_device_mesh", "_mesh_manager", "_tp_size"):
         if attribute in vars(model):
             delattr(model, attribute)
@@ -158,6 +159,7 @@ def _take_off(module: nn.Module) -> list[str]:
     """Undo transformers' changes of one module, except narrower parameters; returns the names of those."""
     divided = []
     if vars(module).pop("_is_hooked", False):
+        # transformers has replaced it on the instance; now the class's forward is found again.
         vars(module).pop("forward", None)
     for name, parameter in list(module.named_parameters(recurse=False)):
         if isinstance(parameter, DTensor):
@@ -218,6 +220,7 @@ class DividedRows(nn.Linear):
 
 def divide_rows(layer: Any, rank: int, size: int) -> None:
     """Let each rank multiply its own rows of `layer`."""
+    # In place, so that the module and its weight, which heads and a tied embedding share, stay the same objects.
     layer.__class__ = DividedRows
     layer.size, layer.count = size, -(-layer.out_features // size)
     layer.first = min(rank * layer.count, layer.out_features)

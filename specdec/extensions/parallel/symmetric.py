@@ -28,13 +28,14 @@ import torch.distributed as dist
 from specdec.extensions.parallel.collectives import LONGEST_RELEASE, Collectives
 
 MOST_BYTES = 8 << 20
-"""Of one sum: 512 tokens of width 8,192 in bfloat16. Longer ones are NCCL's, whose launch then no longer counts."""
+"""Of one sum: 512 tokens of width 8,192 in bfloat16. NCCL does longer ones, where its launch time no longer counts."""
 ONE_SHOT_BYTES = 1 << 20
-"""Up to so many, of all ranks together, every rank sums all by itself: one synchronisation and one launch less than in
-two shots. Two H200s took 10.9 us for 512 KiB of each, 12.1 for 768; in two shots, with a copy, 10.6 to 13 and 10.8."""
+"""Up to so many bytes of all ranks together, every rank computes the full sum: one synchronisation and one launch less
+than two shots. Two H200s took 10.9 us for 512 KiB each, 12.1 for 768; in two shots, with a copy, 10.6 to 13 and 10.8.
+"""
 _ALIGNED = 16
 _RANKS = (2, 4, 8)
-"""What torch has sums in two shots for."""
+"""Numbers of ranks for which torch has sums in two shots."""
 _GIVE_EVERY = 2e-4
 """Seconds. A sum waits two or three times, and each needs all signals once: of 80 layers 320 to 480 times a round."""
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -56,8 +57,9 @@ _numbers = itertools.count()
 class Signals:
     """The words of signal pads (views) that a rank's sums wait for.
 
-    awaited: of its own pad, 1 where another rank has signalled. Its word for itself is not among them: a sum that
-    signals itself waits until that is 0. taken: of the others' pads, 0 where they have taken this rank's signal.
+    awaited: words of its own pad, 1 where another rank has signalled; without the rank's word for itself, because a sum
+    that signals itself waits until that is 0. taken: words of the others' pads, 0 where they have taken this rank's
+    signal.
     """
 
     awaited: tuple[torch.Tensor, ...]
@@ -65,7 +67,7 @@ class Signals:
 
     @classmethod
     def of(cls, pads: Sequence[torch.Tensor], rank: int) -> Signals:
-        """pads: every rank's, int32; words beyond the last whole block of them are nobody's."""
+        """pads: every rank's, int32; words beyond the last full block are unused."""
         size = len(pads)
         blocks = [pad[: len(pad) // size * size].view(-1, size) for pad in pads]
         own = blocks[rank]
@@ -139,7 +141,7 @@ class SymmetricCollectives(Collectives):
 
 
 def _register(name: Any, store: dist.Store, size: int) -> tuple[dist.ProcessGroup, dist.Store]:
-    """A group of all ranks by which memory is exchanged, and nothing else. Ends with the default group.
+    """A group of all ranks, used only to exchange memory. Ends with the default group.
 
     Keep both results as long as it is used: torch does not keep Python's part of a store.
     """
@@ -152,8 +154,8 @@ def _register(name: Any, store: dist.Store, size: int) -> tuple[dist.ProcessGrou
 
 
 def symmetric_or_group(device: torch.device, store: dist.Store) -> Collectives:
-    """Symmetric memory where every rank has it and its sums are right, else NCCL; all ranks choose the same. `name`
-    tells which, and why. store: one that all ranks have, used for nothing else."""
+    """Symmetric memory if every rank has it and its sums are right, else NCCL; all ranks choose the same. `name` has
+    the choice and its reason. store: a store shared by all ranks, for this purpose alone."""
     plain = Collectives(device)
     peers = all(torch.cuda.can_device_access_peer(device, i) for i in range(dist.get_world_size()) if i != device.index)
     if not plain.least([int(peers)])[0]:
@@ -223,7 +225,7 @@ class RenumberedStore(dist.Store):
 
 
 def join_group(rank: int, size: int, device: torch.device, rendezvous: str) -> Collectives:
-    """Meet the other ranks by a file that nobody else can write to. Returns once all are there."""
+    """Meet the other ranks by a file in a folder of this user alone. Returns once all have joined."""
     os.environ.update(_NO_MULTICAST | _NO_WATCHDOG)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine: gloo needs no name of it
     on_cuda = device.type == "cuda"

@@ -43,11 +43,11 @@ from specdec.extensions.parallel.symmetric import join_group
 from specdec.model import SpeculativeModel
 
 _LOOK = 1.0
-"""Seconds between two checks whose child this process is: rank 0's socket may live on in another child of rank 0."""
+"""Seconds between two checks of the parent process: rank 0's socket may stay open in another child of rank 0."""
 
 
 class Inbox:
-    """Reads messages on a thread of its own, so that rank 0 never waits for a full socket."""
+    """Reads messages on a separate thread, so that rank 0 never waits for a full socket."""
 
     def __init__(self, connection: Connection, parent: int, folder: str) -> None:
         """parent: process id of rank 0. folder: for files of all ranks; removed at the end, in case rank 0 cannot."""
@@ -76,6 +76,7 @@ class Inbox:
         try:
             self.say(failed(error))
         finally:  # rank 0 may be gone
+            # sys.exit would end only this thread.
             os._exit(1)
 
     def _read(self) -> None:
@@ -186,7 +187,7 @@ class Follower:
                     engine.follow(message)
 
     def _load(self, number: int, message: Load) -> None:
-        """Load this rank's share. What fails is told; what is next, rank 0 decides.
+        """Load this rank's share. A failure is reported to rank 0, which decides what follows.
 
         Raises:
             Exception: another rank is gone: this process ends, too, for others may be waiting for it.
@@ -210,7 +211,7 @@ class Follower:
 
 
 def main(descriptor: int, parent: int, folder: str) -> None:
-    """Load shares and run rounds until rank 0 ends, or something fails, which rank 0 is told.
+    """Load shares and run rounds until rank 0 ends, or something fails, which is reported to rank 0.
 
     Args:
         descriptor: of the socket to rank 0. parent: its process id. folder: of all ranks' files.

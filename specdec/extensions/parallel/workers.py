@@ -41,7 +41,7 @@ class Workers:
     """The processes of ranks 1 … N-1, shared by the models of this process.
 
     Attributes:
-        size: N. folder: for files of theirs, removed at the end.
+        size: N. folder: for the processes' files, removed at the end.
         lock: held while all ranks do something: models take turns.
         collectives: what carries sums between them and this process, once they have met.
     """
@@ -49,12 +49,13 @@ class Workers:
     collectives: Collectives
 
     def __init__(self, size: int) -> None:
-        """Start them; `wait_started` waits until they can be told something.
+        """Start them; `wait_started` waits until they receive messages.
 
         Raises:
             ModelLoadError: the system starts no more processes.
         """
         self.size = size
+        # Re-entrant: the garbage collector may abort a request of another model inside a call that holds it.
         self.lock = threading.RLock()
         self.folder = tempfile.mkdtemp(prefix="specdec-")  # of this user alone, mode 0700
         self._broken: str | None = None
@@ -231,8 +232,8 @@ class Workers:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _origin(self, failed: Callable[[Process], bool]) -> Process | None:
-        """A process for which `failed` is true that did not fail because another was lost; waits briefly for it. If
-        there is none, one that did."""
+        """A process for which `failed` is true and that did not fail because another was lost; waits briefly for it.
+        Without one, a process that did."""
 
         def origins() -> list[Process]:
             return [each for each in self._watched.processes if failed(each) and not each.follows]
@@ -299,7 +300,7 @@ def open_workers(size: int) -> tuple[Workers, bool]:
     """The processes of this process's models, started unless they run; and whether they were started now.
 
     Raises:
-        InvalidInputError: there are models among another number of ranks. ModelLoadError: see `Workers`.
+        InvalidInputError: models with another number of ranks are open. ModelLoadError: see `Workers`.
     """
     global _open
     if _open is not None and are_open() and _open.is_lost:
@@ -326,14 +327,15 @@ def is_fork() -> bool:
 
 
 def _keep_group() -> None:
-    """In a fork: the group stays at its end, which would wait for threads that were not forked.
+    """In a fork: keep the group alive at exit, because ending it would wait for threads that were not forked.
 
-    Locks that those threads held are open, so that whoever asks for a model's ranks hears that they are not there.
+    Locks that those threads may have held are replaced, so that calls raise that the ranks are missing here.
     """
     if is_fork():
         assert _open is not None
         _open.lock, _open._watched.changed = threading.RLock(), threading.Condition()
         for group in dist.distributed_c10d._world.pg_map:
+            # A reference that is never released: the group's destructor must not run, even at the interpreter's end.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 

@@ -35,7 +35,7 @@ def renew(model: Any, what: str, change: Callable[[], None]) -> float:
     """Change the weights of a `SpeculativeModel`, test it again, and return its `self_test_error`.
 
     Raises:
-        InvalidInputError: requests run, or this process has a share. Those of `SpeculativeModel.refresh`.
+        InvalidInputError: requests run, or this process has a share of the model. Others: see `refresh`.
     """
     model.group.check_whole(what, "save new weights and load them again")
     with model._shared.between_rounds() as idle, interrupts_as_they_are():
@@ -54,13 +54,14 @@ def renew(model: Any, what: str, change: Callable[[], None]) -> float:
 def write(model: Any, weights: Weights, head: Weights) -> None:
     """Copy new weights into a `SpeculativeModel`'s target and head; forwards on other threads wait.
 
-    Mappings and lists are checked as a whole before anything is written, iterators item by item. Names are those of the
-    modules' `state_dict`; shapes are the same, in any floating dtype, on any device. Values are not looked at.
+    Mappings and lists are checked as a whole before anything is written, iterators item by item. Names are as in the
+    modules' `state_dict`; shapes are the same, in any floating dtype, on any device. Values are not checked.
 
     Raises:
         InvalidInputError: an item that is no (name, tensor), a name or a shape that a module does not have, a tensor
             without plain values, whole numbers for floating ones or the other way round, or what an iterator raised;
-            the message says how many were written before. Nothing is given, or weights of a head that there is not.
+            the message has the number of tensors written before. No weights are given, or a head's for a model without
+            one.
     """
     given = [(model.hf_model, weights)]
     if isinstance(model.head, nn.Module):
@@ -76,6 +77,7 @@ def write(model: Any, weights: Weights, head: Weights) -> None:
                 count += 1
         except InvalidInputError as error:
             raise InvalidInputError(f"{error}; {_left(count)}") from error.__cause__
+        # The user's iterator may raise anything, a trainer's connection error for example.
         except Exception as error:
             raise InvalidInputError(f"weights: {type(error).__name__}: {error}; {_left(count)}") from error
     if not count:
@@ -83,7 +85,7 @@ def write(model: Any, weights: Weights, head: Weights) -> None:
 
 
 def _left(count: int) -> str:
-    """What an update leaves that was broken off after so many tensors."""
+    """The state after an update that stopped after `count` tensors, in words."""
     if not count:
         return "nothing was written"
     return (
@@ -93,7 +95,8 @@ def _left(count: int) -> str:
 
 
 def _ready(module: nn.Module, weights: Weights) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """A module's tensors with their new values: checked already, but those of an iterator."""
+    """A module's tensors with their new values: already checked, except an iterator's."""
+    # keep_vars: the parameters themselves, which `write` copies into.
     found = _fitting(module.state_dict(keep_vars=True), weights, type(module).__name__)
     return list(found) if isinstance(weights, (Mapping, Sequence)) else found
 

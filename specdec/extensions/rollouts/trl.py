@@ -19,7 +19,7 @@ def rollout_func(model: Any, **options: Any) -> Callable[[list[Any], Any], Rollo
 
     Args:
         model: a SpeculativeModel over the model that is trained.
-        options: those of `SpeculativeModel.generate`, in place of the trainer's arguments.
+        options: options of `SpeculativeModel.generate`; they replace the trainer's arguments.
 
     Returns:
         A function of prompts (texts or chats) and the trainer, which gives "prompt_ids", "completion_ids" and

@@ -24,7 +24,7 @@ MOST_UNREAD = 16
 class AsyncStream(AsyncIterator[StreamUpdate]):
     """The updates of one asynchronous call, to be read in one event loop. Its requests are queued at the first read.
 
-    A slow reader delays nobody: what it has not read is kept, in at most `MOST_UNREAD` updates and one for each
+    A slow reader delays no others: unread updates are kept, at most `MOST_UNREAD` and one for each
     completion. A task that is cancelled while it reads cancels the requests: their rows and pages are free after the
     round that runs. A failed request does not end the others of its call: its error is raised after their last update.
 
@@ -32,8 +32,8 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
     """
 
     def __init__(self, leader: Any, make: Callable[[], Stream], is_long: bool = False) -> None:
-        """leader: a `Leader`. make: reads the call's prompts and parameters; runs on another thread. is_long: which
-        takes long, so on one of its own."""
+        """leader: a `Leader`. make: reads the call's prompts and parameters; runs on another thread. is_long: whether
+        reading takes long, so that it runs on the thread for long prompts."""
         self._leader, self._make = leader, make
         self._readers = leader.long_readers if is_long else leader.readers
         self.loop: AbstractEventLoop | None = None
@@ -157,7 +157,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
             self._leader.kept.discard(self)
 
     def _look(self) -> None:
-        """To be called before the state is read: every change after it is signalled."""
+        """To be called before the state is read, so that every later change is signalled."""
         self._leader.check_process()
         self.changed.clear()
         self._signalled = False
@@ -199,7 +199,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
                     self._leader.shared.cancel(self._leader.call, places, self.closed)
 
     def put(self, index: int, update: Update) -> bool:
-        """Take an update; a slow reader finds several in one. Returns whether there is something to read."""
+        """Take an update; a slow reader finds several in one. Returns whether the reader has something to read."""
         new = StreamUpdate(index, update.token_ids, update.text, update.completion, update.logprobs)
         with self._lock:
             if update.last and self._places is not None:
@@ -224,7 +224,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         self.cancel()
 
     def needs_signal(self) -> bool:
-        """Whether its loop must be told of a change: once, until the reader looks."""
+        """Whether its event loop must be woken for a change: once, until the reader looks."""
         signalled, self._signalled = self._signalled, True
         return not signalled
 
@@ -248,7 +248,7 @@ def merged(first: StreamUpdate, then: StreamUpdate) -> StreamUpdate:
 
 
 def signal_all(loop: AbstractEventLoop, streams: list[AsyncStream]) -> None:
-    """Wake the readers of these streams of one event loop. Where it is closed nobody reads them: they are closed."""
+    """Wake the readers of these streams of one event loop. If the loop is closed, close the streams."""
     try:
         loop.call_soon_threadsafe(_signal, streams)
     except RuntimeError:

@@ -1,9 +1,9 @@
 """Leader: one thread leads rounds for all of a model's, and hands their updates to their event loops.
 
-The engine has no thread of its own: a caller runs the round for all. An event loop must not, so a thread does it for
-all of them, as one call of the engine that stays open. What a round brings is put into the streams at once, and each
-event loop is woken once a round at most. A second thread reads prompts and parameters, in the order of the calls: a
-tokenizer or a grammar's compiler stops neither rounds nor event loops. A third one reads long prompts.
+The engine has no thread: a caller runs the round for all. An event loop must not block, so one thread runs rounds for
+all of them, as one call of the engine that stays open. A round's updates are put into the streams at once, and each
+event loop is woken at most once a round. A second thread reads prompts and parameters, in the order of the calls, so
+that a tokenizer or a grammar's compiler stops neither rounds nor event loops. A third one reads long prompts.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _leaders: weakref.WeakSet[Leader] = weakref.WeakSet()
 class Leader:
     """Leads rounds for all asynchronous calls of a model, on a thread that begins with the first call.
 
-    The thread refers to it only while there is something to do: a model that was dropped is collected.
+    The thread refers to it only while it has work, so that a model that was dropped is collected.
 
     Attributes:
-        shared: the model's engine. call: of all requests, open as long as the model is. readers: the thread on which
-            prompts and parameters are read. long_readers: that for long prompts. kept: streams whose readers wait.
-            process: it belongs to this one.
+        shared: the model's engine. call: the call of all requests, open as long as the model is. readers: the thread
+            that reads prompts and parameters. long_readers: the thread for long prompts. kept: streams whose readers
+            wait. process: id of the process that it belongs to.
     """
 
     def __init__(self, shared: SharedEngine) -> None:
@@ -60,6 +60,7 @@ class Leader:
         self._change = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ended = False
+        # Wakes the thread when the leader is collected, so that it ends. At exit `_end_all` does that.
         weakref.finalize(self, self._wake.put, None).atexit = False
         _leaders.add(self)
 
@@ -135,7 +136,7 @@ class Leader:
             stream.queued(range(first, first + len(requests)))
 
     def _hand_over(self) -> None:
-        """What the last round has brought goes into the streams, and their event loops are told."""
+        """Put the updates of the last round into the streams, and wake their event loops."""
         told, self._told = self._told, set()
         for place, update in self.shared.received(self.call):
             own, index = self.owners[place] if not update.last else self.owners.pop(place)
@@ -180,6 +181,7 @@ def _run(leader_of: weakref.ref[Leader], wake: SimpleQueue[None]) -> None:
         leader = leader_of()
         if leader is None or not leader.lead():
             return
+        # Else this frame would keep the leader alive while the thread waits.
         del leader
 
 

@@ -13,7 +13,7 @@ from specdec.engine.stats import LATELY
 
 
 class Metric(NamedTuple):
-    """What a number is. kind: "counter" (only grows) or "gauge". help: one line."""
+    """Description of a number. kind: "counter" (only grows) or "gauge". help: one line."""
 
     kind: str
     help: str
@@ -54,7 +54,7 @@ METRICS = {
     "prefill_seconds_total": Metric("counter", "Seconds from a row to the first token, summed."),
     "decode_seconds_total": Metric("counter", "Seconds from the first token to the last, summed."),
 }
-"""What there is, by name; in Prometheus text each name begins with "specdec_"."""
+"""All metrics by name; in Prometheus text each name begins with "specdec_"."""
 
 
 class Metrics(Mapping[str, float]):
@@ -124,6 +124,6 @@ def metrics_of(engine: Any) -> Metrics:
 
 
 def _round_age(engine: Any, now: float) -> float:
-    """How long requests have waited for a round: one that never ends is seen by it."""
+    """Seconds that requests have waited for a round to end; it keeps growing if a round never ends."""
     arrivals = [r.times.submitted for r in (*engine.scheduler.running, *engine.scheduler.waiting)]
     return now - max(engine.counters.last, min(arrivals)) if arrivals else 0.0
