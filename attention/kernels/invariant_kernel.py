@@ -1,8 +1,8 @@
 """Attention over pages whose result for a token depends on that token's own keys alone. Imported on CUDA only.
 
 A program serves one KV head of one row and one tile of the row's queries, and walks along the row's keys in tiles that
-begin at fixed positions. The tile has the same form for every query, there is no split-KV, and tiles without a visible
-key change nothing: the same bits alone, with drafts, in a chunk of a prompt, next to any other rows.
+begin at fixed positions. The tile has the same form for every query, KV is never split, and tiles without a visible key
+change nothing: the same bits alone, with drafts, in a chunk of a prompt, next to any other rows.
 
 Heads of any width from 8 to 512: a tile is as wide as the next power of two, and its last columns are zeros that are
 never in memory. Caches in 8 bits are read as what they hold, and their scales are factors of scores and of the result.

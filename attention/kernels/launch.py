@@ -51,7 +51,7 @@ _MOST_THREADS = 16
 
 
 class _Together:
-    """What Triton asks instead of compiling by itself."""
+    """The compile hook that Triton calls instead of compiling."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool

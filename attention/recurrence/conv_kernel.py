@@ -19,7 +19,7 @@ from attention.recurrence.state_rows import StateRows
 
 _WARPS = 4
 _SHORT, _LONG = (8, 128), (32, 128)
-"""Tokens and channels of a program: where all rows are so short, and elsewhere."""
+"""Tokens and channels of a program: if all rows have at most this many tokens, and otherwise."""
 
 
 @triton.jit(do_not_specialize=["rows", "total_tokens"])

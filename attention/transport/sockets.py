@@ -3,7 +3,7 @@
 The engine that holds pages answers on a thread of its own. A request is one line of JSON, {"lease", "segments":
 [[region, offset, length], …], "blocks": {group: [page, …]}}; the answer a line {"bytes": n} or {"error": text}, then
 the segments' bytes in order. {"done": lease} ends a lease. Only blocks of the given lease are sent; anybody who knows
-a lease (128 random bits) may read them. Nothing is encrypted, so it listens on 127.0.0.1 unless told otherwise.
+a lease (128 random bits) may read them. Nothing is encrypted, so it listens on 127.0.0.1 by default.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SocketTransport(Granting):
     name = "sockets"
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """host: to listen on, which peers reach. port: 0 for any free one.
+        """host: address to listen on, which peers can reach. port: 0 for any free port.
 
         Raises:
             InvalidInputError: no such values.
@@ -148,7 +148,7 @@ class SocketRead:
         """See `Read.wait`.
 
         Raises:
-            TransferError: the peer is gone, refuses, or answers what is no answer.
+            TransferError: the peer is gone, refuses, or sends an invalid answer.
             TransferTimeoutError: it sends no more bytes before the deadline.
         """
         for rank in self._plan.source.ranks:
