@@ -31,7 +31,7 @@ class Building(Protocol):
 
     @property
     def builds(self) -> tuple[Build, ...]:
-        """Name of the kernel that is or was being built."""
+        """The kernels that are or were being built."""
 
 
 class AttentionBackend(Protocol):

@@ -69,7 +69,7 @@ class Build:
     def _run(self) -> None:
         try:
             self._made = self._make()
-        except Exception as error:
+        except Exception as error:  # any error: `wait` raises it on the caller's thread, this thread has no caller
             self._error = error
         self._seconds = time.perf_counter() - self._started
         log.info("attention kernel %s: %s", self.name, self._outcome(), extra=ASIDE)

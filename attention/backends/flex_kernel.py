@@ -179,6 +179,7 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*arguments: torch.Tensor) -> Any:
         before = vars(flex_module)[_DIRECT]
+        # A module-level debug flag is torch's only switch: FlexAttention called eagerly compiles itself otherwise.
         setattr(flex_module, _DIRECT, True)
         try:
             return function(*arguments)

@@ -62,6 +62,7 @@ def opaque_operator(
     """
 
     def register(function: Callable[..., Any]) -> Any:
+        # mutates_args is empty although caches are written; the module's docstring explains why that is safe.
         operator = torch.library.custom_op(f"specdec::{name or function.__name__}", function, mutates_args=())
         operator.register_fake(fake)
         return operator
@@ -81,4 +82,4 @@ def opaque_attend(
     attend: LayerAttend | None = Channel.serving(channel)
     if attend is None:
         raise UnsupportedAttentionError("compiled attention was called outside SpeculativeModel")
-    return attend(layer, query, key, value, sinks).contiguous()
+    return attend(layer, query, key, value, sinks).contiguous()  # the fake promises these strides to compiled code

@@ -152,6 +152,7 @@ def _in_forward(thread: int) -> bool:
     """Whether a module is being called on that thread."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
+        # Every call of a module runs `_call_impl`, and its frame goes away even if an interrupt skips the hooks.
         if frame.f_code is torch.nn.Module._call_impl.__code__:
             return True
         frame = frame.f_back

@@ -109,6 +109,7 @@ def prefix_share(keys, parts, TILE_KEYS: tl.constexpr, LEAST_KEYS: tl.constexpr)
     return tl.maximum(tl.cdiv(tl.cdiv(keys, parts), TILE_KEYS) * TILE_KEYS, LEAST_KEYS)
 
 
+# Not specialised: Triton would compile variants for 1 and for multiples of 16, in the middle of serving.
 @triton.jit(do_not_specialize=["rows", "tokens"])
 def _prefix_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [T, Hq, D]

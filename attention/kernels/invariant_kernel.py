@@ -97,7 +97,7 @@ def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
         visible = position[None, :] <= last_key[:, None]  # [M, N]
         if HAS_WINDOW:
             visible = visible & (position[None, :] > last_key[:, None] - window)
-        s = tl.where(visible, s * LOG2_E, -1e30)
+        s = tl.where(visible, s * LOG2_E, -1e30)  # log2(e): `attend_tile` uses exp2, which GPUs compute in hardware
         m, l, acc = attend_tile(s, v, m, l, acc)  # noqa: E741
     if HAS_SINKS:  # one more logit in the denominator, without a value
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E  # [M]

@@ -147,6 +147,7 @@ def _added(m, l, acc, m_of, l_of, sums):  # type: ignore[no-untyped-def]  # noqa
     return m_new, l * kept + l_of * added, acc * kept[:, None] + sums * added[:, None]
 
 
+# Not specialised: Triton would compile variants for 1 and for multiples of 16, in the middle of serving.
 @triton.jit(do_not_specialize=["rows", "wanted"])
 def _packed_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [B·query_len, Hq, D]
@@ -230,6 +231,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
         tl.store(stats_at + own_place * 2 * TILE_QUERIES, m)
         tl.store(stats_at + (own_place * 2 + 1) * TILE_QUERIES, l)
         tl.debug_barrier()  # all threads have written before the counter below goes up
+        # acq_rel: releases this part's stores, and acquires the others' for the program that arrives last.
         arrived = tl.atomic_add(arrived_ptr + first_place, 1, sem="acq_rel", scope="gpu")
         if arrived == parts - 1:
             m = tl.full((TILE_QUERIES,), -1e30, tl.float32)
@@ -237,11 +239,12 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
             acc = tl.zeros((TILE_QUERIES, DIM), tl.float32)
             for other in range(parts):
                 other_place = first_place + other * KV_HEADS
+                # .cg: from L2, because other multiprocessors wrote these and L1 caches are not coherent.
                 m_of = tl.load(stats_at + other_place * 2 * TILE_QUERIES, cache_modifier=".cg")  # [M]
                 l_of = tl.load(stats_at + (other_place * 2 + 1) * TILE_QUERIES, cache_modifier=".cg")  # [M]
                 sums = tl.load(sums_at + other_place * TILE_QUERIES * DIM, cache_modifier=".cg")  # [M, D]
                 m, l, acc = _added(m, l, acc, m_of, l_of, sums)  # noqa: E741
-            tl.store(arrived_ptr + first_place, 0)
+            tl.store(arrived_ptr + first_place, 0)  # as the next launch expects it
     if arrived == parts - 1:
         tl.store(to, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=own)
 

@@ -22,6 +22,7 @@ _SHORT, _LONG = (8, 128), (32, 128)
 """Tokens and channels of a program: if all rows have at most this many tokens, and otherwise."""
 
 
+# Not specialised: Triton would compile variants for 1 and for multiples of 16, in the middle of serving.
 @triton.jit(do_not_specialize=["rows", "total_tokens"])
 def _conv_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, C]

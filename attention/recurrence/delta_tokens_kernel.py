@@ -79,6 +79,7 @@ def replayed(  # type: ignore[no-untyped-def]
     return S
 
 
+# Not specialised: Triton would compile variants for 1 and for multiples of 16, in the middle of serving.
 @triton.jit(do_not_specialize=["total_tokens", "most_tokens", "least_inputs"])
 def _delta_kernel(  # type: ignore[no-untyped-def]
     q_ptr,  # [T, Hq, Dk]

@@ -102,6 +102,7 @@ class NixlTransport:
             self._late = [read for read in self._late if not read.settled]
             handles: list[Any] = []
             failed: Exception | None = None
+            # The three builtins: a malformed table of the peer (no "metadata", invalid base64, other types).
             errors: tuple[type[Exception], ...] = (*self._errors, KeyError, ValueError, TypeError)
             try:
                 for rank in plan.source.ranks:

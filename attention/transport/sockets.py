@@ -29,8 +29,8 @@ _IDLE = 60.0
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
+    allow_reuse_address = True  # a restarted engine may bind its port while old connections are in TIME_WAIT
+    daemon_threads = True  # a peer that hangs must not keep this process alive
     transport: SocketTransport
 
 
@@ -77,6 +77,7 @@ class SocketTransport(Granting):
         except OSError as error:
             raise TransferError(f"cannot listen on {self._place[0]}:{self._place[1]}: {error}") from error
         server.transport = self
+        # 0.1 s: the server's loop looks for a shutdown this often, so `close` waits no longer than that.
         threading.Thread(target=server.serve_forever, args=(0.1,), name="specdec transfer", daemon=True).start()
         self._server = server
         host, port = server.server_address[:2]

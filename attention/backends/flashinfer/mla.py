@@ -128,6 +128,9 @@ class MlaKernel:
         self._dtype = dtype
         self._module: Any = None
         self._workspace = workspace
+        # Positional arguments of the module's run(): mask mode, heads, page size, softmax scale, return_lse_base_on_e,
+        # scales of the latent and of its rotary part (1.0: the cache has the model's dtype), and an unused last
+        # argument.
         self._tail = (_CAUSAL, key.num_q_heads, group.page_size, key.scale, False, 1.0, 1.0, None)
 
     def tiles(self, query_start_loc: np.ndarray) -> Tiles:

@@ -53,6 +53,7 @@ def causal_module(route: str, *arguments: Any) -> Any:
     """FlashInfer's get_batch_prefill_module, same arguments, with causal paged kernels only; built if need be."""
     from flashinfer import prefill
 
+    # __wrapped__: without FlashInfer's functools.cache, which must keep returning full modules for the same arguments.
     made = prefill.get_batch_prefill_module.__wrapped__
     # The same function over other generators of sources: it finds them among its globals.
     generators = ("gen_batch_prefill_module", "_gen_batch_prefill_primary_module")
@@ -96,6 +97,7 @@ def write_causal(sources: Iterable[Path], folder: Path) -> list[Path]:
     }
     hosts = [name for name, text in texts.items() if _RAGGED.search(text)]
     configs = [name for name, text in headers.items() if "DISPATCH_MASK_MODE" in text]
+    # 7: of the eight kernel files, paged or ragged with four mask modes each, only the causal paged file is kept.
     if len(kept) != len(sources) - 7 or len(hosts) != 1 or len(configs) != 1:
         raise ValueError(f"FlashInfer's sources in {sources[0].parent} are not of the form that is known")
     texts[hosts[0]] = _RAGGED.sub(r"\1 { return cudaErrorNotSupported; }", texts[hosts[0]])
@@ -235,6 +237,9 @@ class Kernel:
             self._wrapper._jit_module = None  # which would be called with other arguments
         self._is_fixed = fixed is not None
         heads, dims = (key.num_q_heads, key.num_kv_heads), (key.head_dim_k, key.head_dim_v)
+        # The end of the C++ planner's positional arguments, in its order: heads, page size, CUDA graph, head dims,
+        # causal, window; for fa2 also fixed_split_size (-1: none), disable_split_kv, num_colocated_ctas and the uniform
+        # length.
         self._plan_tail: tuple[object, ...] = (*heads, group.page_size, fixed is not None, *dims, True, window_left)
         if route == "fa2":
             self._plan_tail += (-1, not self._splits, 0, uniform or 0)
@@ -295,12 +300,16 @@ class Kernel:
         The plan bounds the attended tokens. FlashInfer requires that the query ends with the last planned row, so its
         record of that end is set to the query's length.
         """
+        # FlashInfer's run() raises unless the query has exactly `_qo_indptr_last` rows, and this query may have
+        # padding.
         self._wrapper._qo_indptr_last = len(query)
         pages, scales = (layer_kv.keys, layer_kv.values), (layer_kv.key_scale, layer_kv.value_scale)
         if self._scale is None:
             self._wrapper.run(query, pages, out=out, k_scale=scales[0], v_scale=scales[1])
         else:
             assert sinks is not None
+            # float32, as `_sink_variant` declares the sinks. Custom kernels get no k_scale, so it goes into the softmax
+            # scale.
             self._wrapper.run(query, pages, sinks.float(), self._scale * scales[0], out=out, v_scale=scales[1])
 
 
