@@ -47,11 +47,10 @@ def is_hub_name(name: str) -> bool:
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be reached: one request of at most three seconds.
+    """Whether the hub can be reached, by one request of at most three seconds.
 
-    huggingface_hub repeats each request for more than twenty seconds. Whoever knows beforehand that nobody answers asks
-    for local files only, and neither a missing nor a cached model takes that long. Proxies, endpoint, certificates and
-    offline mode are the user's: it is huggingface_hub's own session.
+    If this returns False, use local files only, which avoids the hub client's retries of more than 20 s. The request
+    uses huggingface_hub's session, with the user's proxies, endpoint, certificates and offline mode.
     """
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
@@ -104,7 +103,7 @@ def locate(path: str | Path, revision: str | None = None) -> Path:
 
 
 def no_files_in(folder: str | Path) -> str:
-    """What in a checkpoint's folder has the name of a file and is neither file nor folder, in words; "" for nothing.
+    """An entry of a checkpoint's folder that has a file's name but is neither file nor folder, in words, or "".
 
     To open a named pipe would wait for ever, deaf to signals.
     """

@@ -143,7 +143,7 @@ class Eagle3Head(nn.Module):
             target_embedding: [V, Ht] the target's input embedding (not read when `spec.own_embed`).
             target_lm_head: [Vd, H], needed when not `spec.own_lm_head`.
             d2t: [Vd] int64 offsets; None when Vd = V.
-            device: of the fresh weights; by default that of `target_embedding`. "meta" makes none, for
+            device: for the fresh weights; default: the device of `target_embedding`. "meta" allocates none, for
                 `load_state_dict(..., assign=True)`.
 
         Raises:
@@ -273,7 +273,7 @@ class Eagle3Head(nn.Module):
 
 
 def check_shape(name: str, weight: torch.Tensor, rows: int, columns: int) -> None:
-    """Refuse a tensor of the target that a head was not made for. Raises HeadMismatchError: with both shapes."""
+    """Refuse a tensor of the target that does not fit the head. Raises HeadMismatchError, which names both shapes."""
     if tuple(weight.shape) != (rows, columns):
         raise HeadMismatchError(
             f"the target's {name} has {weight.shape[0]} rows of width {weight.shape[1]}, "

@@ -140,7 +140,7 @@ def answer(prompts: Sequence[Sequence[int]], regenerate: Regenerate, max_length:
     a bonus token and a token after it).
 
     Raises:
-        InvalidInputError: the number of answers differs from that of the prompts, or no sequence is left.
+        InvalidInputError: the numbers of answers and prompts differ, or no sequence is left.
     """
     answers = regenerate([list(prompt) for prompt in prompts])
     if len(answers) != len(prompts):
@@ -159,14 +159,14 @@ def _flatten(sequences: list[np.ndarray], answer_starts: np.ndarray) -> AnswerSe
 
 
 _SYNC_SECONDS = 1.0
-"""Between two syncs: a killed process loses no answer, a power failure at most those of this time."""
+"""Between two syncs: a killed process loses no answer, a power failure at most the answers of this time."""
 
 
 class AnswerStore:
     """Answers on disk by the index of their question, including those of earlier processes. A context manager.
 
     A line of the file is a JSON object with `index`, `token_ids` and `check`, a hash of both and of the store's key: a
-    line that was cut off, altered, or comes from another store is ignored. damaged: whole lines that were.
+    line that was cut off, altered, or comes from another store is ignored. damaged: number of complete lines ignored.
     """
 
     def __init__(self, path: Path, key: str) -> None:
@@ -196,7 +196,7 @@ class AnswerStore:
         """Append an answer; once this returns it outlives the process.
 
         Raises:
-            RunFolderError: the file cannot be written; what was stored before stays.
+            RunFolderError: the file cannot be written; earlier answers stay.
         """
         try:
             self._file.write(self._line(index, token_ids))

@@ -83,7 +83,7 @@ class TrainResult:
     """A finished run.
 
     Attributes:
-        folder: of the finished head's checkpoint.
+        folder: folder of the finished head's checkpoint.
         history: every measurement, the last one of the finished head.
     """
 
@@ -102,7 +102,7 @@ def train(
     *,
     save: Save[TrainedHead],
 ) -> TrainResult:
-    """Train a head in place; continue from the newest checkpoint in `output` when there is one.
+    """Train a head in place; continue from the newest checkpoint in `output`, if any.
 
     Args:
         head: float32, on the device to train on: a fresh one (see `fresh_eagle3`), or one to continue with.
@@ -167,7 +167,7 @@ class _Scorer(Generic[TrainedHead]):
 
 
 def _learner(config: TrainConfig, head: TrainedHead) -> Learner[TrainedHead]:
-    # Norm weights and biases are not decayed: pulled towards zero they would scale what they norm.
+    # Norm weights and biases are not decayed: pulled towards zero they would scale down the normed values.
     matrices = [p for p in head.parameters() if p.dim() >= 2]
     vectors = [p for p in head.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
