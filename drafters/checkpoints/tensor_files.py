@@ -253,7 +253,8 @@ def _indexed_files(folder: Path, index: dict[str, Any], name: str) -> list[Path]
 
 def _list_file(file: Path) -> dict[str, TensorInfo]:
     if file.suffix == _BIN:
-        listed = _unpickle(file, mmap=zipfile.is_zipfile(file))  # looks at shapes alone: no need to read the rest
+        # Only shapes are needed, so the data is mapped, not read; torch maps only its zip format, not the older pickle.
+        listed = _unpickle(file, mmap=zipfile.is_zipfile(file))
         return {name: TensorInfo(file, tuple(t.shape), str(t.dtype)) for name, t in listed.items()}
     try:
         with safe_open(file, framework="pt") as weights:
@@ -303,6 +304,7 @@ def _unpickle(file: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
             f"{file} cannot be read as a plain dictionary of tensors: it is damaged, or pickles more than tensors, "
             f"which could run code and is never read; use weights in safetensors{_likely_cause(file)}"
         ) from error
+    # The restricted unpickler raises any of these on damaged bytes, depending on the operation that it misreads.
     except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise HeadLoadError(f"{file} cannot be read as a plain dictionary of tensors: {error}") from error
     if not isinstance(weights, dict) or not all(

@@ -109,13 +109,14 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     stored = dtype or head.norm.weight.dtype
+    # safetensors stores contiguous tensors only, and no two that share memory: hence also the clone below.
     weights = {name: t.detach().to("cpu", stored).contiguous() for name, t in head.state_dict().items()}
     weights |= {name.replace("input_layernorm", "hidden_norm"): t.clone() for name, t in _deep_norms(weights)}
     d2t = offsets_of(head.target_ids).cpu()
     maps = {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}
     config = spec_to_config(head.spec, str(stored).removeprefix("torch."))
     partial = folder / "model.safetensors.partial"
-    save_file(weights | maps, partial, metadata={"format": "pt"})
+    save_file(weights | maps, partial, metadata={"format": "pt"})  # which transformers checks when it loads
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, folder / "model.safetensors")
     return folder

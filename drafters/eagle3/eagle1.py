@@ -99,6 +99,7 @@ class Eagle1Head(nn.Module):
         self.checkpoint_report: HeadReport | None = None
         check_shape("embedding", target_embedding, spec.vocab_size, spec.hidden_size)
         check_shape("lm_head", target_lm_head, spec.vocab_size, spec.hidden_size)
+        # Not persistent: they are the target's, so they are no part of the head's checkpoint.
         self.register_buffer("target_embedding", target_embedding.detach(), persistent=False)
         self.register_buffer("target_lm_head", target_lm_head.detach(), persistent=False)
         self.rotary = Rotary(spec.rope, spec.head_dim, target_embedding.device)

@@ -180,6 +180,7 @@ _RULES: Mapping[ExportLayout, tuple[_Rule, ...]] = {
 def _tensors(head: Eagle3Head, dtype: torch.dtype, with_target_tensors: bool) -> dict[str, torch.Tensor]:
     shared = {"embed_tokens.weight": head.target_embedding, "lm_head.weight": head.target_lm_head}
     given = {name: t for name, t in shared.items() if t is not None} if with_target_tensors else {}
+    # clone: safetensors refuses tensors that share memory, as a tied embedding and lm_head do.
     weights = {name: t.detach().to("cpu", dtype).clone() for name, t in (head.state_dict() | given).items()}
     renamed = {name.replace("midlayer.", "layers.0."): t for name, t in weights.items()}
     if head.draft_vocab_size == head.spec.vocab_size:
@@ -202,7 +203,7 @@ def _config(spec: Eagle3Spec, verifier: Verifier, dtype: torch.dtype, num_specul
         "speculators_version": SPECULATORS_VERSION,
         "dtype": str(dtype).removeprefix("torch."),
         "draft_vocab_size": spec.draft_vocab_size,
-        "target_hidden_size": None,
+        "target_hidden_size": None,  # same as the head's: `problems_of` refuses others
         "norm_before_residual": spec.norm_before_residual,
         "norm_before_fc": spec.input_norm,
         "fc_norm": spec.fc_norm,

@@ -195,6 +195,7 @@ def _completed(config: Config, found: Format) -> tuple[dict[str, Any], dict[str,
     given = {name: value for name, value in nested.items() if name not in ("model_type", "transformers_version")}
     try:
         whole = AutoConfig.for_model(kind, **given)
+    # Values of a foreign file: transformers validates few of them, so wrong types and zeros fail anywhere in its code.
     except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise HeadLoadError(f"{key} is no configuration of a {kind} layer: {error}") from error
     layer = whole.to_dict() | {"use_qk_norm": kind == "qwen3"}

@@ -128,6 +128,7 @@ class StaticModules:
                 x = run(x, tokens, positions[m])
             hidden[m].copy_(x.index_select(0, inputs.last_row))
         self.carried[:, own.request_rows] = hidden[:-1]
+        # A clone: compiled code would be recompiled for a view of the buffer, see `_flat`.
         return self._choose(modules[0].logits(hidden[0].clone()), 0)
 
     def step(
@@ -165,7 +166,7 @@ class _Functions:
 def _row_by_row(first: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Join first [R, H] and others [R, n, H] by row -> [R·(n+1), H]."""
     rows, count, size = others.shape
-    joined = first.new_empty(rows * (count + 1), size)
+    joined = first.new_empty(rows * (count + 1), size)  # in the final shape, so that the result is no view, see `_flat`
     torch.cat([first[:, None], others], 1, out=joined.view(rows, count + 1, size))
     return joined
 

@@ -153,6 +153,7 @@ def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
     Raises:
         HeadLoadError: see `deepseek_tensors`.
     """
+    # safetensors stores contiguous tensors only.
     weights = {name: t.cpu().contiguous() for name, t in deepseek_tensors(head, target.num_layers).items()}
     config = copy.deepcopy(target.config)
     config.num_nextn_predict_layers = 1

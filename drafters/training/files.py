@@ -64,7 +64,7 @@ def whole_folder(path: Path, *, manifest: bool = True) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         _restore(path, partial, old)
         raise RunFolderError(f"cannot write {path}: {error}") from error
-    except BaseException:
+    except BaseException:  # also Ctrl-C, and errors of the caller's block
         _restore(path, partial, old)
         raise
 
@@ -97,7 +97,7 @@ def _synced_files(folder: Path) -> list[Path]:
     """All files below a folder, once the disk has them."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for file in files:
-        with file.open("rb+") as opened:
+        with file.open("rb+") as opened:  # "+": Windows syncs only files open for writing
             sync(opened.fileno())
     for inner in {file.parent for file in files}:
         _sync_folder(inner)

@@ -180,7 +180,7 @@ def _read_state(file: Path) -> tuple[dict[str, Any], str | None]:
     """(state, None), or ({}, reason why it cannot be read)."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:  # torch.load's errors on a damaged file
         return {}, f"{file.name} cannot be read: {error}"
     missing = [name for name in _PARTS if name not in state] if isinstance(state, dict) else list(_PARTS)
     return ({}, f"{file.name} lacks {', '.join(missing)}") if missing else (state, None)

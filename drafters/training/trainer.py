@@ -182,7 +182,7 @@ def _optimize(config: TrainConfig, learner: Learner[Any], loss: torch.Tensor) ->
     torch.nn.utils.clip_grad_norm_(learner.head.parameters(), config.clip)
     learner.optimizer.step()
     learner.scheduler.step()
-    return loss.detach()
+    return loss.detach()  # the graph behind the loss, and its activations, are freed
 
 
 def _measure(
