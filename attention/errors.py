@@ -15,7 +15,7 @@ class SpecdecError(Exception):
 
     @classmethod
     def described_at(cls) -> str:
-        """The section of the manual; that of a base class for classes that have none."""
+        """The section of the manual; classes without a section use their base class's."""
         ours = ("attention", "drafters", "specdec", "evals")
         named = (one for one in cls.__mro__ if one.__module__.partition(".")[0] in ours and one.__name__[0] != "_")
         return f"{ERRORS_PAGE}#{next(named).__name__.lower()}"
@@ -34,7 +34,7 @@ class UnsupportedAttentionError(SpecdecError):
 
 
 class KernelBuildError(SpecdecError):
-    """A kernel that is compiled at the first start could not be built; the message has what the compiler said."""
+    """A kernel that is compiled at the first start could not be built; the message has the compiler's output."""
 
 
 class HandoffMismatchError(InvalidInputError):
@@ -54,4 +54,4 @@ class StaleMetadataError(SpecdecError):
 
 
 class InvariantError(SpecdecError, AssertionError):
-    """An internal invariant does not hold (only checked under SPECDEC_CHECK=1). Always a bug of ours."""
+    """An internal invariant does not hold (only checked under SPECDEC_CHECK=1). Always a bug in specdec."""

@@ -1,12 +1,12 @@
 """Layers in cache groups by how far they reach back, and `GroupedRunner`: several groups served as one.
 
-Layers with a sliding window need the keys of their window only, and those that attend in chunks the keys of the chunk.
-In a *windowed group* of their own they have pages of their own, and those before that reach are freed
+Layers with a sliding window need only the keys of the window, layers with chunked attention only the keys of the chunk.
+A *windowed group* of such layers has its own pages and frees those behind the window or chunk
 (`attention/cache/windowed.py`). The layers that reach furthest are the first group, whose pages stay; a batch carries
 the others as `other_groups`.
 
-Source: vllm-project/vllm, "hybrid KV cache manager" (vllm/v1/core/kv_cache_coordinator.py). There all groups have
-equally many layers and share one pool; here each has a pool of its own, so that there are few groups.
+Source: vllm-project/vllm, "hybrid KV cache manager" (vllm/v1/core/kv_cache_coordinator.py). vLLM's groups have equally
+many layers and share one pool; here each group has a separate pool, which keeps groups few.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def reaches_of(specs: Sequence[AttentionSpec], longest: int) -> tuple[Reach, ...
 
 
 def layers_by_group(specs: Sequence[AttentionSpec], reaches: Sequence[Reach]) -> tuple[tuple[int, ...], ...]:
-    """The layers of the first group, then those of each windowed one.
+    """The layers of the first group, then the layers of each windowed group.
 
     >>> full, near = AttentionSpec(1, 1, 8, 8, 1.0), AttentionSpec(1, 1, 8, 8, 1.0, window=16)
     >>> layers_by_group([near, near, full], [Reach(16)])
@@ -113,7 +113,7 @@ class GroupedPlanner:
         return PlannedGroups(metadata, tuple(planned))
 
     def builder(self, key: AttentionSpec) -> FixedMetadataBuilder | None:
-        """The first group's builder of a key, if there is one: it alone plans whole rows."""
+        """The first group's builder of a key, or None; only the first group plans whole rows."""
         return self._planners[0].builder(key)
 
     def replan(self, host: HostBatch) -> None:
@@ -122,10 +122,10 @@ class GroupedPlanner:
 
 
 class GroupedRunner:
-    """The attention of several cache groups over one backend: what `GroupRunner` is to the layers of one.
+    """The attention of several cache groups over one backend, with the interface of `GroupRunner`.
 
     Attributes:
-        runners: of each group, the first first. layer_numbers: by name of the group, its layers' numbers in the model.
+        runners: one per group, the first group's first. layer_numbers: by group name, its layers' numbers in the model.
         layers: cache tensors in the order of the model's layers.
     """
 
@@ -137,7 +137,7 @@ class GroupedRunner:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """group: of all layers; windowed: see `split_group`. Raises what `GroupRunner` does."""
+        """group: contains all layers; windowed: see `split_group`. Raises the same errors as `GroupRunner`."""
         parts = split_group(group, windowed)
         self.runners = tuple(GroupRunner(backend, part, dtype, device) for part in parts)
         layers = layers_by_group(group.attention_specs, [reach for reach, _ in windowed])
@@ -168,7 +168,7 @@ class GroupedRunner:
         return PlannedGroups(metadata, tuple(runner.blank(metadata) for runner in self.runners))
 
     def fixed_planner(self, rows: int, query_len: int, beside: Planner | None = None) -> GroupedPlanner:
-        """A planner of every group, see `GroupRunner.fixed_planner`; `beside` is for the first group's."""
+        """A planner of every group, see `GroupRunner.fixed_planner`; `beside` applies to the first group."""
         first, *others = self.runners
         own = (first.fixed_planner(rows, query_len, beside), *(g.fixed_planner(rows, query_len) for g in others))
         return GroupedPlanner(own)
@@ -199,7 +199,7 @@ def runner_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Runner:
-    """The attention of a group of all layers, divided where there are windowed groups. See `GroupedRunner`."""
+    """The attention of all layers as one group, or divided if it has windowed groups; see `GroupedRunner`."""
     if not windowed:
         return GroupRunner(backend, group, dtype, device)
     return GroupedRunner(backend, group, windowed, dtype, device)

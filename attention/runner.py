@@ -50,10 +50,10 @@ class Planner(Protocol):
         """Plan a batch of the fixed shape."""
 
     def builder(self, key: AttentionSpec) -> FixedMetadataBuilder | None:
-        """The builder of a key, if there is one that plans whole rows."""
+        """The builder of a key, or None if no builder plans whole rows for it."""
 
     def replan(self, host: HostBatch) -> None:
-        """Plan another batch of the shape; its device arrays lie where those of the last `plan` did."""
+        """Plan another batch of this shape whose device arrays have the addresses of the last `plan`'s."""
 
 
 class FixedPlanner:
@@ -65,7 +65,7 @@ class FixedPlanner:
         num_pages: int,
         local: Mapping[int, FixedLocalRows] = _EMPTY,
     ) -> None:
-        """num_pages: of the pool. local: by chunk size, the virtual rows of layers that attend in chunks."""
+        """num_pages: size of the pool. local: by chunk size, the virtual rows of layers with chunked attention."""
         self._builders = builders
         self._num_pages = num_pages
         self._local = local
@@ -80,11 +80,11 @@ class FixedPlanner:
         return PlannedBatch(metadata, plans, rows)
 
     def builder(self, key: AttentionSpec) -> FixedMetadataBuilder | None:
-        """The builder of a key, if there is one."""
+        """The builder of a key, or None."""
         return self._builders.get(key)
 
     def replan(self, host: HostBatch) -> None:
-        """Plan another batch of the shape; its device arrays lie where those of the last `plan` did."""
+        """Plan another batch of this shape whose device arrays have the addresses of the last `plan`'s."""
         if CHECKS.on:
             host.validate_pages(self._num_pages)
         if not self._local:
@@ -163,7 +163,8 @@ class GroupRunner:
 
     @staticmethod
     def blank(metadata: CommonAttentionMetadata) -> PlannedBatch:
-        """A batch whose attention is zeros and leaves the cache alone: to run a model before its kernels are there."""
+        """A batch whose attention returns zeros and leaves the cache unchanged, so that a model can run before its
+        kernels are built."""
         return PlannedBatch(metadata, None)
 
     @property
@@ -175,7 +176,8 @@ class GroupRunner:
     def fixed_planner(self, rows: int, query_len: int, beside: Planner | None = None) -> FixedPlanner:
         """A planner for `rows` rows of `query_len` tokens each.
 
-        `beside`: another group's planner of this shape, always planned just before this one for the same lengths.
+        `beside`: another group's planner of this shape that is always planned just before this one, for the same
+        lengths.
 
         Raises:
             UnsupportedAttentionError: the backend has no plans that a CUDA graph can hold.

@@ -1,4 +1,4 @@
-"""AttentionSpec: what one attention layer needs of a kernel."""
+"""AttentionSpec: an attention layer's requirements on a kernel."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TemperatureTuning:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What one attention layer needs of a kernel; layers with equal specs share one plan.
+    """An attention layer's requirements on a kernel; layers with equal specs share one plan.
 
     Attributes:
         num_q_heads, num_kv_heads: Hq and Hkv; Hq is a multiple of Hkv.
@@ -62,14 +62,14 @@ class AttentionSpec:
         has_sinks: a learned logit per query head joins the softmax's denominator.
         value_in_key: a value is the first head_dim_v columns of its key (MLA, see attention/hf/absorbed_mla.py):
             the cache keeps keys only.
-        chunk_size: positions per chunk of local attention, whose queries see the keys of their own chunk only; or None.
-            A backend's kernel never sees it: `GroupRunner` gives its builder virtual rows that are in one chunk each.
+        chunk_size: positions per chunk of local attention, whose queries see only keys of the same chunk; or None. A
+            backend's kernel never sees it: `GroupRunner` gives its builder virtual rows that are in one chunk each.
         temperature: the factor by position that `GroupRunner` multiplies queries with before a backend, or None.
         alibi: a slope for each query head, [Hq], or None. A logit gets slope·(key's position - query's position) after
-            the softcap (Source: Press et al. 2021, arXiv 2108.12409). No model of transformers asks its attention
-            interface for it: it is for builders without an engine, on "flex" and "torch".
-        causal: a query sees no position after its own. Every backend refuses False, see `check_causal`: the field is
-            here so that a kernel for tokens that see each other has a spec, and a plan, of its own.
+            the softcap (Source: Press et al. 2021, arXiv 2108.12409). No transformers model passes it to its attention
+            interface: it is for builders without an engine, on "flex" and "torch".
+        causal: a query sees no position after its own. Every backend refuses False (`check_causal`); the field keeps
+            room for a kernel in which tokens of a block see each other.
 
     Raises:
         InvalidInputError: not one finite slope for each query head, or slopes with values inside keys.
@@ -91,7 +91,8 @@ class AttentionSpec:
 
     @property
     def reach(self) -> Reach | None:
-        """What lies before it is never seen again; None where all is. A window within chunks adds nothing to them."""
+        """How far back the layer sees; keys before that are never read again. None if it sees all. A window within
+        chunks adds no limit."""
         if self.chunk_size is not None:
             return Reach(self.chunk_size, self.chunk_size)
         return None if self.window is None else Reach(self.window)

@@ -83,7 +83,8 @@ class Section(Generic[S]):
         """Name the arrays `name.array` and their dimensions `name.dimension`.
 
         Fields of the dataclass `kind` that are no `array` are given to `of`. without: arrays that this arena lacks.
-        shared: dimensions that go by a full name of the arena's instead. leading: by array, one more in front.
+        shared: dimensions that go by a full name of the arena's instead. leading: by array, an additional first
+        dimension.
         """
         self._kind, own, before = kind, dict(shared or {}), dict(leading or {})
         declared = [f for f in dataclasses.fields(kind) if _ARRAY in f.metadata and f.name not in without]  # type: ignore[arg-type]
@@ -184,9 +185,9 @@ class StagingArena:
         self._remote = torch.zeros(self._capacity, dtype=torch.uint8, device=device) if self._on_cuda else None
         self._events = [torch.cuda.Event() for _ in range(_RING)] if self._on_cuda else []
         buffers = _Buffers(tuple(fields), self._host, self._remote)
-        # Views are kept because making them costs more than the copy; only so many, least recently used ones go first:
-        # under prompts of random length there is no end of shapes. The functions know nothing of the arena, so that no
-        # cycle keeps its buffers alive.
+        # Views are cached because making them costs more than the copy. The LRU caches are bounded because prompts of
+        # random length have unboundedly many shapes. The cached functions do not reference the arena, so that no
+        # reference cycle keeps its buffers alive.
         self._place = lru_cache(_PLACES)(buffers.place)
         self._window = lru_cache(_WINDOWS)(_window)
         self.generation = 0

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Attend(Protocol):
-    """Attention as a head sees it; whoever made the callable remembers K and V (paged cache, trainer, oracle)."""
+    """Attention as a head sees it; the callable's creator (paged cache, trainer, oracle) keeps K and V."""
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query [T, Hq, Dk], key [T, Hkv, Dk] (both after RoPE), value [T, Hkv, Dv] -> [T, Hq, Dv].

@@ -1,4 +1,4 @@
-"""The interface of a draft head (`Head`), and protocols for what only some heads offer."""
+"""The interface of a draft head (`Head`), and protocols for features that only some heads have."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from drafters.loops.base import DraftLoop, LoopSize
 
 FINAL_NORM = -1
-"""Aux layer of the target's state after its final norm (what feeds lm_head). Other aux layers are numbers b >= 0:
-the residual stream after b decoder layers (0 = embeddings)."""
+"""Aux layer of the target's state after its final norm (the input of lm_head). Other aux layers are numbers b >= 0: the
+residual stream after b decoder layers (0 = embeddings)."""
 
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a head must know of its target, whatever its family.
+    """Facts about the target that a head of any family needs.
 
     Attributes:
         hidden_size, vocab_size, num_layers: Ht, V (width of the logits) and N.
         embedding: [at least V, Ht] input embedding weight, on the target's device.
         lm_head: [at least V, Ht] output weight (the same tensor when tied).
-        model_type: of its text configuration; "" where it is not known.
+        model_type: the `model_type` of its text configuration; "" if unknown.
     """
 
     hidden_size: int
@@ -46,7 +46,7 @@ class Head(Protocol):
     attention_specs: tuple[AttentionSpec, ...]
     """One per attention layer of the head."""
     aux_layers: tuple[int, ...]
-    """The target states it wants, concatenated in this order: aux layers, or FINAL_NORM."""
+    """The target states that it reads, concatenated in this order: aux layers, or FINAL_NORM."""
     hidden_size: int
     draft_vocab_size: int
 
@@ -101,7 +101,7 @@ class DraftsOnSome(Protocol):
 
 @runtime_checkable
 class HasInputConvention(Protocol):
-    """A head whose checkpoint does not say how it was trained to be called, but which can tell from a text."""
+    """A head whose checkpoint does not record its input convention, but which can infer it from a text."""
 
     def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
         """Refuse a head that plainly runs with the wrong convention.
@@ -120,7 +120,7 @@ class OtherReading:
     """A head's tensors under another reading of its files, which differs in one choice.
 
     Attributes:
-        name: what differs, in words. field: what differs, by its name in the head's report.
+        name: the difference, for messages. field: the name of the differing field in the head's report.
         cause: why the files were probably read otherwise. overrides: the `head_overrides` that choose this reading.
     """
 
@@ -143,7 +143,7 @@ class Recipe(Generic[TrainedHead]):
 
     Attributes:
         aux_layers: the target's states that it learns from, or FINAL_NORM alone.
-        settings: what was chosen about the head, by name.
+        settings: the choices made for the head, by name.
         start: the head to train; it is given a function V -> [V] int64, how often the target wrote each token.
         finished: a trained head as an engine loads it. save: writes one.
         initial: the trained head that training goes on from, or None.

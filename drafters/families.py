@@ -28,14 +28,14 @@ class FamilyCode(Protocol):
     ) -> Head:
         """Load a head for a target, in its dtype and on its device.
 
-        facts: of the target; raises HeadLoadError where its embeddings cannot be shared.
+        facts: facts about the target; raises HeadLoadError where its embeddings cannot be shared.
 
         Raises:
             HeadLoadError, HeadMismatchError: the files are damaged, or of a head for another target.
         """
 
     def describe_head(self, path: str, options: Mapping[str, Any]) -> HeadReport:
-        """Resolve a head by its own files, without a target. Raises InvalidInputError: they do not say enough."""
+        """Resolve a head by its own files, without a target. Raises InvalidInputError if they do not suffice."""
 
     def target_of(self, path: str | Path) -> str | None:
         """The target that a head was made for, by its own files; None where they name none.
@@ -45,12 +45,12 @@ class FamilyCode(Protocol):
         """
 
     def named_target(self, config: Config) -> str | None:
-        """The target that a config.json names if it is that of a head of this family; else None."""
+        """The target named by a config.json if the file describes a head of this family; else None."""
 
     def other_readings(self, head: Head, num_layers: int, rope_theta: float | None) -> tuple[OtherReading, ...]:
         """A head of this family under other readings of its files; () of any other head.
 
-        num_layers: N of the target. rope_theta: of its rotary embedding; None where it has no single one.
+        num_layers: N of the target. rope_theta: its rotary base; None where it has no single base.
         """
 
     def not_exportable(self, path: str | Path) -> str | None:
@@ -64,7 +64,7 @@ class FamilyCode(Protocol):
         seed: int,
         options: Mapping[str, Any],
     ) -> Recipe[Any]:
-        """How a head of this family is trained for a target. options: of the command `specdec train FAMILY`."""
+        """How a head of this family is trained for a target. options: options of the command `specdec train FAMILY`."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Family:
     """One family of draft heads.
 
     Attributes:
-        name: in messages. options: load options that say how its files are read.
+        name: used in messages. options: load options about reading its files.
         layouts: the checkpoints it reads.
-        in_target: what `draft` says for a head inside the target's own checkpoint; None where there is none.
+        in_target: value of `draft` for a head inside the target's checkpoint; None if the family has no such heads.
         code: imports its module at the first use.
     """
 
@@ -108,7 +108,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "eagle3": Family("an EAGLE head", ("head_overrides",), frozenset(Layout) - _MTP_LAYOUTS, _eagle),
 }
-"""By the name of `specdec train NAME`. EAGLE's reader also names the layouts that nobody reads."""
+"""By the name of `specdec train NAME`. EAGLE's reader also names the layouts that are not supported."""
 
 
 def family_of(path: str | Path) -> Family:
@@ -122,14 +122,14 @@ def family_of(path: str | Path) -> Family:
 
 
 def check_options(given: Mapping[str, Any], family: Family | None, reason: str = "") -> None:
-    """Check that options that say how a head's files are read are given for a head of their family alone.
+    """Check that options about reading a head's files are given only for a head of their family.
 
     Args:
-        given: those that differ from their defaults. family: of the head that is loaded from files; None without one.
-        reason: why there is none.
+        given: options that differ from their defaults. family: of the head loaded from files, or None.
+        reason: why no head is loaded from files.
 
     Raises:
-        InvalidInputError: one is of another family.
+        InvalidInputError: an option belongs to another family.
     """
     for name, value in given.items():
         owner = next(each for each in FAMILIES.values() if name in each.options)

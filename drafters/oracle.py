@@ -1,7 +1,7 @@
 """The draft oracle: a head without cache. Recomputes the whole prefix from true hidden states for every round.
 
 Lossless verification hides a broken drafter: tokens stay right while fewer drafts are accepted. So the engine's draft
-ids are compared, round by round, with what this function says.
+ids are compared, round by round, with this function's result.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class RopeSpec:
     Attributes:
         max_positions: the head's `max_position_embeddings`; only scaled kinds read it, it is no limit on positions.
         scaling: the kind's further keys under their configuration names, e.g. (("factor", 8.0), ...).
-        first_position: what position 0 is rotated as, by the head's own code: 0, or 1 for heads of speculators. Only
-            "dynamic" reads it: everywhere else attention sees differences of positions alone.
+        first_position: the position that the head's own code rotates position 0 with: 0, or 1 for heads of speculators.
+            Only "dynamic" reads it: everywhere else attention sees differences of positions alone.
     """
 
     theta: float = 10000.0
@@ -35,7 +35,7 @@ class RopeSpec:
         return f"{self.kind}, theta {self.theta:g}{scaling}"
 
     def frequencies(self, head_dim: int) -> tuple[torch.Tensor, float]:
-        """Inverse frequencies [D/2] float32 on CPU and the factor on cos and sin; of "dynamic" those of short texts.
+        """Inverse frequencies [D/2] float32 on CPU and the factor on cos and sin; for "dynamic" those for short texts.
 
         Raises:
             HeadLoadError: unknown kind, keys of its scaling are missing, or heads too narrow for "dynamic".
@@ -69,9 +69,9 @@ class Rotary(nn.Module):
     """cos and sin of positions, in float32.
 
     With "dynamic" the base grows with the length of the text once that exceeds `max_positions`. A token is rotated with
-    the base of the text that ends with it, so that a key is the same in whatever pieces the text was read; a head that
-    reads its text token by token does that of itself. (transformers rotates all tokens that are read at once with the
-    base of the last of them.)
+    the base of the text that ends with it, so that a key does not depend on the pieces in which the text was read; a
+    head that reads token by token does so anyway. (transformers rotates all tokens read at once with the base of the
+    last of them.)
 
     Source: transformers, modeling_rope_utils (_compute_dynamic_ntk_parameters); SafeAILab/EAGLE, eagle/model/cnets.py
     (LlamaDynamicNTKScalingRotaryEmbedding).

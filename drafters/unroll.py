@@ -1,9 +1,9 @@
 """Unroll a head on its own outputs for several steps, as in drafting: EAGLE-3's training-time test.
 
 Every row of a sequence is the last row of a prefix from which a chain of drafts starts. Step 0 runs all rows on the
-target's true states. Step k runs all rows again, each one draft further: row p reads the token at p+1+k, stands at
-position p+k, gets its own output of step k-1 as hidden state, and attends to the step-0 keys of rows 0 … p and to its
-own keys of steps 1 … k. So the S chains of a sequence run in one batch without seeing each other.
+target's true states. Step k runs all rows again, each one draft further: row p reads the token at p+1+k, has position
+p+k, gets its own output of step k-1 as hidden state, and attends to the step-0 keys of rows 0 … p and to its own keys
+of steps 1 … k. So the S chains of a sequence run in one batch without seeing each other.
 
     S = 4, row 1 at step 2 attends to: step 0 of rows 0 and 1 (positions 0, 1), step 1 of row 1 (position 2),
     step 2 of row 1 (position 3); its token is the one at 1+1+2 = 4, it predicts the one at 5.

@@ -44,7 +44,7 @@ def check_map(d2t: torch.Tensor, target_vocab_size: int, t2d: torch.Tensor | Non
 
     Raises:
         InvalidInputError: wrong type or shape, absolute ids instead of offsets, ids not strictly increasing or outside
-            [0, V), or a mask that says something else than the offsets.
+            [0, V), or a mask that contradicts the offsets.
     """
     _check_type(d2t)
     if t2d is not None and t2d.shape != (target_vocab_size,):

@@ -1,1 +1,1 @@
-"""Attention backends behind one interface. What varies: the library, its plans, and what a CUDA graph can hold."""
+"""Attention backends behind one interface. They differ in library, plans, and what a CUDA graph can hold."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AttentionMetadataBuilder(Protocol):
-    """Turns one batch's metadata into a plan for one (CacheGroup, AttentionSpec). Depends on nothing else.
+    """Turns one batch's metadata into a plan for one (CacheGroup, AttentionSpec). Planning depends on nothing else.
 
     No cache tensors, model or engine are needed to plan: see examples/plan_without_engine.py.
     """
@@ -31,7 +31,7 @@ class Building(Protocol):
 
     @property
     def builds(self) -> tuple[Build, ...]:
-        """What is being built, or was."""
+        """The kernels that are or were being built."""
 
 
 class AttentionBackend(Protocol):
@@ -69,7 +69,7 @@ class AttentionBackend(Protocol):
         its kernels do not need.
 
         Args:
-            plan: what this backend's builder returned for `metadata`.
+            plan: the result of this backend's builder for `metadata`.
             query: [T', Hq, Dk]; key_states: [T', Hkv, Dk]; value_states: [T', Hkv, Dv] (not read when value_in_key).
                 The first T rows are the batch's tokens; others are padding, neither written nor attended.
                 Any strides whose last one is 1: models hand out slices and transposed views.
@@ -89,7 +89,7 @@ class PrefersLayout(Protocol):
 
     @property
     def preferred_layout(self) -> KVLayout:
-        """What `kv_cache_layout="auto"` is then."""
+        """The layout that `kv_cache_layout="auto"` selects for this backend."""
 
 
 @runtime_checkable
@@ -104,7 +104,7 @@ class FixedMetadataBuilder(AttentionMetadataBuilder, Protocol):
     """Plans batches of one shape into the same buffers every time, for launches that a CUDA graph holds."""
 
     def replan(self, host: HostBatch) -> None:
-        """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
+        """Plan another batch of this shape whose device arrays have the addresses of the last `build`'s."""
 
 
 @runtime_checkable
@@ -124,10 +124,10 @@ class GraphBackend(AttentionBackend, Protocol):
         """A builder for batches of exactly `rows` rows with `query_len` tokens each.
 
         Args:
-            tokens: of the batch, where rows have 0 … query_len each, others every time: the virtual rows of local
-                attention. None: rows·query_len.
-            beside: a builder of the same shape that is always planned just before, for batches of the same lengths:
-                where the two plans would be equal, the new builder may share its.
+            tokens: token count of the batch if rows have varying lengths 0 … query_len (virtual rows of local
+                attention); None: rows·query_len.
+            beside: a builder of the same shape that is always planned just before this one, for batches of the same
+                lengths; where both plans would be equal, the new builder may reuse its plan.
 
         Raises:
             UnsupportedAttentionError: the variant is not offered.

@@ -1,7 +1,7 @@
 """Kernels that are built in the background, each once a process, and awaited where they are first needed.
 
-Building one is a compiler's work in processes of its own (tens of seconds for a module of FlashInfer's), so threads are
-enough to build several at once while the caller does something else.
+The compiler runs in separate processes (tens of seconds for a FlashInfer module), so threads suffice to build several
+kernels at once while the caller does something else.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from attention.errors import KernelBuildError
 
 log = logging.getLogger("specdec")
 ASIDE = {"aside": True}
-"""`extra` of a log record about what happens beside the step that was logged last."""
+"""`extra` of a log record about work in the background of the step that was logged last."""
 
 
 class Build:
     """One kernel that is being built, or was."""
 
     def __init__(self, name: str, make: Callable[[], object]) -> None:
-        """name: of the kernel, in words; make: builds and loads it."""
+        """name: the kernel's name for messages; make: builds and loads it."""
         self.name = name
         self._make = make
         self._done = Event()
@@ -56,7 +56,7 @@ class Build:
         return f"ready after {self._seconds:.1f} s"
 
     def wait(self) -> Any:
-        """What `make` returned, when the kernel is ready. Raises KernelBuildError: it could not be built."""
+        """Wait for the kernel and return the result of `make`. Raises KernelBuildError: it could not be built."""
         if not self.done:
             log.info("waiting for attention kernel: %s", self.name)
             self._done.wait()
@@ -69,7 +69,7 @@ class Build:
     def _run(self) -> None:
         try:
             self._made = self._make()
-        except Exception as error:
+        except Exception as error:  # any error: `wait` raises it on the caller's thread, this thread has no caller
             self._error = error
         self._seconds = time.perf_counter() - self._started
         log.info("attention kernel %s: %s", self.name, self._outcome(), extra=ASIDE)

@@ -6,7 +6,7 @@ once for all of them; a tile holds queries of one row only. Pages that every que
 
 Compiled on CUDA (Triton, through torch's compiler); elsewhere, in tests, torch's eager form, which goes through every
 slot of the cache: the mask alone decides there. Source: torch.nn.attention.flex_attention (2.11 to 2.13); Dong et al.
-2024, "Flex Attention", arXiv 2412.05496. The way into a paged cache is that of vllm-project/vllm,
+2024, "Flex Attention", arXiv 2412.05496. Paged caches are read as in vllm-project/vllm,
 vllm/v1/attention/backends/flex_attention.py.
 """
 
@@ -27,15 +27,15 @@ from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
 
 TILES = (16, 32, 64)
-"""Packed queries of a tile. Each is a compiled form of its own."""
+"""Packed queries of a tile. Each size is compiled separately."""
 _WHOLE = 128
-"""Packed queries of a plan are a multiple of it: torch compiles a form of its own for those that are not."""
+"""Packed queries of a plan are padded to a multiple of this: torch compiles another form for other lengths."""
 _LEAST = 2
-"""Pages of any plan: the compiler takes a size of one for a case of its own."""
+"""Least pages of a plan: the compiler specialises on a size of one."""
 
 
 def tile_size(packed: int) -> int:
-    """The smallest tile that holds the longest row's packed queries, or the largest there is.
+    """The smallest tile that holds the longest row's packed queries, or the largest tile.
 
     >>> [tile_size(n) for n in (1, 17, 24, 4000)]
     [16, 32, 32, 64]
@@ -51,7 +51,7 @@ class Tiles:
         row: [n] row of each tile. begin, end: [n] logical pages of which some query sees some key.
         whole_begin, whole_end: [n] logical pages of which every query sees every key, within those.
         token, head, position: [n·tile] of each packed query; padding is token 0, head 0, position -1.
-        query_row: [n·tile] row of each packed query. place: [T·G] where the packed query of each token and head stands.
+        query_row: [n·tile] row of each packed query. place: [T·G] index of the packed query of each token and head.
     """
 
     row: np.ndarray
@@ -157,12 +157,12 @@ _FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True)
 class FlexPlan:
-    """One batch for one AttentionSpec; arrays: what the block mask is made of, see `attend_blocks`.
+    """One batch for one AttentionSpec; arrays: the inputs of the block mask, see `attend_blocks`.
 
     Attributes:
         kernel: takes query, keys, values, the scale of keys, and `arrays`.
         token, head: [N] int32, the token and the query head of its KV head that each packed query is (padding: 0).
-        place: [T·G] int32, where the packed query of each token and head stands.
+        place: [T·G] int32, index of the packed query of each token and head.
     """
 
     kernel: Attend
@@ -291,11 +291,11 @@ def _as_sequence(pages: torch.Tensor, layer_kv: LayerKV) -> torch.Tensor:
 
 @cache
 def _on_device(scale: float, device: torch.device) -> torch.Tensor:
-    return torch.full((2,), scale, device=device)  # two: a size of one would be a case of its own for the compiler
+    return torch.full((2,), scale, device=device)  # two elements: the compiler specialises on a size of one
 
 
 def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse what this backend does not offer, before anything is allocated.
+    """Refuse layers that this backend does not support, before anything is allocated.
 
     Raises:
         UnsupportedAttentionError: MLA or head counts; on CUDA also head dims, page sizes, caches and GPUs that the

@@ -52,7 +52,7 @@ def function_of(kernel: FlexKernel) -> Attend:
     """`attend_blocks` of one kernel: compiled at its first call, or in torch's eager form.
 
     Raises:
-        UnsupportedAttentionError: at a call, torch's compiler is switched off.
+        UnsupportedAttentionError: when called while torch's compiler is switched off.
     """
 
     width = tile_width(kernel)  # here, because the compiler cannot trace a greatest common divisor
@@ -64,7 +64,7 @@ def function_of(kernel: FlexKernel) -> Attend:
 
     if kernel.compiler is None:
         return _uncompiled(attend)
-    # Code of its own: the compiler counts how often it compiled a code, whatever closure it belongs to.
+    # A new code object: Dynamo's recompile limit counts compilations per code object, whatever closure it belongs to.
     code = attend.__code__.replace(co_name=f"flex_attention_{function_of.cache_info().misses}")
     own = FunctionType(code, attend.__globals__, code.co_name, None, attend.__closure__)
     return _set_up(torch.compile(own, backend=kernel.compiler, dynamic=True, fullgraph=True))
@@ -90,7 +90,7 @@ def attend_blocks(
     """Attention of packed queries, and the logarithm of their sums where a sink joins them.
 
     Args:
-        keys_per_tile: that a program loads at once.
+        keys_per_tile: keys that a program loads at once.
         query: [1, Hkv, N, Dk]; keys, values: [1, Hkv or 1, S, D], the cache as a sequence; key_scale: [2] float32.
         partly, whole: [1, H, n] int32 how many blocks of the cache a tile sees partly and wholly, and which: [1, H, n,
             W] int32.
@@ -143,7 +143,7 @@ def attend_blocks(
 def _modification(
     kernel: FlexKernel, key_scale: torch.Tensor, biased: Callable[..., torch.Tensor] | None
 ) -> Callable[..., torch.Tensor] | None:
-    """What becomes of a score before the softmax: the scale of keys in 8 bits, the softcap, then a bias by distance."""
+    """Modify a score before the softmax: apply the scale of 8-bit keys, the softcap, then a bias by distance."""
     eight_bits, softcap = kernel.cache == FP8, kernel.key.softcap
     if not eight_bits and softcap is None and biased is None:
         return None
@@ -179,6 +179,7 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*arguments: torch.Tensor) -> Any:
         before = vars(flex_module)[_DIRECT]
+        # A module-level debug flag is torch's only switch: FlexAttention called eagerly compiles itself otherwise.
         setattr(flex_module, _DIRECT, True)
         try:
             return function(*arguments)

@@ -1,7 +1,7 @@
-"""Attention whose result for a token is the same bits whatever else is in the batch, by a kernel of ours.
+"""Attention by specdec's own kernel whose result for a token has the same bits whatever else is in the batch.
 
 With it, matmuls and norms of the same kind (`specdec/ops/linear.py`), half precision gives the same tokens with drafts
-and without: what a verification of several tokens computes is what steps of one token compute.
+and without: a verification of several tokens computes the same values as steps of one token.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class InvariantPlan:
 
 
 class InvariantBuilder:
-    """No split-KV, so there is nothing to plan."""
+    """The kernel does not split KV, so planning is empty."""
 
     def __init__(self, max_query_len: int | None = None) -> None:
-        """max_query_len: of all batches that a launch will be replayed for; None: of the batch that is built."""
+        """max_query_len: longest query of all batches that replay the launch; None: that of the batch being planned."""
         self._max_query_len = max_query_len
 
     def build(self, metadata: CommonAttentionMetadata) -> InvariantPlan:
@@ -77,7 +77,7 @@ def run_invariant(
 
 
 def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
-    """Refuse what this backend does not offer, before anything is allocated.
+    """Refuse layers that this backend does not support, before anything is allocated.
 
     Raises:
         UnsupportedAttentionError: dtype, head dim, head counts, MLA, or a cache in 8 bits.

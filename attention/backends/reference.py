@@ -1,7 +1,7 @@
 """The torch reference backend: attention over the same pages in plain torch, softmax in float32.
 
 It is the CPU path and the oracle of every kernel test. Rows with few query tokens (decoding, verification) are padded
-together; every longer row (a prompt chunk) is a segment of its own, so that memory stays B·Q·S for small Q only.
+together; every longer row (a prompt chunk) is a separate segment, so that memory is B·Q·S only for small Q.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TorchBuilder:
     """Builds gather indices and masks for one AttentionSpec."""
 
     def __init__(self, key: AttentionSpec, num_pages: int, device: torch.device, cascades: bool = False) -> None:
-        """num_pages: of the pool, the null page included.
+        """num_pages: size of the pool, including the null page.
 
         cascades: attend in two levels where rows begin with the same pages.
         """
@@ -274,7 +274,7 @@ def attend(
         [b, Hq, Q, Dv] float32 (float64 for float64 input).
 
     Raises:
-        UnsupportedAttentionError: ALiBi slopes: a mask does not say where queries stand.
+        UnsupportedAttentionError: ALiBi slopes, because a mask does not carry the queries' positions.
     """
     if key.alibi is not None:
         raise UnsupportedAttentionError("dense attention has no ALiBi slopes; use TorchBackend over pages")

@@ -13,15 +13,16 @@ from attention.checking import require
 from attention.errors import InvalidInputError, InvariantError
 
 _WIDE = 1024
-"""Pages of the longest row from which on rows are joined one by one. µs for a row of 4,097 pages beside 15, 63 and 255
-of 50: 6, 17, 60, by a mask of the whole table 28, 98, 379; but for 16 or 32 rows of 50 pages 5 or 9, by a mask 3, 4."""
+"""Rows are joined one by one if the longest has at least this many pages. Joining a row of 4,097 pages with 15, 63 and
+255 rows of 50 takes 6, 17 and 60 µs, a mask over the whole table 28, 98 and 379 µs; joining 16 or 32 rows of 50 pages
+takes 5 or 9 µs, a mask 3 or 4 µs."""
 
 
 E = TypeVar("E")
 
 
 class BatchExtra(Protocol):
-    """Arrays beside those of attention that only some models' batches have, on the host.
+    """Host-side arrays besides attention's that only some models' batches have.
 
     what: its name in messages, such as "recurrent states".
     """
@@ -39,7 +40,7 @@ class BatchExtra(Protocol):
 
 
 def extra_of(extras: Sequence[object], kind: type[E]) -> E | None:
-    """The one of this class; None where there is none."""
+    """The extra of this class, or None."""
     for extra in extras:
         if isinstance(extra, kind):
             return extra

@@ -50,14 +50,15 @@ class CommonAttentionMetadata(BatchArrays[torch.Tensor]):
     Attributes:
         host: the numpy side.
         query_start_loc: [B+1] int32; seq_lens: [B] int32; block_table: [B, P] int32, None in rounds of a fixed shape
-            (kernels read the flat list of pages; tables as wide as the longest row there can be would only be sent).
+            (kernels read the flat list of pages; a table as wide as the longest possible row would be sent for
+            nothing).
         slot_mapping: [T] int64; positions: [T] int64; page_indices: [sum of page counts] int32.
         page_indptr: [B+1] int32; last_page_len: [B] int32.
         staged: the transfer they came with (for the staleness check).
-        other_groups: the same rows on the pages of each further cache group; () where the model has one. On the device
-            they have slots and page lists of their own, and all else, seq_lens included, is this batch's: kernels read
-            the number of a row's keys from its page list.
-        extras: of the batch, as they arrived; at most one of a class, see `extra`.
+        other_groups: the same rows on the pages of each further cache group; () where the model has one group. On the
+            device each has its slots and page lists, and shares the rest, seq_lens included, with this batch: kernels
+            read the number of a row's keys from its page list.
+        extras: further arrays of the batch on the device; at most one object of a class, see `extra`.
     """
 
     host: HostBatch = field(kw_only=True)
@@ -130,14 +131,14 @@ MakeSection = Callable[[str, Mapping[str, str]], ExtraSection]
 
 
 class BatchSection:
-    """One HostBatch in an arena: its arrays, those of its further cache groups and of its extras.
+    """One HostBatch in an arena: its arrays, its further cache groups' and its extras' arrays.
 
     Attributes:
-        fields: their places. extras: the sections of its extras.
+        fields: places of the arrays. extras: the sections of its extras.
     """
 
     def __init__(self, name: str, num_groups: int = 0, extras: Sequence[MakeSection] = (), table: bool = True) -> None:
-        """extras: make their sections. table: with the block table; a fixed shape sends none."""
+        """extras: factories of the extras' sections. table: whether to send the block table; fixed shapes do not."""
         self._name = name
         self._own = Section(BatchArrays, name, () if table else ("block_table",))
         shared = {dim: f"{name}.{dim}" for dim in ("rows", "rows_plus_1", "tokens")}
@@ -192,7 +193,7 @@ def batch_sizes(
     """Sizes of the dimensions of a `BatchSection` of this name for at most so many rows, tokens and pages a row.
 
     Args:
-        entries: of the list of pages; default rows · pages. groups: the same of each further cache group.
+        entries: length of the list of pages; default rows · pages. groups: the same for each further cache group.
     """
     sizes = {"rows": rows, "rows_plus_1": rows + 1, "tokens": tokens, "pages": pages}
     sizes["entries"] = rows * pages if entries is None else entries
@@ -219,8 +220,8 @@ def stage(
 def with_rows(metadata: CommonAttentionMetadata, host: HostBatch) -> CommonAttentionMetadata:
     """The same tokens, slots and positions in the rows of `host`, e.g. of `local_attention`.
 
-    The arrays go to the device in one copy of their own, as fresh as `metadata`, without a block table: kernels read
-    the flat list of pages.
+    The arrays go to the device in one separate copy, as fresh as `metadata`, without a block table: kernels read the
+    flat list of pages.
     """
     if CHECKS.on:
         require(host.slot_mapping is metadata.host.slot_mapping, "with_rows is given rows of other tokens")

@@ -52,14 +52,15 @@ class LiveBatch(HostBatch):
     def __init__(self, page_indptr: np.ndarray, **arrays: Any) -> None:
         """page_indptr: [B+1] int32. arrays: the fields of HostBatch."""
         super().__init__(**arrays)
+        # A frozen dataclass refuses attributes; this fills HostBatch's cached property, so that it is never computed.
         self.__dict__["page_indptr"] = page_indptr
 
     def over(self, block_table: np.ndarray, other_groups: tuple[HostBatch, ...] = ()) -> LiveBatch:
-        """The same buffers with the rows' pages of block_table [B, P] int32, and those of further cache groups.
+        """The same buffers with the rows' pages of block_table [B, P] int32 and the pages of further cache groups.
 
-        Made several times a round, on the way to the next launch: so the fields are taken over as they are.
+        This runs several times a round, on the way to the next launch, so the fields are not copied.
         """
-        batch = object.__new__(LiveBatch)
+        batch = object.__new__(LiveBatch)  # not __init__, which would assign every field anew
         vars(batch).update(vars(self), block_table=block_table, other_groups=other_groups)
         return batch
 

@@ -1,1 +1,1 @@
-"""Who owns which page, and the tensors behind the pages. What varies: layout, dtype and number of heads per group."""
+"""Who owns which page, and the tensors behind the pages. Groups differ in layout, dtype and number of heads."""

@@ -28,7 +28,7 @@ class KVFormat:
     Attributes:
         dtype: None for the dtype of the model, or torch.float8_e4m3fn.
         scales: (scale of keys, scale of values) of each layer in layer order; empty is 1.0 everywhere.
-        source: where the scales come from, in words; "" without any.
+        source: origin of the scales, for messages; "" without scales.
     """
 
     dtype: torch.dtype | None = None
@@ -61,7 +61,7 @@ class CacheGroup:
     """Layers that share page ownership (one set of block tables). A draft head always has its own group.
 
     Attributes:
-        name: for messages. attention_specs: one per layer, in layer order. format: how keys and values are stored.
+        name: used in messages. attention_specs: one per layer, in layer order. format: how keys and values are stored.
         num_pages: pages of the group's pool, page 0 (the null page) included. page_size: tokens per page.
         layout: order inside a page: NHD = [page_size, Hkv, D], HND = [Hkv, page_size, D].
     """
@@ -93,8 +93,8 @@ class CacheGroup:
 class LayerKV:
     """Cache tensors of one layer, NHD: keys [num_pages, page_size, Hkv, Dk], values [num_pages, page_size, Hkv, Dv].
 
-    `values` is a view of `keys` when `value_in_key` (MLA): there is one tensor only. A key is what is
-    stored times `key_scale`, see `KVFormat`; both scales are 1.0 when the cache has the dtype of the model.
+    `values` is a view of `keys` when `value_in_key` (MLA), which then share one tensor. A key is the stored value times
+    `key_scale`, see `KVFormat`; both scales are 1.0 when the cache has the dtype of the model.
     """
 
     keys: torch.Tensor
@@ -146,7 +146,7 @@ def write(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mapping: 
     both = ((layer.keys, key, layer.key_scale), (layer.values, value, layer.value_scale))
     for pages, states, scale in both[:1] if layer.value_in_key else both:
         stored = states.to(pages.dtype) if pages.dtype != FP8 else to_stored(states, FP8, scale)
-        if pages.dtype == FP8:  # which torch cannot index: as bytes
+        if pages.dtype == FP8:  # torch cannot index FP8 tensors, so pages are copied as bytes
             pages, stored = pages.view(torch.uint8), stored.view(torch.uint8)
         if layer.layout == "NHD":
             pages.view(-1, *pages.shape[2:]).index_copy_(0, slot_mapping, stored)

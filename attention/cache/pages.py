@@ -19,7 +19,7 @@ class PageAllocator:
     """Pages 1 … num_pages-1 on a free list; page 0 is the null page."""
 
     def __init__(self, num_pages: int) -> None:
-        """Raises InvalidInputError when there is not even one page beside the null page."""
+        """Raises InvalidInputError if num_pages leaves no page besides the null page."""
         if num_pages < 2:
             raise InvalidInputError(f"num_pages={num_pages}: at least 2 are needed (page 0 is the null page)")
         self.num_pages = num_pages
@@ -44,7 +44,7 @@ class PageAllocator:
         self._free.extend(reversed(pages))
 
     def claim(self, pages: Sequence[int]) -> None:
-        """Take these pages, which are free: of an allocator that replaces one in which they had an owner."""
+        """Take these free pages, in an allocator that replaces another in which they had an owner."""
         for page in pages:
             self._free.remove(page)
 
@@ -53,7 +53,7 @@ class PageAllocator:
         return list(self._free)
 
     def check_holders(self, held: Counter[int]) -> None:
-        """Every page has one owner: the free list or rows. held: of every page, in how many places of rows it stands.
+        """Check that every page has one owner, the free list or rows. held: for every page, its number of uses in rows.
 
         Raises:
             InvariantError: a page is owned twice, or lost.
@@ -79,7 +79,7 @@ class BlockTables:
         page_size: int,
         allocator: PageAllocator | None = None,
     ) -> None:
-        """allocator: of `num_pages` pages; default one in which every page has one owner."""
+        """allocator: an allocator of `num_pages` pages; by default one in which every page has one owner."""
         self.page_size = page_size
         self.allocator = allocator or PageAllocator(num_pages)
         self.table = np.zeros((max_rows, -(-max_tokens_per_row // page_size)), np.int32)
@@ -134,7 +134,7 @@ class BlockTables:
         return pages
 
     def attach(self, row: int, pages: Sequence[int], num_tokens: int) -> None:
-        """A row without pages gets those of its `num_tokens` tokens that were detached."""
+        """Give a row without pages the detached pages of its `num_tokens` tokens."""
         require(self.pages_for(num_tokens) == len(pages), "a row was given pages of other tokens")
         self._detached -= Counter(pages)
         self.begin(row, pages)
@@ -184,7 +184,7 @@ class BlockTables:
         return (np.asarray(num_tokens, np.int64) + (self.page_size - 1)) // self.page_size
 
     def _set(self, rows: np.ndarray, wanted: np.ndarray) -> None:
-        """Give row rows[i] exactly wanted[i] pages."""
+        """Set the page count of row rows[i] to wanted[i]."""
         more = wanted - self._counts[rows]
         if more.any():  # in most rounds no row enters a new page
             self._check_fits(wanted, int(more.sum()))

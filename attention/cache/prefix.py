@@ -1,17 +1,18 @@
-"""The prefix cache: a tree of pages by their tokens, so that requests share the pages of what they begin with.
+"""The prefix cache: a tree of pages by their tokens, so that requests share the pages of common prefixes.
 
 A page is found by all token ids from the first to its last: each node is one page of tokens, its children are found by
-the next page's ids, which are compared, not only hashed. A row's variant has a tree of its own. Weights are the same
-for all (`PrefixCache.clear` when they change).
+the next page's ids, which are compared, not only hashed. Each variant has a separate tree. All use the same weights
+(call `PrefixCache.clear` when these change).
 
 A head's entries at the last positions of a page depend on the next page's first `num_following` tokens (1 for a head
 that pairs the state at p with the token at p+1; M for M modules). So a node has a page of the target and a page of the
-head *for each* such continuation, always a pair. A request that drafts takes the pair whose continuation is its own; of
-the last page that it shares with others there may be none: it reads that page again, into a pair of its own. A request
-without drafts needs the target's page only: it takes any, and leaves one without a page of the head.
+head *for each* such continuation, always a pair. A request that drafts takes the pair with its continuation. For the
+last page that it shares with others, this pair may be missing; then the request recomputes that page into a new pair. A
+request without drafts needs only a target page: it takes any pair's, and registers target pages without head pages.
 
-A node also has a page in each windowed group, if it was not evicted: such groups have only the pages that their rows
-may need. A request begins with as many pages as have, in every group, all that its next token sees.
+A node also has a page in each windowed group unless that page was evicted: windowed groups keep only the pages that
+their rows may need. A request reuses the longest run of pages for which every group still has all keys that the next
+token sees.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class _Node:
 
 
 class _Entry:
-    """A page of the target, and that of the head (0: none) where these tokens follow."""
+    """A target page and the head page (0: none) that matches this continuation."""
 
     __slots__ = ("following", "head", "node", "page")
 
@@ -74,11 +75,11 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Found:
-    """What the cache has of a request's tokens: `num_pages` full pages, from the first on.
+    """The cached prefix of a request: `num_pages` full pages, from the first on.
 
-    pages, head_pages: those that the request begins with, of the target's and of the head's. The rest of what was found
-    is read again: at most one page, but for pages shorter than `num_following`.
-    windowed: of each windowed group, those of the last of these pages that the next token sees.
+    pages, head_pages: target and head pages that the request begins with. The remaining pages found are recomputed: at
+    most one, except for pages shorter than `num_following`.
+    windowed: for each windowed group, the trailing pages that the next token sees.
     """
 
     num_pages: int = 0
@@ -93,12 +94,12 @@ NOTHING = Found()
 class PrefixCache:
     """A tree of token pages over the target's pages and, with a head, the head's.
 
-    Every page of the head in the tree belongs to a page of the target there, and a row has a page of the head of its
-    own only beside one of the target of its own. So a head's pool that is large enough without a cache never has to
-    evict, and the target's alone decides.
+    A cached head page always accompanies a cached target page; a row owns a head page only if it owns the matching
+    target page. So a head pool that is large enough without a cache never has to evict, and only the target's pool
+    decides.
 
     Attributes:
-        pages: allocator of the target's pages; head_pages: of the head's, None without a head.
+        pages: allocator of target pages; head_pages: allocator of head pages, None without a head.
         page_size: tokens a page. num_following: see `__init__`.
         windowed: allocators of the windowed groups.
     """
@@ -114,7 +115,7 @@ class PrefixCache:
         """
         Args:
             num_following: tokens after a position on which the head's entry there depends, at least 1.
-            windows: of each windowed group its reach and number of pages.
+            windows: reach and number of pages of each windowed group.
         """
         self.page_size = page_size
         self.num_following = num_following
@@ -134,7 +135,8 @@ class PrefixCache:
     def find(self, tokens: np.ndarray, with_head: bool, variant: int = 0) -> Found:
         """What a request begins with that reads these tokens [n] int32, of which the last must be read in any case.
 
-        with_head: whether it drafts, so that only pages serve which the head has read, too. variant: which tree.
+        with_head: whether it drafts, so that only pages that the head has read, too, are found. variant: the tree to
+        search.
         """
         taken: list[_Entry] = []
         node, most = self._root(variant), self.num_shared(len(tokens), len(tokens), with_head)
@@ -172,7 +174,7 @@ class PrefixCache:
         return max(common, 0) // self.page_size
 
     def hold(self, found: Found) -> None:
-        """A row holds what was found for it."""
+        """Hold the pages found for a row."""
         self.pages.hold(found.pages)
         if self.head_pages is not None:
             self.head_pages.hold(found.head_pages)
@@ -180,18 +182,18 @@ class PrefixCache:
             allocator.hold(pages)
 
     def num_idle(self, found: Found) -> list[int]:
-        """How many of the pages in `found` count as free until it is held: of each of the target's groups in it."""
+        """Number of pages in `found` that count as free until it is held, for each of the target's groups."""
         of_windows = (a.num_idle(pages) for a, pages in zip(self.windowed, found.windowed, strict=False))
         return [self.pages.num_idle(found.pages), *of_windows]
 
     def register_windowed(self, tokens: np.ndarray, group: int, first: int, pages: Sequence[int], variant: int) -> None:
-        """Let others find pages of a windowed group. Idempotent.
+        """Make pages of a windowed group available to other requests. Idempotent.
 
-        A page that the cache has for the same tokens stays, unless nobody holds it.
+        A page that the cache already has for the same tokens stays, unless no row holds it.
 
         Args:
             tokens: [n] int32, the row's committed tokens; all of these pages are among them.
-            first: the logical page of the first one. pages: of the row, with all entries final; 0: none.
+            first: logical index of pages[0]. pages: pages of the row, all entries final; 0: none.
         """
         node, allocator, nodes = self._root(variant), self.windowed[group], self._windowed_nodes[group]
         end = first + max((i + 1 for i, page in enumerate(pages) if page), default=-first)
@@ -207,16 +209,16 @@ class PrefixCache:
             allocator.register(page)
 
     def register(self, tokens: np.ndarray, pages: Sequence[int], head_pages: Sequence[int], variant: int = 0) -> None:
-        """Let others find a row's pages. Idempotent.
+        """Make a row's pages available to other requests. Idempotent.
 
-        Where the cache has a page for the same already, it stays, unless nobody holds it: then the row's takes its
-        place, so that a row holds all pages before its own.
+        A page that the cache already has for the same tokens stays, unless no row holds it: then the row's page
+        replaces it, so that a row holds all pages before its registered ones.
 
         Args:
             tokens: [n] int32, the row's committed tokens.
-            pages: the first ones of the row, with all entries final. head_pages: the same of the head's, for as many
-                pages from the first on as the head has final entries in; what follows them is among the tokens.
-            variant: which tree.
+            pages: the row's leading pages whose entries are all final. head_pages: the matching head pages, as many as
+                have final entries; the tokens include the continuation after them.
+            variant: the tree to register in.
         """
         node, following = self._root(variant), self._following(tokens, len(head_pages))
         for i, key in enumerate(self._keys(tokens[: len(pages) * self.page_size])):
@@ -329,7 +331,7 @@ class PrefixCache:
             self.head_pages.register(head)
 
     def _offer_headless(self, node: _Node, page: int) -> None:
-        """It is of no use beside one that the head has read; what is there counts as used now."""
+        """Register a target page without a head page; if entries with head pages exist, mark those as used instead."""
         if node.entries.keys() <= {_ANY}:
             self._offer(node, _ANY, page, _NO_PAGE)
             return

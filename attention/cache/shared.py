@@ -1,4 +1,4 @@
-"""Pages that several rows may hold, and that keep what is written in them after the last row has gone."""
+"""Pages that several rows may hold, and that keep their contents after the last row has released them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from attention.errors import OutOfPagesError
 class SharedPages(PageAllocator):
     """A `PageAllocator` with holders counted.
 
-    A page is on the free list, or held by one row or more, or idle: registered and held by nobody. Idle pages count as
-    free; when the free list is too short they are evicted, the least recently held first.
+    A page is on the free list, or held by one row or more, or idle (registered but held by no row). Idle pages count as
+    free; when the free list is too short they are evicted, least recently held first.
     """
 
     def __init__(self, num_pages: int, evict: Callable[[int], None]) -> None:
-        """evict: makes an idle page free, by `withdraw`, after what refers to it was forgotten."""
+        """evict: drops all references to an idle page, then frees it by `withdraw`."""
         super().__init__(num_pages)
         self._holders = [0] * num_pages
         self._registered: set[int] = set()
@@ -87,7 +87,7 @@ class SharedPages(PageAllocator):
             self._idle.move_to_end(page)
 
     def is_idle(self, page: int) -> bool:
-        """Whether it is registered and nobody holds it."""
+        """Whether the page is registered and held by no row."""
         return page in self._idle
 
     def num_idle(self, pages: Iterable[int]) -> int:
@@ -103,7 +103,7 @@ class SharedPages(PageAllocator):
         return set(self._registered)
 
     def check_writable(self, pages: Sequence[int]) -> None:
-        """Whether a row may write to these pages of its own.
+        """Check that a row may write to these pages.
 
         Raises:
             InvariantError: a page is registered or has several holders: others may read it.

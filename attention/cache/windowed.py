@@ -69,8 +69,8 @@ class WindowedTables(BlockTables):
         """Free the pages of rows [B] that no query at position computed[i] or later sees a key of.
 
         Args:
-            computed: [B] committed tokens whose keys are in the cache. Never those of a launched round: its drafts may
-                be rejected, and then the next query stands before them.
+            computed: [B] committed tokens whose keys are in the cache. Tokens of a launched round must not count: its
+                drafts may be rejected, and then the next query has an earlier position.
         """
         first = self.reach.first_seen(computed) // self.page_size
         more = first - self._first[rows]
@@ -106,7 +106,7 @@ def first_needed_page(reach: Reach, computed: int, page_size: int) -> int:
 
 
 def most_owned_pages(reach: Reach, query_len: int, page_size: int) -> int:
-    """Most pages that hold the keys which `query_len` queries of a row see, those of their own tokens included.
+    """Most pages that hold the keys which `query_len` queries of a row see, including the queries' own.
 
     >>> [most_owned_pages(reach, 1, 16) for reach in (Reach(32), Reach(33), Reach(1), Reach(32, 32))]
     [3, 3, 1, 2]

@@ -1,1 +1,1 @@
-"""The border to transformers. What varies: how a model's attention modules are called, and in which form (MLA)."""
+"""The border to transformers. Models differ in how their attention modules are called, and in which form (MLA)."""

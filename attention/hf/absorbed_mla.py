@@ -29,7 +29,7 @@ class AbsorbedAttention:
 
     Attributes:
         module: has `kv_b_proj` and `expand_kv`. latent_dim: width of the latent, c_kv.
-        nope_dim: width of a head's query and key without rotary embedding; value_dim: of its value.
+        nope_dim: width of a head's query and key without rotary embedding; value_dim: width of its value.
     """
 
     module: nn.Module
@@ -49,7 +49,7 @@ class AbsorbedAttention:
         return torch.bmm(attended.transpose(0, 1), up.transpose(1, 2)).transpose(0, 1)
 
     def attention_spec(self, expanded: AttentionSpec) -> AttentionSpec:
-        """The AttentionSpec of the absorbed form, from that of the expanded one. The scale stays that of the heads."""
+        """The AttentionSpec of the absorbed form, derived from the expanded form's. The scale is unchanged."""
         latent, rope = self.latent_dim, expanded.head_dim_k - self.nope_dim
         return replace(expanded, num_kv_heads=1, head_dim_k=latent + rope, head_dim_v=latent, value_in_key=True)
 
@@ -75,7 +75,7 @@ def absorbed_attention(module: nn.Module) -> AbsorbedAttention | None:
 
 
 def unexpanded(layers: Iterable[AbsorbedAttention]) -> tuple[Value, ...]:
-    """What lets the modules hand out the latent instead of expanded K and V, to be `borrowed` for one forward.
+    """Attributes that make the modules return the latent instead of expanded K and V, to be `borrowed` for one forward.
 
     The module's own `expand_kv` is shadowed on the instance and uncovered after, so that the model's own `generate`
     is what it was.

@@ -1,8 +1,8 @@
 """Attention as an opaque operator: torch.compile sees no graph breaks. Recurrences: `attention.recurrence.hf_calls`.
 
 The operator finds its attention through a numbered channel, whose content may change from call to call without making
-the compiled code stale. That it writes the KV cache is invisible to the compiler: nothing else in a compiled model
-touches the cache.
+the compiled code stale. The compiler does not see that the operator writes the KV cache, which is safe because no other
+operator of a compiled model touches the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Channel(Generic[Served]):
     """One place through which compiled code reaches attention (a `LayerAttend`) or recurrences (a `Recur`).
 
     Attributes:
-        number: by which operators find it. served: what serves their calls now; None where nothing does.
+        number: by which operators find this channel. served: the attention that serves their calls now, or None.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Channel(Generic[Served]):
 
     @staticmethod
     def serving(number: int) -> Any:
-        """What serves the channel of this number now; None where nothing does."""
+        """The attention that serves the channel of this number now, or None."""
         channel = _channels.get(number)
         return None if channel is None else channel.served
 
@@ -58,10 +58,11 @@ def opaque_operator(
 ) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
     """Register a function as the operator `specdec::<its name>`, which the compiler does not look into.
 
-    fake: of the same arguments, the operator's results without content: the shapes and dtypes that the compiler needs.
+    fake: returns, for the same arguments, empty results with the shapes and dtypes that the compiler needs.
     """
 
     def register(function: Callable[..., Any]) -> Any:
+        # mutates_args is empty although caches are written; the module's docstring explains why that is safe.
         operator = torch.library.custom_op(f"specdec::{name or function.__name__}", function, mutates_args=())
         operator.register_fake(fake)
         return operator
@@ -81,4 +82,4 @@ def opaque_attend(
     attend: LayerAttend | None = Channel.serving(channel)
     if attend is None:
         raise UnsupportedAttentionError("compiled attention was called outside SpeculativeModel")
-    return attend(layer, query, key, value, sinks).contiguous()
+    return attend(layer, query, key, value, sinks).contiguous()  # the fake promises these strides to compiled code

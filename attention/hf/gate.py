@@ -1,8 +1,8 @@
-"""One forward of a model at a time: a round's and the user's own on another thread wait for each other.
+"""One forward of a model at a time: a round's forward and the user's forward on another thread wait for each other.
 
-While a forward of ours runs, the model's config names our attention, and no mask is built. A forward of the user's in
-the meantime would attend without its mask, into our cache. So the gate of the config is held during each
-forward of ours, and by hooks on the model during each of the user's.
+While specdec runs a forward, the model's config names specdec's attention, and no mask is built. A user's forward in
+the meantime would attend without its mask and write to specdec's cache. So the gate of the config is held during each
+specdec forward, and, by hooks on the model, during each user's forward.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class ForwardGate:
     """Held by one thread. `dict.setdefault` takes it: one operation, which no interrupt can leave half done."""
 
     def __init__(self, is_guarding: bool = True) -> None:
-        """is_guarding: whether forwards of a model pass it; a private one of `gate_of` is passed by nobody else."""
+        """is_guarding: whether forwards of a model pass the gate; False for the private gates that `gate_of` makes."""
         self.is_guarding = is_guarding
         self._holder: dict[str, tuple[int, bool]] = {}
 
     def enter(self, users: bool) -> None:
-        """Take the gate, waiting for other threads; `users`: for a forward of the user's. Idempotent."""
+        """Take the gate, waiting for other threads; `users`: whether it is taken for the user's forward. Idempotent."""
         mine, look_again = (get_ident(), users), time.monotonic() + _STALE
         while self._holder.setdefault(_HOLDER, mine) != mine:
             if time.monotonic() > look_again:
@@ -61,7 +61,7 @@ class ForwardGate:
 
     @contextmanager
     def held(self) -> Iterator[bool]:
-        """Hold the gate for a forward of ours; gives whether this thread was in no forward before."""
+        """Hold the gate for a specdec forward; yields whether this thread was in no forward before."""
         nested = self.is_mine()
         try:
             if not nested:
@@ -89,9 +89,9 @@ _forked = False
 
 
 def guard(root: torch.nn.Module) -> tuple[RemovableHandle, ...]:
-    """Let forwards of `root` and forwards of ours wait for each other, until `unguard` removes the hooks.
+    """Let the user's forwards of `root` and specdec's wait for each other, until `unguard` removes the hooks.
 
-    Each user of a model guards it for itself: a thread that is in the gate passes the others' hooks.
+    Several engines may guard the same model: a thread that already holds the gate passes the other hooks.
     """
     config = getattr(root, "config", None)
     if config is None:
@@ -106,9 +106,9 @@ def guard(root: torch.nn.Module) -> tuple[RemovableHandle, ...]:
 
 
 def unguard(configs: Sequence[Any], hooks: Sequence[RemovableHandle]) -> None:
-    """Remove the hooks of `guard`; `configs`: those of the model, its own first.
+    """Remove the hooks of `guard`; `configs`: the model's configs, the top-level config first.
 
-    The gate is held meanwhile: a forward of the user's has both hooks or none.
+    The gate is held meanwhile, so that a user's forward runs with both hooks or with none.
     """
     with gate_of(configs[0] if configs else None).held():
         for hook in hooks:
@@ -152,6 +152,7 @@ def _in_forward(thread: int) -> bool:
     """Whether a module is being called on that thread."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
+        # Every call of a module runs `_call_impl`, and its frame goes away even if an interrupt skips the hooks.
         if frame.f_code is torch.nn.Module._call_impl.__code__:
             return True
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""What is known of recurrent layers without their code: by which functions they mix tokens, and who calls them."""
+"""Facts about recurrent layers that need no import of their code: their token-mixing functions and the callers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIXING_FUNCTIONS = (
 """Names of the functions of transformers' modeling files that `attention.recurrence.hf_calls` replaces."""
 
 MIXING_OPERATORS = ("short_conv", "gated_delta", "ssd_scan", "selective_scan")
-"""Operators `torch.ops.specdec.…` that stand for them in compiled code, registered with the first such model."""
+"""Operators `torch.ops.specdec.…` that replace them in compiled code, registered with the first recurrent model."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RecurrentCall:
 
     Attributes:
         module: the layer that makes it.
-        spec: what it needs of a state, an `attention.recurrence.layer_spec.RecurrenceSpec`.
+        spec: its requirements on a state, an `attention.recurrence.layer_spec.RecurrenceSpec`.
     """
 
     module: nn.Module

@@ -1,12 +1,13 @@
-"""What some models' attention does beside the interface: Llama 4's chunks and temperature, DeepSeek's indexer.
+"""Attention features outside transformers' attention interface: Llama 4's chunks and temperature, DeepSeek's indexer.
 
-Llama 4: attention in chunks is in the mask that transformers builds, and we ask for none; layer type and chunk size are
-in the module's configuration. Temperature tuning scales queries by positions that the module counts from 0 itself, so
-during a forward of ours the module leaves them as they are, and `GroupRunner` scales them by the real positions.
+Llama 4: transformers implements chunked attention by its mask, which specdec does not build; layer type and chunk size
+come from the module's configuration. Temperature tuning scales queries by positions that the module counts from 0
+itself, so during a specdec forward the module's scaling is off, and `GroupRunner` scales by the real positions.
 
-DeepSeek-V3.2, GLM-5, …: an indexer chooses for each query the `index_topk` keys that it attends to. A row with no more
-tokens than that attends to all, so such rows are served as dense attention. A stand-in for the indexer returns an index
-of no keys; the attention module, which slices its mask, is given a mask of a single zero that is never read.
+DeepSeek-V3.2, GLM-5, …: an indexer chooses for each query the `index_topk` keys that it attends to. A row with at most
+that many tokens attends to all of them, so only such rows are served, as dense attention. A stand-in for the indexer
+returns an index of no keys; the attention module, which slices its mask, is given a mask of a single zero that is never
+read.
 
 Source: huggingface/transformers, models/llama4/modeling_llama4.py (Llama4TextAttention), masking_utils.py
 (create_chunked_causal_mask), models/deepseek_v32/modeling_deepseek_v32.py, models/glm_moe_dsa/modeling_glm_moe_dsa.py.
@@ -43,22 +44,22 @@ def temperature_of(module: nn.Module) -> TemperatureTuning | None:
 
 
 def untuned(modules: Iterable[nn.Module]) -> tuple[Value, ...]:
-    """What lets modules with temperature tuning leave their queries as they are, to be `borrowed` for one forward."""
+    """Attributes that switch off the temperature scaling of these modules, to be `borrowed` for one forward."""
     return tuple((module, "attn_temperature_tuning", False) for module in modules)
 
 
 INDEX_ARGUMENT = "indices"
-"""What a module with an indexer passes to its attention beside the mask: what it chose."""
+"""The argument by which a module with an indexer passes the chosen keys to its attention."""
 
 
 def indexers(root: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-    """The attention modules that have an indexer of their own, and that."""
+    """The attention modules that have an indexer, each with its indexer."""
     found = ((module, getattr(module, "indexer", None)) for module in root.modules())
     return tuple((m, indexer) for m, indexer in found if isinstance(indexer, nn.Module) and _top_k(indexer))
 
 
 def reads_indices(module: nn.Module) -> bool:
-    """Whether an attention module attends by an indexer's choice, its own or that of a layer before."""
+    """Whether an attention module attends by the choice of its indexer or of an earlier layer's."""
     return hasattr(module, "indexer")
 
 
@@ -68,7 +69,7 @@ def dense_up_to(root: nn.Module) -> int | None:
 
 
 def dense_stand_ins(root: nn.Module) -> tuple[Value, ...]:
-    """Stand-ins for the forwards of indexers and of modules with them, to be `borrowed` for a forward; () for none."""
+    """Replacement forwards for indexers and modules with them, to be `borrowed` for a forward; () for none."""
     found = [((indexer, _no_keys), (module, _masked(module))) for module, indexer in indexers(root)]
     return tuple((module, "forward", function) for pair in found for module, function in pair)
 
@@ -78,12 +79,12 @@ def _top_k(indexer: nn.Module) -> int:
 
 
 def _no_keys(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Stands in for an indexer: [1, T, 0] int32."""
+    """Replaces an indexer's forward: [1, T, 0] int32."""
     return hidden_states.new_zeros((*hidden_states.shape[:2], 0), dtype=torch.int32)
 
 
 def _masked(module: nn.Module) -> Any:
-    """Stands in for the forward of an attention module: the same, with a mask that can be sliced."""
+    """Replaces the forward of an attention module: the same, with a mask that can be sliced."""
     forward = type(module).forward
 
     def masked(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which tokens of a launch are padding, for operators that can spare them work, as experts that nobody else chose."""
+"""Which tokens of a launch are padding, for operators that can skip them, such as experts chosen only by padding."""
 
 from __future__ import annotations
 

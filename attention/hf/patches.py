@@ -1,7 +1,8 @@
-"""Attributes and forwards of a user's model that are replaced for the duration of one forward of ours.
+"""Attributes and forwards of a user's model that are replaced for the duration of one specdec forward.
 
-They are put back when the forward ends. In a forked child it never ends if it ran on another thread than the one that
-forked: that thread is not there. So what is borrowed is listed here, and the child puts it back at its start.
+They are put back when the forward ends. In a forked child a forward never ends if it ran on another thread than the one
+that forked, because that thread does not exist in the child. So borrowed values are listed here, and the child puts
+them back at its start.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ _borrowed: dict[int, dict[int, list[Value]]] = {}
 
 @contextmanager
 def borrowed(values: Iterable[Value]) -> Iterator[None]:
-    """Give attributes these values inside; after it they are as they were, those of classes uncovered.
+    """Give attributes these values inside the block; afterwards they have their old values, and class attributes are
+    visible again.
 
-    Functions that stand in for a module's `forward` are to be the same objects each time, so that compiled code, which
-    looks at them, stays valid; hooks of the module stay in place.
+    Pass the same function object each time for a module's `forward`, so that compiled code, which guards on it, stays
+    valid; hooks of the module stay in place.
 
     An interrupt that strikes on the way out, before the last lines here, leaves the values until its traceback is
     dropped; `settle` puts them back before.
@@ -70,7 +72,7 @@ def _put_back(before: list[Value]) -> None:
 
 
 def put_back_after_fork() -> None:
-    """In a child process: undo what threads have borrowed that are not there."""
+    """In a child process: undo what other threads have borrowed, which do not exist here."""
     for thread in [thread for thread in _borrowed if thread != get_ident()]:
         for before in reversed(list(_borrowed.pop(thread).values())):
             _put_back(before)

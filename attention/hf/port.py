@@ -1,8 +1,8 @@
-"""AttentionPort: connects a model's attention modules to attention of ours while a forward of ours runs.
+"""AttentionPort: connects a model's attention modules to specdec's attention during a specdec forward.
 
 The model runs unmodified: its attention interface calls one registered function, which finds its layer through a handle
 bound to the attention module. No mask function is registered, so transformers builds no mask; therefore the port raises
-when it is called outside a forward of ours instead of attending without a mask.
+when it is called outside a specdec forward instead of attending without a mask.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ AttentionInterface.register(ATTENTION_NAME, specdec_attention)
 
 
 class AttentionPort:
-    """Connects a model's attention modules to attention of ours while a forward of ours runs."""
+    """Connects a model's attention modules to specdec's attention during a specdec forward."""
 
     def __init__(self, root: torch.nn.Module, calls: tuple[AttentionCall, ...], borrowed: Iterable[Value] = ()) -> None:
-        """root: the module whose forwards are the user's, and whose submodules made `calls`. borrowed: what else its
-        modules get for the duration of a forward of ours."""
+        """root: the module that the user calls, and whose submodules made `calls`. borrowed: further attribute values
+        for the duration of a specdec forward."""
         self._hooks, self._trainable = guard(root), trainable_modules(root)
-        self._root = weakref.ref(root)  # what undoes this port must not keep the model
+        self._root = weakref.ref(root)  # the function that undoes this port must not keep the model alive
         self._thread: int | None = None
         self._channel = Channel[LayerAttend]()
         self._configs = attention_configs(root)
@@ -95,7 +95,7 @@ class AttentionPort:
             setattr(module, _BOUND, (self, index))
 
     def release(self) -> None:
-        """Undo what was done to the model: its modules are bound to this port no more, its forward is not guarded.
+        """Undo the changes to the model: unbind its modules from this port and remove the guard of its forward.
 
         Waits for a forward that runs on another thread. Idempotent.
         """
@@ -117,7 +117,7 @@ class AttentionPort:
         Contiguous, as transformers' own attention functions return it: models call `view` on it.
 
         Raises:
-            UnsupportedAttentionError: no forward of ours is running.
+            UnsupportedAttentionError: no specdec forward is running.
         """
         k, v, latent = _by_token(key), _by_token(value), self._latent[layer]
         q = _by_token(query) if latent is None else latent.absorb_query(query[0])

@@ -1,4 +1,4 @@
-"""The probe: a few dummy tokens through a model, to record what its attention layers ask for. No config parsing."""
+"""The probe: run a few dummy tokens through a model to record its attention layers' requirements. No config parsing."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _KNOWN_ARGUMENTS = frozenset(
         "num_items_in_batch",
     ]
 )
-"""Keyword arguments of the attention interface that need no action of ours, or that AttentionSpec carries."""
+"""Keyword arguments of the attention interface that need no action, or that AttentionSpec carries."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one attention module asked of the interface during the probe pass.
+    """One attention module's call of the interface during the probe pass.
 
-    attention_spec: what it needs of a kernel, in absorbed form where it has one. latent: that form, or None.
+    attention_spec: its requirements on a kernel, in absorbed form where it has one. latent: the absorbed form, or None.
     """
 
     module: torch.nn.Module
@@ -59,13 +59,13 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a probe pass found.
+    """The result of a probe pass.
 
     Attributes:
         calls: the attention calls in layer order. recurrent_calls: the calls of recurrences, in the order of a forward.
         vocab_size: V, width of the logits.
-        selects_rows: whether the model's forward heeds `logits_to_keep`, the token rows whose logits are wanted. Where
-            a forward has no such parameter, it disappears among **kwargs, and logits of all rows come back.
+        selects_rows: whether the model's forward honours `logits_to_keep`, the token rows whose logits are needed. A
+            forward without this parameter swallows it in **kwargs and returns logits of all rows.
     """
 
     calls: tuple[AttentionCall, ...]
@@ -75,11 +75,11 @@ class Probe:
 
 
 def probe(model: PreTrainedModel, num_tokens: int = 4) -> Probe:
-    """Run a few dummy tokens and record what each attention layer asks for. No config parsing.
+    """Run a few dummy tokens and record each attention layer's requirements. No config parsing.
 
     Raises:
-        UnsupportedAttentionError: as `recorded_calls`; or another number of logits comes back than of all the tokens or
-            of those that were asked for; or the model may have recurrent layers, and `attention.recurrence` is absent.
+        UnsupportedAttentionError: as `recorded_calls`; or the number of logits is neither that for all tokens nor that
+            for the selected ones; or the model may have recurrent layers, and `attention.recurrence` is absent.
     """
     ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
     inputs: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(num_tokens, device=model.device)[None]}
@@ -115,7 +115,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 @contextmanager
 def recorded_calls(root: torch.nn.Module) -> Iterator[list[AttentionCall]]:
-    """Record what the attention modules under `root` ask for while it runs; they get zeros back.
+    """Record the calls of the attention modules under `root` while it runs; the calls return zeros.
 
     Raises (from inside the run):
         UnsupportedAttentionError: an argument that would be ignored, a mask, attention in both directions, or several
@@ -132,8 +132,8 @@ def recorded_calls(root: torch.nn.Module) -> Iterator[list[AttentionCall]]:
 
 
 _recordings: dict[int, list[AttentionCall]] = {}
-"""What the probe of each thread has recorded so far. Here and not in a function registered for each probe: transformers
-would keep that function, and with it the modules of the last model that was probed."""
+"""The calls that each thread's probe has recorded so far. Here and not in a function registered for each probe:
+transformers would keep that function, and with it the modules of the last model that was probed."""
 
 
 def _record(
@@ -159,7 +159,7 @@ def _record(
 
 def _refuse_unknown(module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
     known = _KNOWN_ARGUMENTS
-    if reads_indices(module):  # what stand-ins gave it, see `attention.hf.model_specific`
+    if reads_indices(module):  # set by the replaced forwards, see `attention.hf.model_specific`
         known, mask = known | {INDEX_ARGUMENT}, None if mask is None or mask.numel() == 1 else mask
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in known)
     if unknown:

@@ -91,7 +91,7 @@ def _switches(cls: Any) -> tuple[str, ...] | None:
     """See `Trainable`; None where no function of a class looks at the mode."""
     names, looks = set[str](), False
     for base in cls.__mro__:
-        if base in PreTrainedModel.__mro__:  # what a model does beside its forward
+        if base in PreTrainedModel.__mro__:  # methods of a model other than its forward
             continue
         for given in vars(base).values():
             function = inspect.unwrap(given) if callable(given) else None

@@ -1,7 +1,7 @@
 """How a model's weights are stored: plain matrices, or packed and scaled by a quantisation library.
 
-No library is imported to recognise its classes: a quantised layer shows in its class, in a forward of its own, or in
-tensors that hold others.
+No library is imported to recognise its classes: a quantised layer is recognised by its class, by a `forward` set on the
+instance, or by tensors that wrap others.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ call; torch.ao's holds no tensors."""
 def computes_plainly(layer: nn.Module) -> bool:
     """Whether a layer is an `nn.Linear` that computes x · weightᵀ + bias of a matrix that torch can read.
 
-    Not so where the class is another, the instance has a forward of its own (compressed-tensors puts one there that
-    rounds activations), or the weight is packed, in 8 bits or a tensor of other tensors (torchao).
+    False if the class differs, the instance has its own `forward` (compressed-tensors sets one that rounds
+    activations), or the weight is packed, in 8 bits or a wrapper tensor (torchao).
     """
     own_forward = "forward" in vars(layer) or type(vars(layer).get("_parameters")) is not dict  # offloading libraries
     return type(layer) is nn.Linear and not own_forward and is_plain_weight(layer.weight)
 
 
 def is_plain_weight(weight: Any) -> bool:
-    """Whether a parameter is a matrix of floating-point numbers of 16 bits or more, in memory of its own."""
+    """Whether a parameter is a plain matrix of floating-point numbers of 16 bits or more, with its own storage."""
     return (
         type(weight) in _PLAIN_TENSORS
         and type(weight.data) is torch.Tensor
@@ -97,8 +97,8 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def num_elements(name: str, tensor: torch.Tensor) -> int:
-    """Numbers that a parameter of this name stands for: two a byte where bitsandbytes packs 4-bit ones, and in MXFP4,
-    whose exponents are none."""
+    """Weights that a parameter of this name encodes: two per byte for bitsandbytes' 4-bit weights and for MXFP4, none
+    for MXFP4's exponents."""
     if tensor.dtype == torch.uint8 and name.endswith(("_blocks", "_scales")):
         return 2 * tensor.numel() if name.endswith("_blocks") else 0
     state = getattr(tensor, "quant_state", None)
@@ -106,7 +106,7 @@ def num_elements(name: str, tensor: torch.Tensor) -> int:
 
 
 def _bitsandbytes_scales(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What bitsandbytes keeps beside a parameter: absmax of blocks, nested or not; row scales of 8-bit weights."""
+    """bitsandbytes' scales of a parameter: absmax of blocks, nested or not; row scales of 8-bit weights."""
     state = getattr(tensor, "quant_state", None)
     nested = getattr(state, "state2", None)
     for part in (

@@ -1,1 +1,1 @@
-"""Triton kernels over pages, CUDA only. What varies: tile shapes, and what may change the order of summation."""
+"""Triton kernels over pages, CUDA only. They differ in tile shapes and in what may change the order of summation."""

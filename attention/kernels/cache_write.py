@@ -47,7 +47,7 @@ def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mappin
     """Write key [T' >= T, Hkv, Dk] and value [T', Hkv, Dv] (last dimension contiguous) to their slots [T] int64, in
     place.
 
-    The rule of 8-bit caches is that of `attention.cache.kv_cache.KVFormat`.
+    8-bit caches follow the rule of `attention.cache.kv_cache.KVFormat`.
     """
     _, heads, dim = key.shape
     pages, values, (slot, head) = layer.keys, layer.values, layer.slot_and_head

@@ -4,8 +4,8 @@ The tokens of all rows, times the query heads of a KV head, are tiles of queries
 pages. A tile's keys are split among several programs, so that the GPU is full; each leaves its part of the sum in
 float32, and `attention.kernels.packed_kernel` begins with these where it attends a row's own pages.
 
-How many pages are shared, and by which rows, is read on the device: a captured graph serves any prefix. Where there is
-none, the programs end after one load.
+How many pages are shared, and by which rows, is read on the device: a captured graph serves any prefix. Without shared
+pages the programs end after one load.
 
 Letters in the kernel: M query rows of the tile, N keys of a tile, D head dimension.
 """
@@ -34,11 +34,12 @@ class PrefixTile:
     """What a program works on, in the order of `_TILES`.
 
     Attributes:
-        from_queries: of a KV head, from which on it is taken. shared_bytes: of a multiprocessor's memory that it needs.
-        queries, keys: of a tile; warps: of a program.
-        stages: of the loop over tiles of keys. Up to 4 nothing is loaded while a tile is computed, because the page
-            numbers must be there first: the compiler loads the next tile after it. 5 load one tile ahead, 7 two.
-        each: programs that a multiprocessor runs at the same time; key_ns: that each takes for a key.
+        from_queries: least queries of a KV head for which it is used. shared_bytes: shared memory that it needs.
+        queries, keys: size of a tile; warps: per program.
+        stages: pipeline stages of the loop over tiles of keys. Up to 4 nothing is loaded while a tile is computed,
+            because the page numbers must be there first: the compiler loads the next tile after it. 5 load one tile
+            ahead, 7 two.
+        each: programs that a multiprocessor runs concurrently; key_ns: time in which each computes one key.
     """
 
     from_queries: int
@@ -63,7 +64,7 @@ shared keys, 1, 4 and 6 tokens; `key_ns` is fitted to 54 measured cases, of the 
 
 @dataclass(frozen=True)
 class PrefixTiling:
-    """Parts that the shared keys are split into, where there are enough, and the fewest keys of one, whole tiles."""
+    """Number of parts that enough shared keys are split into, and the fewest keys of a part, in whole tiles."""
 
     tile: PrefixTile
     parts: int
@@ -87,7 +88,7 @@ def prefix_tiling(queries: int, heads: int, multiprocessors: int, shared_bytes: 
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """What the rows of a batch share, on the device, and where the sums over it are left.
+    """The pages that the rows of a batch share, on the device, and the buffers for the sums over them.
 
     Attributes:
         pages: [B] int32, the leading pages that a row shares with others: the same number n for all rows that share
@@ -108,6 +109,7 @@ def prefix_share(keys, parts, TILE_KEYS: tl.constexpr, LEAST_KEYS: tl.constexpr)
     return tl.maximum(tl.cdiv(tl.cdiv(keys, parts), TILE_KEYS) * TILE_KEYS, LEAST_KEYS)
 
 
+# Not specialised: Triton would compile variants for 1 and for multiples of 16, in the middle of serving.
 @triton.jit(do_not_specialize=["rows", "tokens"])
 def _prefix_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [T, Hq, D]

@@ -1,8 +1,8 @@
 """Attention over pages whose result for a token depends on that token's own keys alone. Imported on CUDA only.
 
 A program serves one KV head of one row and one tile of the row's queries, and walks along the row's keys in tiles that
-begin at fixed positions. The tile has the same form for every query, there is no split-KV, and tiles without a visible
-key change nothing: the same bits alone, with drafts, in a chunk of a prompt, next to any other rows.
+begin at fixed positions. The tile has the same form for every query, KV is never split, and tiles without a visible key
+change nothing: the same bits alone, with drafts, in a chunk of a prompt, next to any other rows.
 
 Heads of any width from 8 to 512: a tile is as wide as the next power of two, and its last columns are zeros that are
 never in memory. Caches in 8 bits are read as what they hold, and their scales are factors of scores and of the result.
@@ -97,7 +97,7 @@ def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
         visible = position[None, :] <= last_key[:, None]  # [M, N]
         if HAS_WINDOW:
             visible = visible & (position[None, :] > last_key[:, None] - window)
-        s = tl.where(visible, s * LOG2_E, -1e30)
+        s = tl.where(visible, s * LOG2_E, -1e30)  # log2(e): `attend_tile` uses exp2, which GPUs compute in hardware
         m, l, acc = attend_tile(s, v, m, l, acc)  # noqa: E741
     if HAS_SINKS:  # one more logit in the denominator, without a value
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E  # [M]

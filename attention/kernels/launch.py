@@ -51,7 +51,7 @@ _MOST_THREADS = 16
 
 
 class _Together:
-    """What Triton asks instead of compiling by itself."""
+    """The compile hook that Triton calls instead of compiling."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
@@ -69,11 +69,12 @@ class _Together:
 @contextmanager
 def compiled_together() -> Iterator[None]:
     """Launches on this thread of kernels that are not compiled yet are skipped; at the end they are all compiled."""
+    # sched_getaffinity rather than cpu_count: cores that this process may use.
     pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "compile kernels")
     token = active_mode.set(_Together(pool))
     try:
         yield
-    except BaseException:
+    except BaseException:  # also on Ctrl-C: drop what is queued; the shutdown below waits for running compilations
         pool.shutdown(wait=False, cancel_futures=True)
         raise
     finally:

@@ -39,8 +39,8 @@ class Tiling:
     """How the keys of a batch are gone through.
 
     Attributes:
-        keys: of a tile; warps: of a program; stages: of the loop over tiles.
-        each: programs a multiprocessor that a batch is split into, if it is long enough; least_keys: of a part.
+        keys: keys of a tile; warps: per program; stages: pipeline stages of the loop over tiles.
+        each: programs per multiprocessor that a long enough batch is split into; least_keys: fewest keys of a part.
     """
 
     keys: int
@@ -121,8 +121,9 @@ def _place_of(  # type: ignore[no-untyped-def]
     """page_indptr [B+1], shared [B] -> the row of a program, its number of parts, which of them is the program's, and
     how many parts the rows before have that are in several parts; B for a program too many.
 
-    A row has one part for every share of all pages, rounded; a share is what each of `wanted` programs would have. So
-    there are at most B + wanted parts, and at most 2 · wanted in rows that have several.
+    A share is the number of pages per program if all pages were divided evenly among `wanted` programs; a row has one
+    part for every share of its pages, rounded. So at most B + wanted parts exist, and at most 2 · wanted in rows that
+    have several.
     """
     index = tl.arange(0, ROWS)  # [ROWS]
     first = tl.load(page_indptr_ptr + index, mask=index < rows, other=0)  # [ROWS]
@@ -146,6 +147,7 @@ def _added(m, l, acc, m_of, l_of, sums):  # type: ignore[no-untyped-def]  # noqa
     return m_new, l * kept + l_of * added, acc * kept[:, None] + sums * added[:, None]
 
 
+# Not specialised: Triton would compile variants for 1 and for multiples of 16, in the middle of serving.
 @triton.jit(do_not_specialize=["rows", "wanted"])
 def _packed_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [B·query_len, Hq, D]
@@ -228,7 +230,8 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
         tl.store(sums_at + own_place * TILE_QUERIES * DIM, acc)
         tl.store(stats_at + own_place * 2 * TILE_QUERIES, m)
         tl.store(stats_at + (own_place * 2 + 1) * TILE_QUERIES, l)
-        tl.debug_barrier()  # all threads have written before one of them says so
+        tl.debug_barrier()  # all threads have written before the counter below goes up
+        # acq_rel: releases this part's stores, and acquires the others' for the program that arrives last.
         arrived = tl.atomic_add(arrived_ptr + first_place, 1, sem="acq_rel", scope="gpu")
         if arrived == parts - 1:
             m = tl.full((TILE_QUERIES,), -1e30, tl.float32)
@@ -236,6 +239,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
             acc = tl.zeros((TILE_QUERIES, DIM), tl.float32)
             for other in range(parts):
                 other_place = first_place + other * KV_HEADS
+                # .cg: from L2, because other multiprocessors wrote these and L1 caches are not coherent.
                 m_of = tl.load(stats_at + other_place * 2 * TILE_QUERIES, cache_modifier=".cg")  # [M]
                 l_of = tl.load(stats_at + (other_place * 2 + 1) * TILE_QUERIES, cache_modifier=".cg")  # [M]
                 sums = tl.load(sums_at + other_place * TILE_QUERIES * DIM, cache_modifier=".cg")  # [M, D]
@@ -254,7 +258,7 @@ def launch_packed(
     Args:
         query: [B·query_len, Hq, D], the last dimension contiguous, and out: the same, contiguous; anything may follow.
         page_indptr: [B+1] int32; page_indices: int32, the pages of all rows; last_page_len: [B] int32.
-        scratch: for as many queries a row.
+        scratch: buffers for this many queries per row.
         shared: pages that `attention.kernels.cascade_kernel.launch_prefix` has attended just before; None without them.
     """
     rows = len(last_page_len)

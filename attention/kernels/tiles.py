@@ -1,4 +1,5 @@
-"""What attention kernels over a paged cache share: addresses of keys, and the online softmax. Imported on CUDA only."""
+"""Parts common to attention kernels over a paged cache: addresses of keys, and the online softmax. Imported on CUDA
+only."""
 
 from __future__ import annotations
 

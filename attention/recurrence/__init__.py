@@ -1,1 +1,1 @@
-"""Recurrent layers: states by slot, and what is folded into them. What varies: the recurrence, and what computes it."""
+"""Recurrent layers: states by slot, and the inputs folded into them, for each recurrence in torch and in kernels."""

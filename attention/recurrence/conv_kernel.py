@@ -19,9 +19,10 @@ from attention.recurrence.state_rows import StateRows
 
 _WARPS = 4
 _SHORT, _LONG = (8, 128), (32, 128)
-"""Tokens and channels of a program: where all rows are so short, and elsewhere."""
+"""Tokens and channels of a program: if all rows have at most this many tokens, and otherwise."""
 
 
+# Not specialised: Triton would compile variants for 1 and for multiples of 16, in the middle of serving.
 @triton.jit(do_not_specialize=["rows", "total_tokens"])
 def _conv_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, C]

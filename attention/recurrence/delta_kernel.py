@@ -1,7 +1,7 @@
 """The gated delta rule on a GPU: which kernel serves which rows, and the kernel of short rows. Imported on CUDA only.
 
     a gate of a head            2 to 16 tokens, the replayed ones counted: one chunk    (here, with delta_solve_kernel)
-    one token and no replay,    up to 16 tokens of its own: token by token              (delta_tokens_kernel)
+    one token and no replay,    up to 16 new tokens: token by token                     (delta_tokens_kernel)
     more replayed, or a gate    more: in chunks of 64                                   (delta_chunks_kernel)
     of every key dimension
 
@@ -9,7 +9,7 @@ The device decides for each row, by its lengths; the host launches what the long
 every replay of a CUDA graph.
 
 One chunk: what depends on tokens alone is solved for all of them first, by matmuls of 16 x 16, and the state takes part
-in three matmuls, however many tokens there are (32 rows of Qwen3.5-9B on an H200: 52 to 54 µs; token by token 13 µs for
+in three matmuls, for any number of tokens (32 rows of Qwen3.5-9B on an H200: 52 to 54 µs; token by token 13 µs for
 each). With Γ the sums of the gates, K, Q, V the row's keys, queries and values as columns, and S the stored state:
 
     u (I + A) = β (V - exp(Γ) S K)       A[i, j] = β_j exp(Γ_j - Γ_i) (k_i · k_j), i < j
@@ -206,7 +206,7 @@ def gated_delta(
     Args:
         q, k: [T, Hk, Dk], each head of them for H / Hk value heads in turn; v: [T, H, Dv].
         g: float32, [T, H] or [T, H, Dk] (a gate of every key dimension), at most 0. beta: [T, H].
-        state: float32 [slots, H, Dv, Dk]; ring: of the same slots.
+        state: float32 [slots, H, Dv, Dk]; ring: has the same slots.
         rows: no row reaches beyond T. Outputs of tokens of no row, after the last one, are zeros.
     """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)

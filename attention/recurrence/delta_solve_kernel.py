@@ -93,7 +93,7 @@ def own_or_kept(own_at, ring_at, is_ring, mask, REPLAY: tl.constexpr):  # type: 
 
 @triton.jit
 def _inverse_length(squares, NORMALIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums of squares [C] -> 1 / length, or 1; the epsilon is that of transformers' `l2norm`."""
+    """Sums of squares [C] -> 1 / length, or 1; same epsilon as transformers' `l2norm`."""
     if NORMALIZE:
         return tl.rsqrt(squares + 1e-6)
     else:  # noqa: RET505 - one of the two is compiled

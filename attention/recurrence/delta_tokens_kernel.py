@@ -34,8 +34,8 @@ from attention.recurrence.state_rows import StateRows
 
 @triton.jit
 def inverse_length(S, x, NORMALIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 / |x| of x [J, 1, L] float32, or 1 -> [1, B, 1]: the same for every row of S [J, B, L], where the threads that
-    need it find it; the epsilon is that of transformers' `l2norm`."""
+    """1 / |x| of x [J, 1, L] float32, or 1 -> [1, B, 1]: the same for every row of S [J, B, L], in the layout of the
+    threads that use it; same epsilon as transformers' `l2norm`."""
     if NORMALIZE:
         squares = tl.broadcast_to(x * x, S.shape)
         return tl.rsqrt(tl.sum(tl.sum(squares, 0, keep_dims=True), 2, keep_dims=True) + 1e-6)
@@ -79,6 +79,7 @@ def replayed(  # type: ignore[no-untyped-def]
     return S
 
 
+# Not specialised: Triton would compile variants for 1 and for multiples of 16, in the middle of serving.
 @triton.jit(do_not_specialize=["total_tokens", "most_tokens", "least_inputs"])
 def _delta_kernel(  # type: ignore[no-untyped-def]
     q_ptr,  # [T, Hq, Dk]

@@ -1,12 +1,13 @@
 """The four recurrences in torch, for CPUs and as the kernels' oracle, and the choice of functions for a device.
 
-All take the packed tokens of ragged rows. A launch does for every row what `StateRows` says: the stored state, or zeros
-for a fresh row; then the replayed inputs and the committed tokens, after which the state is stored, unless that is put
-off; then the drafts, whose inputs are kept in the ring. Rows are computed side by side, padded with inputs that change
-no state, and long ones in chunks. Inputs may have tokens after query_start_loc[-1] (padding), whose outputs are zeros.
+All take the packed tokens of ragged rows. A launch processes every row as `StateRows` describes: start from the stored
+state, or zeros for a fresh row; apply the replayed inputs and the committed tokens; store the state, unless that is
+deferred; then apply the drafts, whose inputs are kept in the ring. Rows are computed side by side, padded with inputs
+that change no state, and long ones in chunks. Inputs may have tokens after query_start_loc[-1] (padding), whose outputs
+are zeros.
 
-States and sums are float32. Outputs have the dtype that transformers' functions give: that of x (v), and of Mamba's
-scans float32.
+States and sums are float32. Outputs have the dtype of transformers' functions: the dtype of x (v), float32 for Mamba's
+scans.
 
 Source of the chunked forms: "Gated Delta Networks", arXiv 2412.06464, section 3.3; "Mamba-2", arXiv 2405.21060, section
 6; the functions themselves are transformers' (`torch_chunk_gated_delta_rule`, `mamba2_chunk_scan`, …).
@@ -126,7 +127,7 @@ def selective_scan(
     x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
     state: torch.Tensor, ring: ScanRing, rows: StateRows,
 ) -> torch.Tensor:  # fmt: skip
-    """Mamba1's scan, token by token: S = S exp(dt A) + dt x Bᵀ; y = S C + D x, each channel with states of its own.
+    """Mamba1's scan, token by token: S = S exp(dt A) + dt x Bᵀ; y = S C + D x, each channel with separate states.
 
     Args:
         x: [T, C]; dt: [T, C] float32, ready to use; A: [C, N] float32, negative; B, C: [T, N]; D: [C] or None.
@@ -160,7 +161,7 @@ def _two_phases(
 ) -> torch.Tensor:
     """Scan the committed tokens, store the state, scan the drafts and write their inputs into the ring.
 
-    inputs: by the names of the ring's tensors. Returns outputs [T, …] as `like`.
+    inputs: keyed by the names of the ring's tensors. Returns outputs [T, …] as `like`.
     """
     slots = rows.slots.long()
     out = like.new_zeros(like.shape)

@@ -1,7 +1,7 @@
 """Replacements for the functions by which transformers' recurrent layers mix tokens, and their custom operators.
 
-A recurrent layer of transformers mixes tokens by functions of its own modeling file, looked up by name; without a cache
-it calls those below with one row of tokens, [1, T, …]. A replacement converts the call's arguments to those of a
+A recurrent layer of transformers mixes tokens by functions of its modeling file, looked up by name; without a cache it
+calls the functions below with one row of tokens, [1, T, …]. A replacement converts the call's arguments to those of a
 `Mixing`, and its result to what the function would have returned. Steps that depend on one token alone (softplus,
 clamp, the gate z) are computed here, in the order of transformers' operations.
 
@@ -23,7 +23,7 @@ from attention.hf.custom_op import Channel
 from attention.recurrence.runner import Recur, empty_output
 
 _STATE_ARGUMENTS = ("initial_state", "initial_states", "seq_idx", "cu_seqlens", "cu_seq_lens_q")
-"""Arguments through which a layer passes states or rows of its own; None without a cache of transformers'."""
+"""Arguments through which a layer passes its own states or rows; None without a transformers cache."""
 
 
 Mixing = Callable[..., torch.Tensor]

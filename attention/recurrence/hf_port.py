@@ -1,8 +1,8 @@
-"""RecurrentPort: gives a model's recurrent layers our states while one of our forwards runs.
+"""RecurrentPort: gives a model's recurrent layers specdec's states during a specdec forward.
 
-The functions by which transformers' modeling files mix tokens (`attention.recurrence.hf_calls`) are replaced meanwhile,
-by stand-ins that are made once: a new function would have compiled code compiled again. A stand-in serves a thread in a
-forward of ours and calls the original on any other. Which layer called is what its module's pre-hook noted.
+The functions by which transformers' modeling files mix tokens (`attention.recurrence.hf_calls`) are replaced meanwhile
+by stand-ins that are made once, because a new function object would trigger recompilation. A stand-in serves threads
+inside a specdec forward and calls the original on any other. The module's pre-hook records which layer calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BOUND = "_specdec_recurrence"
 
 class _Entered:
     """The layer whose forward began last: its channel, the number of its first recurrent call, and how many it has and
-    has made. Not the layer itself: what the compiler follows outlives models."""
+    has made. Not the layer itself: objects that the compiler follows outlive models."""
 
     def __init__(self) -> None:
         self.place: tuple[RecurrenceChannel, int, int] | None = None
@@ -55,11 +55,11 @@ class _Entered:
 
 
 _traced = _Entered()
-"""What the compiler follows: it traces one forward at a time."""
+"""The entry that the compiler follows: it traces one forward at a time."""
 _entered: dict[int, _Entered] = {}
-"""By thread, in forwards of ours."""
+"""By thread, for threads inside specdec forwards."""
 _serving: dict[int, Callable[[], Mixing]] = {}
-"""By thread, what makes the `Mixing` of the next call."""
+"""By thread, the function that makes the `Mixing` of the next call."""
 
 
 class RecurrentPort:
@@ -89,7 +89,7 @@ class RecurrentPort:
                 _entered.pop(thread, None)
 
     def release(self) -> None:
-        """Undo what was done to the model. Idempotent."""
+        """Undo the changes to the model. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -123,7 +123,7 @@ class _Use:
 
 
 _uses: dict[str, WeakSet[_Use]] = {}
-"""By the name of a modeling file, forwards of ours in which its functions are replaced now."""
+"""By the name of a modeling file, the running specdec forwards in which its functions are replaced."""
 _stand_ins: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 """By file and function: the original and its stand-in. The same for as long as the original is."""
 
@@ -146,7 +146,7 @@ def replaced(files: Sequence[ModuleType]) -> Iterator[None]:
 
 
 def restore_unused(files: Sequence[ModuleType]) -> None:
-    """Put the functions of modeling files back that no forward of ours runs through. Idempotent."""
+    """Restore the functions of modeling files that no running specdec forward uses. Idempotent."""
     with _lock:
         for file in files:
             if not _uses.get(file.__name__):
@@ -178,7 +178,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _replace(file: ModuleType) -> None:
-    """Put the stand-ins in place. Idempotent."""
+    """Replace a file's functions by their stand-ins. Idempotent."""
     for name in STAND_INS:
         now, key = vars(file).get(name), (file.__name__, name)
         made = _stand_ins.get(key)
@@ -204,10 +204,10 @@ def _stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def recorded_recurrences(root: nn.Module) -> Iterator[list[RecurrentCall]]:
-    """Record the recurrent calls under `root` while it runs on this thread; they get zeros back.
+    """Record the recurrent calls under `root` while it runs on this thread; the calls return zeros.
 
     Raises (from inside the run):
-        UnsupportedAttentionError: a layer passes states of its own; layers with recurrent calls lie in each other.
+        UnsupportedAttentionError: a layer passes its own states, or layers with recurrent calls are nested.
     """
     calls: list[RecurrentCall] = []
     candidates = [m for m in root.modules() if modeling_files([m])]
@@ -250,7 +250,7 @@ def _refuse_nested(calls: Sequence[RecurrentCall]) -> None:
 
 
 def _recorded(calls: list[RecurrentCall], module: nn.Module, name: str, *inputs: Any) -> torch.Tensor:
-    """Note what one call of this layer needs, and give zeros."""
+    """Record the requirements of one call of this layer, and return zeros."""
     spec: RecurrenceSpec
     match name, inputs:
         case "short_conv", (x, weight, *_):

@@ -47,7 +47,7 @@ class StateArrays(Generic[A]):
     """Which states the rows of one launch continue, and from where. All [B] int32.
 
     Attributes:
-        slots: where each row's states are; `NULL_SLOT` for padding rows.
+        slots: the slot of each row's states; `NULL_SLOT` for padding rows.
         start: position of the row's first token in this launch.
         replay: tokens that are not in the stored state: positions start-replay … start-1. Where it equals start nothing
             is stored yet, and the row begins with zeros.
@@ -110,8 +110,8 @@ MOST_INPUTS = 16
 class FoldRule:
     """The rule by which launches store a row's state, with K drafts (`num_drafts`).
 
-    most_replayed: tokens that a launch may have to replay. K where every launch stores states; where there is room for
-    more, a row stores its state when the launch after this one could have to replay more.
+    most_replayed: tokens that a launch may have to replay. K where every launch stores states. If larger, a row stores
+    its state only when the next launch might otherwise have to replay more than that.
     """
 
     num_drafts: int
@@ -124,7 +124,8 @@ class FoldRule:
 
     @classmethod
     def deferred(cls, num_drafts: int) -> FoldRule:
-        """As many as one chunk has room for beside K drafts. With K=0, and from K=8 on, every launch stores states.
+        """Replay as many tokens as fit in one chunk together with K drafts. With K=0, and from K=8 on, every launch
+        stores states.
 
         >>> [FoldRule.deferred(k).most_replayed for k in (0, 1, 3, 7, 8)]
         [0, 14, 12, 8, 8]
@@ -133,12 +134,13 @@ class FoldRule:
 
     @property
     def defers(self) -> bool:
-        """Whether there are launches that store no state."""
+        """Whether some launches store no state."""
         return self.most_replayed > self.num_drafts
 
     @property
     def ring_size(self) -> int:
-        """Inputs a row keeps beside a state: those replayed, and the root and K drafts of a launch never meet.
+        """Inputs that a row keeps in addition to its state: room for the replayed ones and for a launch's root and K
+        drafts, without overlap.
 
         >>> [FoldRule.every_launch(k).ring_size for k in (0, 3)], FoldRule.deferred(3).ring_size
         ([1, 7], 16)
@@ -165,7 +167,7 @@ def folded_after(start: np.ndarray, num_new: np.ndarray, folded: np.ndarray) -> 
 
 
 def slots_of_rows(rows: np.ndarray) -> np.ndarray:
-    """The slots of rows of the row table; slot 0 is nobody's.
+    """The slots of rows of the row table; slot 0 is the null slot.
 
     >>> slots_of_rows(np.array([0, 2])).tolist()
     [1, 3]

@@ -25,7 +25,7 @@ from attention.recurrence.state_cache import DeltaRing, ScanRing
 from attention.recurrence.state_rows import StateRows
 
 TOKENS_OF_SHORT_ROWS = 16
-"""Rows with more tokens are read in chunks, where there is a kernel for chunks."""
+"""Rows with more tokens are processed in chunks if the recurrence has a kernel for chunks."""
 
 
 def inner_rows(x: torch.Tensor, inner: int = 1) -> torch.Tensor:
@@ -43,7 +43,7 @@ def check_launch(
 ) -> None:
     """In check mode, check that index tensors of a launch are int32 and that each slot of state and ring is contiguous.
 
-    state: [slots, …], of a convolution its ring. inputs: by the names of the ring's tensors, which must have the same
+    state: [slots, …]; a convolution's ring. inputs: keyed by the names of the ring's tensors, which must have the same
     dtypes: a replayed token would otherwise differ from the one that was verified.
 
     Raises:
@@ -72,7 +72,7 @@ def row_tokens(query_start_loc_ptr, row):  # type: ignore[no-untyped-def]
 @triton.jit
 def row_of_block(query_start_loc_ptr, rows, program, BLOCK: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """query_start_loc [rows + 1] -> the row of a program, and which of the row's blocks of BLOCK tokens is the
-    program's; `rows` for a program too many. There are at most tokens // BLOCK + rows blocks.
+    program's; `rows` for surplus programs. The number of blocks is at most tokens // BLOCK + rows.
     """
     index = tl.arange(0, ROWS)  # [ROWS]
     first = tl.load(query_start_loc_ptr + index, mask=index < rows, other=0)  # [ROWS]
@@ -101,7 +101,7 @@ class StateTiling:
 
 
 _FEW_UNITS = 256
-"""Heads of all rows up to which a program holds half as much, so that there are enough of them."""
+"""Up to this many heads over all rows, a program holds half as much, so that enough programs run."""
 
 
 def state_tiling(units: int, rows: int, columns: int) -> StateTiling:
@@ -142,8 +142,8 @@ def precision_of(dtype: torch.dtype) -> str:
 
 @cache
 def stages(device: torch.device, width: int) -> int:
-    """How many chunks are in flight in a loop over them: the next one's loads run ahead where there is shared memory
-    for both. Two of 128 numbers a token take up to 221,440 bytes (Triton 3.6); Hopper has 232,448."""
+    """Pipeline stages of a loop over chunks: the next chunk's loads run ahead if shared memory holds both chunks. Two
+    of 128 numbers a token take up to 221,440 bytes (Triton 3.6); Hopper has 232,448."""
     if device.type != "cuda":
         return 1
     bytes_ = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # not on ROCm

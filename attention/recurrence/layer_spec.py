@@ -111,8 +111,8 @@ def moved_shape(spec: RecurrenceSpec) -> tuple[int, ...]:
 def fold_rule(specs: Sequence[RecurrenceSpec], num_drafts: int) -> FoldRule:
     """When a model with these calls stores its states.
 
-    Storing is deferred where all states are those of a gated delta rule with one gate a head, whose kernel reads up to
-    `MOST_INPUTS` tokens at the cost of one; other kernels replay token by token.
+    Storing is deferred if all states belong to a gated delta rule with one gate per head, whose kernel reads up to
+    `MOST_INPUTS` tokens at the cost of one token; other kernels replay token by token.
     """
     chunked = [isinstance(spec, DeltaSpec) and not spec.vector_gate for spec in specs if not isinstance(spec, ConvSpec)]
     return FoldRule.deferred(num_drafts) if chunked and all(chunked) else FoldRule.every_launch(num_drafts)

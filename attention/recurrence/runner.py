@@ -24,11 +24,12 @@ class Recur(Protocol):
         """Compute one call.
 
         Args:
-            name: of the recurrence, see `OUTPUTS`. call: the call's number in the model.
-            inputs: those of the function of this name in `attention.recurrence.functions`, without state, ring, rows.
+            name: the recurrence's name, see `OUTPUTS`. call: the call's number in the model.
+            inputs: arguments of the function of this name in `attention.recurrence.functions`, without state, ring,
+                rows.
 
         Returns:
-            What that function returns, see there.
+            The result of that function.
         """
 
 
@@ -36,8 +37,8 @@ class StateRunner:
     """The states of a model's recurrent calls on one device, with the functions that update them.
 
     Attributes:
-        group: specifications of the calls, number of slots; dtype: of the model.
-        states: of each call. functions: torch's or our kernels.
+        group: specifications of the calls, number of slots; dtype: the model's dtype.
+        states: one per call. functions: the torch implementation or the kernels.
     """
 
     def __init__(self, group: StateGroup, dtype: torch.dtype, device: torch.device) -> None:
@@ -107,7 +108,8 @@ class StateRunner:
 
     @staticmethod
     def blank() -> Recur:
-        """Return zeros from every call and leave the states alone: to run a model before its kernels are built."""
+        """Return zeros from every call and leave the states unchanged, so that a model can run before its kernels are
+        built."""
         return _zeros
 
 

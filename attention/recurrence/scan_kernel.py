@@ -129,7 +129,7 @@ def selective_scan(
 
     Args:
         x: [T, C]; dt: float32 [T, C], after softplus; A: float32 [C, N], negative; B, C: [T, N]; D: [C] or None.
-        state: float32 [slots, C, N]; ring: of the same slots.
+        state: float32 [slots, C, N]; ring: has the same slots.
         rows: no row reaches beyond T. Outputs of tokens of no row, after the last one, are zeros.
     """
     (tokens, channels), states = x.shape, A.shape[1]

@@ -18,8 +18,8 @@ from attention.recurrence.layer_spec import ConvSpec, DeltaSpec, RecurrenceSpec,
 class StateGroup:
     """All recurrent calls of a model, in the order of a forward, and how many rows keep states.
 
-    num_slots: rows, the null slot included. num_drafts: K, the most drafts of a row: the rings hold those of a round,
-    and what it replays.
+    num_slots: rows, the null slot included. num_drafts: K, the most drafts of a row; the rings hold a round's drafts
+    and the inputs that it replays.
     """
 
     specs: tuple[RecurrenceSpec, ...]
@@ -76,7 +76,7 @@ CallState = ConvState | RecurrentState
 
 
 def tensors_of(state: CallState) -> list[torch.Tensor]:
-    """Every tensor of a call's state, those of its ring included."""
+    """Every tensor of a call's state, including its ring."""
     found = []
     for value in vars(state).values():
         found += [value] if isinstance(value, torch.Tensor) else list(vars(value).values())

@@ -1,1 +1,1 @@
-"""How bytes of one engine's cache get into another's. What varies: in one process, over sockets, over NIXL."""
+"""How bytes of one engine's cache get into another's. Implementations: within one process, over sockets, over NIXL."""

@@ -1,10 +1,10 @@
 """Transport over NIXL (extra `[transfer]`): one-sided READs of a source's pages, by RDMA, NVLink, shared memory or TCP.
 
-What NIXL leaves to its caller, each seen in 1.5.1 (notes of this repository's first measurements):
+NIXL leaves the following to its caller, each observed in 1.5.1:
 
 - A READ has no timeout: with a peer that hangs its state stays "PROC". So every read here has a deadline.
-- A released read may go on writing for any time. So a late read is *not* released: its state is asked for again and
-  again, and its blocks are not used before it is done or has certainly failed (`settled`).
+- A released read may go on writing for any time. So a late read is *not* released: its state is polled, and its blocks
+  are not used before it is done or has certainly failed (`settled`).
 - A dead peer is an error in 0.1-0.3 s, with part of the data written: blocks are garbage unless the read is done.
 - A source that frees memory during a TCP read crashes. So pages are held until the reader reports that it is done, or
   its lease is over by more than the reader's clock may differ.
@@ -102,6 +102,7 @@ class NixlTransport:
             self._late = [read for read in self._late if not read.settled]
             handles: list[Any] = []
             failed: Exception | None = None
+            # The three builtins: a malformed table of the peer (no "metadata", invalid base64, other types).
             errors: tuple[type[Exception], ...] = (*self._errors, KeyError, ValueError, TypeError)
             try:
                 for rank in plan.source.ranks:
@@ -242,6 +243,6 @@ class NixlRead:
 
 
 def _errors(api: Any) -> tuple[type[Exception], ...]:
-    """NIXL's exceptions, which have no common base class: all those of its module of bindings."""
+    """All exceptions of NIXL's bindings module, because they have no common base class."""
     bindings = sys.modules[api.nixl_agent.__module__].nixlBind
     return tuple(v for v in vars(bindings).values() if isinstance(v, type) and issubclass(v, Exception))

@@ -4,7 +4,7 @@ A **region** is the keys, the values or the latents (MLA) of one layer on one ra
 distances. With T tokens a page, H heads on this rank, D elements a head of e bytes, head h of page b begins at
 
     base + b·block_stride + (h - head0)·T·D·e        HND: the heads of a page lie one after the other
-    base + b·block_stride, every H·D·e bytes D·e     NHD: those of a token do, so a head is in T pieces
+    base + b·block_stride, every H·D·e bytes D·e     NHD: the heads of a token do, so a head is in T pieces
 
 Ranks of a tensor-parallel engine hold ranges of the model's heads, [head0, head0 + heads); replicated heads have the
 same range on several ranks, and a latent is head 0 on all of them. So the ranges alone decide who reads what (`plan`):
@@ -45,10 +45,11 @@ class Region:
 
     Attributes:
         name: the same in every engine of the model: "target/3/keys". group: whose page numbers are its blocks.
-        base: address of block 0. num_blocks; block_stride: bytes from one block to the next; block_bytes: of one block.
-        head0, heads: the model's heads that this rank holds. head_bytes: of one head in one block.
+        base: address of block 0. num_blocks; block_stride: bytes from one block to the next; block_bytes: size of a
+            block.
+        head0, heads: the model's heads that this rank holds. head_bytes: size of one head in one block.
         layout: "HND" or "NHD"; with one head they are the same bytes, called "HND".
-        dtype, page_size, head_dim: of what is stored.
+        dtype, page_size, head_dim: of the stored keys or values.
     """
 
     name: str
@@ -95,12 +96,12 @@ class RankTable:
 
 @dataclass(frozen=True)
 class EngineTable:
-    """What an engine tells the engines that read from it.
+    """The description that an engine sends to the engines that read from it.
 
     Attributes:
         engine: a name that no other engine has, ever. transport: the name of its ranks' transport. ranks: by rank.
-        fingerprint: by name, what must be equal in both engines: weights of the target and of the head, scales of an
-            fp8 cache, how drafts are made.
+        fingerprint: by name, the properties that must be equal in both engines: weights of the target and of the head,
+            scales of an fp8 cache, how drafts are made.
     """
 
     engine: str
@@ -115,7 +116,7 @@ class EngineTable:
 
     @classmethod
     def from_json(cls, text: str) -> EngineTable:
-        """Raises HandoffMismatchError for another version, and for what is no such table."""
+        """Raises HandoffMismatchError for another version, and for data that is no table."""
         try:
             given = json.loads(text)
             if not isinstance(given, dict) or given.get("version") != VERSION:
@@ -151,7 +152,7 @@ def _check_kinds(given: Mapping[str, Any], **kinds: type) -> None:
 
 
 def _checked(region: Region) -> Region:
-    """The region itself. Raises HandoffMismatchError: its values cannot be those of a region."""
+    """The region itself. Raises HandoffMismatchError if its values cannot describe a region."""
     given, kinds = vars(region), Region.__annotations__
     bad = {name: value for name, value in given.items() if type(value).__name__ != kinds[name]}
     counts = {name: value for name, value in given.items() if kinds[name] == "int"}
@@ -171,10 +172,11 @@ class Bound:
 
 
 def bind(name: str, group: CacheGroup, layers: Sequence[LayerKV], own_part: int = 0) -> tuple[Bound, ...]:
-    """The regions of a cache group on this rank: of every layer the keys, then the values; MLA's latents alone.
+    """The regions of a cache group on this rank: for every layer its keys, then its values; for MLA only the latents.
 
     Args:
-        name: of the group, the same in every engine of the model; page numbers of the group are the regions' blocks.
+        name: the group's name, the same in every engine of the model; page numbers of the group are the regions'
+            blocks.
         own_part: which part of each layer's heads this rank holds, in parts of equal size: with 2 heads a layer here,
             part 3 begins at head 6. Latents are whole on every rank.
     """
@@ -216,8 +218,8 @@ class Segment:
     """`length` bytes of every block, read from one place of a remote block to one of a local block.
 
     Attributes:
-        rank: of the source. remote, local: indices of the regions in their tables.
-        remote_offset, local_offset: from the beginning of a block.
+        rank: the source's rank. remote, local: indices of the regions in their tables.
+        remote_offset, local_offset: bytes from the beginning of a block.
     """
 
     rank: int
@@ -229,10 +231,10 @@ class Segment:
 
 
 def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[Segment, ...]:
-    """The bytes that a rank reads: every region of its own, head by head from the rank of the source that holds it.
+    """The bytes that a rank reads to fill its regions, head by head from the source rank that holds the head.
 
-    Where several ranks hold a head, local ranks take turns, among those that hold just the same heads where there are
-    any. Segments are in the order of the local regions.
+    If several source ranks hold a head, local ranks take turns among them, preferring ranks that hold exactly the same
+    heads. Segments are in the order of the local regions.
 
     Raises:
         HandoffMismatchError: nothing was read; a region is missing, has another dtype, page size, head size or layout,
@@ -341,7 +343,7 @@ class Descriptors:
     """
 
     def __init__(self, segments: Sequence[Segment], table: RankTable, local: bool) -> None:
-        """segments: of one source rank. table: the local rank's, or that of the source."""
+        """segments: reads from one source rank. table: the local rank's table, or the source rank's."""
         self._regions = [table.regions[s.local if local else s.remote] for s in segments]
         offsets = [s.local_offset if local else s.remote_offset for s in segments]
         self._starts = [region.base + offset for region, offset in zip(self._regions, offsets, strict=True)]

@@ -3,7 +3,7 @@
 The engine that holds pages answers on a thread of its own. A request is one line of JSON, {"lease", "segments":
 [[region, offset, length], …], "blocks": {group: [page, …]}}; the answer a line {"bytes": n} or {"error": text}, then
 the segments' bytes in order. {"done": lease} ends a lease. Only blocks of the given lease are sent; anybody who knows
-a lease (128 random bits) may read them. Nothing is encrypted, so it listens on 127.0.0.1 unless told otherwise.
+a lease (128 random bits) may read them. Nothing is encrypted, so it listens on 127.0.0.1 by default.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _IDLE = 60.0
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
+    allow_reuse_address = True  # a restarted engine may bind its port while old connections are in TIME_WAIT
+    daemon_threads = True  # a peer that hangs must not keep this process alive
     transport: SocketTransport
 
 
@@ -54,7 +54,7 @@ class SocketTransport(Granting):
     name = "sockets"
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """host: to listen on, which peers reach. port: 0 for any free one.
+        """host: address to listen on, which peers can reach. port: 0 for any free port.
 
         Raises:
             InvalidInputError: no such values.
@@ -77,6 +77,7 @@ class SocketTransport(Granting):
         except OSError as error:
             raise TransferError(f"cannot listen on {self._place[0]}:{self._place[1]}: {error}") from error
         server.transport = self
+        # 0.1 s: the server's loop looks for a shutdown this often, so `close` waits no longer than that.
         threading.Thread(target=server.serve_forever, args=(0.1,), name="specdec transfer", daemon=True).start()
         self._server = server
         host, port = server.server_address[:2]
@@ -148,7 +149,7 @@ class SocketRead:
         """See `Read.wait`.
 
         Raises:
-            TransferError: the peer is gone, refuses, or answers what is no answer.
+            TransferError: the peer is gone, refuses, or sends an invalid answer.
             TransferTimeoutError: it sends no more bytes before the deadline.
         """
         for rank in self._plan.source.ranks:

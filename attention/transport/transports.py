@@ -21,9 +21,9 @@ Blocks = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What one rank reads for one request: `segments` (see `region_tables.plan`) of the engine `source` into `local`.
+    """The reads of one rank for one request: `segments` (see `region_tables.plan`) of the engine `source` into `local`.
 
-    remote_blocks, local_blocks: equally many of each group; block i is read into block i. lease: of the request there.
+    remote_blocks, local_blocks: by group, equally many each; block i is read into block i. lease: of the request there.
     """
 
     source: EngineTable
@@ -48,7 +48,7 @@ class Read(Protocol):
     """A read that is under way."""
 
     def wait(self, deadline: float) -> None:
-        """Wait until every byte is there. deadline: in `time.monotonic` seconds.
+        """Wait until every byte has arrived. deadline: a time on the `time.monotonic` clock, in seconds.
 
         Raises:
             TransferTimeoutError: the deadline passed first; see `settled`.
@@ -78,7 +78,7 @@ class Transport(Protocol):
         """Start a read. Raises TransferError: the source cannot be reached."""
 
     def finish(self, plan: ReadPlan) -> None:
-        """Tell the source that the read is done and its pages may be reused. Errors are ignored: leases end."""
+        """Notify the source that the read is done and its pages are free. Errors are ignored because leases expire."""
 
     def finished(self) -> list[str]:
         """Leases whose readers have finished since the last call."""
@@ -91,7 +91,7 @@ _open: weakref.WeakValueDictionary[str, LocalTransport] = weakref.WeakValueDicti
 
 
 class Granting:
-    """The part of a `Transport` that copies pages itself: its regions, the blocks of leases, and what is finished."""
+    """The common part of `Transport`s that copy pages themselves: regions, blocks of leases, and finished leases."""
 
     def __init__(self) -> None:
         self._bounds: tuple[Bound, ...] = ()
@@ -209,6 +209,6 @@ def _wide(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def synchronize(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for what was launched on the tensors' GPUs, before other streams read what it wrote."""
+    """Synchronise the tensors' GPUs before other streams read the copied data."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)

@@ -1,1 +1,1 @@
-"""Files and configurations of heads. What varies: the layout and the names that a family of checkpoints uses."""
+"""Files and configurations of heads. Families of checkpoints differ in layout and tensor names."""

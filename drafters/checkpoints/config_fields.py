@@ -1,7 +1,7 @@
-"""A head's config.json as resolved fields: each value with its source; rope, windows, and keys that nobody reads.
+"""A head's config.json as resolved fields: each value with its source; rope, windows, and unread keys.
 
-Configurations carry what a class of transformers always writes, what was copied from the target, and what an exporter
-newer than this file adds. The first is left out of reports; the others are named there with their values.
+Besides the keys read here, configurations carry defaults that a transformers class always writes, keys copied from the
+target, and keys of exporters newer than this file. Reports omit the first kind and list the others with their values.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def read(
 
     Args:
         kind: int, float, bool or str.
-        default: used when no key is set; None means that one must be. default_source: where it is from, for reports.
+        default: used when no key is set; None makes a key mandatory. default_source: its origin, for reports.
 
     Raises:
-        HeadLoadError: no key is set and there is no default, keys disagree, or a value is of another kind.
+        HeadLoadError: no key is set and no default given, keys disagree, or a value is of another kind.
     """
     found = {key: lookup(config, key) for key in keys or (name,) if lookup(config, key) is not None}
     if not found and default is None:
@@ -105,7 +105,7 @@ def by_presence(config: Config, name: str, tensor: str, present: bool, *keys: st
 
 
 def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare a checkpoint's tensors with those of the module it was resolved to: shapes by name.
+    """Compare a checkpoint's tensors (shapes by name) with the tensors of the module it was resolved to.
 
     Raises:
         HeadLoadError: tensors are missing, unknown or of another shape (all of them are named).
@@ -122,7 +122,7 @@ def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, t
 
 
 UNKNOWN = "unknown keys"
-"""Name of the field that holds what nobody here has heard of."""
+"""Name of the field that lists keys unknown to this version."""
 
 _KEYS = tomllib.loads(files("drafters").joinpath("checkpoints/unread_keys.toml").read_text("utf-8"))
 _ALWAYS, _EXPORTERS, _TARGETS = (
@@ -178,7 +178,7 @@ def _object(config: Config, key: str) -> Mapping[str, Any]:
 
 
 def _is(kind: re.Pattern[str], key: str) -> bool:
-    """Whether a key is of a kind; those of the decoder layer's own object are those of any configuration."""
+    """Whether a key is of a kind; a nested decoder-layer object has the same keys as any configuration."""
     return kind.fullmatch(key.removeprefix("transformer_layer_config.")) is not None
 
 
@@ -252,11 +252,11 @@ def rope_to_config(rope: RopeSpec) -> dict[str, Any]:
 
 
 def resolve_windows(config: Config, num_layers: int) -> list[Field]:
-    """Which layers have a sliding window, and its length. `layer_types` says it; `sliding_window` alone does not, as
-    configurations copied from a target have it for layers that never use it.
+    """Which layers have a sliding window, and its length. `layer_types` decides; `sliding_window` alone does not,
+    because configurations copied from a target carry it for layers that never use it.
 
     Raises:
-        HeadLoadError: another kind of layer, another number of layers, or a window that no layer is said to have.
+        HeadLoadError: another kind of layer, another number of layers, or a window that no layer type uses.
     """
     kinds, window = lookup(config, "layer_types"), lookup(config, "sliding_window")
     if kinds is None and lookup(config, "use_sliding_window") and window is not None:

@@ -93,12 +93,12 @@ def layout_of_folder(folder: CheckpointFolder) -> Layout:
 
 
 def detect_by_config(config: Config) -> Layout | None:
-    """The family that config.json alone names; None where the tensors must say it.
+    """The family that config.json alone determines; None where only the tensors can.
 
     Some kinds keep their weights in files that are not listed here (Medusa: medusa_lm_head.pt).
     """
     if "speculators_model_type" in config or "speculators_config" in config:
-        return None if speculators_type(config) in _SPECULATORS_SERVED else Layout.SPECULATORS  # the tensors say it
+        return None if speculators_type(config) in _SPECULATORS_SERVED else Layout.SPECULATORS  # tensors decide
     architectures = config.get("architectures")
     words = [config.get("model_type"), *(architectures if isinstance(architectures, list) else ())]
     name = " ".join(word for word in words if isinstance(word, str)).lower()

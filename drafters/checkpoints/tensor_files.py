@@ -47,11 +47,10 @@ def is_hub_name(name: str) -> bool:
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be reached: one request of at most three seconds.
+    """Whether the hub can be reached, by one request of at most three seconds.
 
-    huggingface_hub repeats each request for more than twenty seconds. Whoever knows beforehand that nobody answers asks
-    for local files only, and neither a missing nor a cached model takes that long. Proxies, endpoint, certificates and
-    offline mode are the user's: it is huggingface_hub's own session.
+    If this returns False, use local files only, which avoids the hub client's retries of more than 20 s. The request
+    uses huggingface_hub's session, with the user's proxies, endpoint, certificates and offline mode.
     """
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
@@ -104,7 +103,7 @@ def locate(path: str | Path, revision: str | None = None) -> Path:
 
 
 def no_files_in(folder: str | Path) -> str:
-    """What in a checkpoint's folder has the name of a file and is neither file nor folder, in words; "" for nothing.
+    """An entry of a checkpoint's folder that has a file's name but is neither file nor folder, in words, or "".
 
     To open a named pipe would wait for ever, deaf to signals.
     """
@@ -254,7 +253,8 @@ def _indexed_files(folder: Path, index: dict[str, Any], name: str) -> list[Path]
 
 def _list_file(file: Path) -> dict[str, TensorInfo]:
     if file.suffix == _BIN:
-        listed = _unpickle(file, mmap=zipfile.is_zipfile(file))  # looks at shapes alone: no need to read the rest
+        # Only shapes are needed, so the data is mapped, not read; torch maps only its zip format, not the older pickle.
+        listed = _unpickle(file, mmap=zipfile.is_zipfile(file))
         return {name: TensorInfo(file, tuple(t.shape), str(t.dtype)) for name, t in listed.items()}
     try:
         with safe_open(file, framework="pt") as weights:
@@ -304,6 +304,7 @@ def _unpickle(file: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
             f"{file} cannot be read as a plain dictionary of tensors: it is damaged, or pickles more than tensors, "
             f"which could run code and is never read; use weights in safetensors{_likely_cause(file)}"
         ) from error
+    # The restricted unpickler raises any of these on damaged bytes, depending on the operation that it misreads.
     except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise HeadLoadError(f"{file} cannot be read as a plain dictionary of tensors: {error}") from error
     if not isinstance(weights, dict) or not all(

@@ -1,1 +1,1 @@
-"""EAGLE-3 heads. What varies: norms, biases, vocabulary and aux hidden states, all resolved from the checkpoint."""
+"""EAGLE-3 heads. Their norms, biases, vocabulary and aux hidden states are resolved from the checkpoint."""

@@ -54,7 +54,7 @@ class Opened(Generic[S]):
 
     @property
     def report(self) -> HeadReport:
-        """What it was resolved to."""
+        """The resolved fields with their sources, and the number of parameters."""
         sizes = (math.prod(shape) for parameter, shape in self.shapes().items() if parameter not in _MAPS)
         return HeadReport(self.folder.path, self.layout, self.fields, sum(sizes))
 
@@ -72,7 +72,8 @@ def load_eagle3(
     Args:
         path: a folder, or a model's name on the Hugging Face hub.
         target: the model that the head will draft for; its tensors are shared, not copied.
-        dtype, device: of the head's weights, usually the target's. overrides: choices against the configuration.
+        dtype, device: for the head's weights, usually the target's. overrides: choices that replace the
+            configuration's.
 
     Raises:
         HeadLoadError: files are missing, tensors are missing, unknown, of another shape or not finite, the layout is
@@ -102,19 +103,20 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None 
     """Write config.json and model.safetensors in the layout that SGLang, vLLM and `load_eagle3` read; returns the
     folder.
 
-    Shared tensors of the target are not written; d2t and t2d always are. dtype: of the stored weights; None keeps the
-    head's.
+    Tensors shared with the target are not written; d2t and t2d always are. dtype: for the stored weights; None keeps
+    the head's.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     stored = dtype or head.norm.weight.dtype
+    # safetensors stores contiguous tensors only, and no two that share memory: hence also the clone below.
     weights = {name: t.detach().to("cpu", stored).contiguous() for name, t in head.state_dict().items()}
     weights |= {name.replace("input_layernorm", "hidden_norm"): t.clone() for name, t in _deep_norms(weights)}
     d2t = offsets_of(head.target_ids).cpu()
     maps = {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}
     config = spec_to_config(head.spec, str(stored).removeprefix("torch."))
     partial = folder / "model.safetensors.partial"
-    save_file(weights | maps, partial, metadata={"format": "pt"})
+    save_file(weights | maps, partial, metadata={"format": "pt"})  # which transformers checks when it loads
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, folder / "model.safetensors")
     return folder
@@ -126,12 +128,12 @@ def _deep_norms(weights: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Te
 
 
 def check_kind(path: str | Path) -> Path:
-    """Refuse a kind of head that its config.json names and no loader here reads; the folder of any other.
+    """Refuse a head whose config.json names a kind that no loader here reads; return the folder of any other.
 
-    Before its weights are looked for: some kinds keep them in files of their own.
+    Call it before looking for weights: some kinds keep them in other files.
 
     Raises:
-        HeadLoadError: it is one, or config.json cannot be read.
+        HeadLoadError: the kind is not supported, or config.json cannot be read.
     """
     folder = locate(path)
     config = read_json(folder / "config.json")
@@ -145,9 +147,9 @@ def check_kind(path: str | Path) -> Path:
 
 
 class HeadFolder(NamedTuple):
-    """An opened folder, and the family that its tensors are of.
+    """An opened folder, and the family of its tensors.
 
-    names: of the tensors, without wrappers' prefixes. stray: stored rotary buffers, which nobody reads.
+    names: tensor names without wrappers' prefixes. stray: stored rotary buffers, which are not read.
     """
 
     folder: CheckpointFolder
@@ -157,7 +159,7 @@ class HeadFolder(NamedTuple):
 
 
 def open_head(path: str | Path) -> HeadFolder:
-    """Open a head's folder and tell its family.
+    """Open a head's folder and detect its family.
 
     Raises:
         HeadLoadError: it cannot be read, or its config.json names a kind that no loader here reads.
@@ -171,16 +173,16 @@ def open_head(path: str | Path) -> HeadFolder:
 
 
 def ignored_field(stray: list[str]) -> tuple[Field, ...]:
-    """What a report says of rotary buffers."""
+    """The report's field about rotary buffers."""
     reason = "rotary buffers: they follow from the configuration"
     return (Field("ignored tensors", ", ".join(stray), reason),) if stray else ()
 
 
 def unread_keys(folder: CheckpointFolder, overrides: Eagle3Overrides) -> tuple[Field, ...]:
-    """What a report says of keys of config.json that decide nothing; see `drafters.checkpoints.config_fields`.
+    """The report's fields about keys of config.json that decide nothing; see `drafters.checkpoints.config_fields`.
 
     Raises:
-        HeadLoadError: one lists aux layers in a spelling that is not known, and the user does not say them.
+        HeadLoadError: a key lists aux layers in an unknown spelling, and the user does not give them.
     """
     layer = format_of(folder.config).layer_config
     nested = () if layer is None else tuple(f"{layer}.{key}" for key in KEYS)
@@ -249,7 +251,7 @@ def _read_map(opened: Opened[Eagle3Spec], weights: Mapping[str, torch.Tensor]) -
 
 
 def _empty_head(spec: Eagle3Spec, target: TargetFacts, d2t: torch.Tensor | None) -> Eagle3Head:
-    """The head without weights of its own, on the target's tensors (a padded embedding is cut, not copied)."""
+    """The head before its weights are loaded, sharing the target's tensors (a padded embedding is cut, not copied)."""
     embedding = target.embedding[: spec.vocab_size]
     lm_head = target.lm_head[: spec.draft_vocab_size]
     return Eagle3Head(spec, embedding, lm_head, d2t, torch.device("meta"))

@@ -85,7 +85,7 @@ class Eagle1Head(nn.Module):
 
         Args:
             target_embedding, target_lm_head: [V, H].
-            device: of the fresh weights; by default that of `target_embedding`. "meta" makes none.
+            device: for the fresh weights; default: the device of `target_embedding`. "meta" allocates none.
 
         Raises:
             HeadMismatchError: the target's tensors do not fit the head.
@@ -99,6 +99,7 @@ class Eagle1Head(nn.Module):
         self.checkpoint_report: HeadReport | None = None
         check_shape("embedding", target_embedding, spec.vocab_size, spec.hidden_size)
         check_shape("lm_head", target_lm_head, spec.vocab_size, spec.hidden_size)
+        # Not persistent: they are the target's, so they are no part of the head's checkpoint.
         self.register_buffer("target_embedding", target_embedding.detach(), persistent=False)
         self.register_buffer("target_lm_head", target_lm_head.detach(), persistent=False)
         self.rotary = Rotary(spec.rope, spec.head_dim, target_embedding.device)
@@ -239,5 +240,5 @@ def _resolve(
 
 
 def _empty_head(spec: Eagle1Spec, embedding: torch.Tensor, lm_head: torch.Tensor) -> Eagle1Head:
-    """The head without weights of its own, on the target's tensors (padded ones are cut, not copied)."""
+    """The head before its weights are loaded, sharing the target's tensors (padded tensors are cut, not copied)."""
     return Eagle1Head(spec, embedding[: spec.vocab_size], lm_head[: spec.vocab_size], torch.device("meta"))

@@ -54,7 +54,7 @@ class Verifier:
     """The target as a head's configuration names it, for engines that are given the head alone.
 
     Attributes:
-        name_or_path: hub name or folder. architectures: of its config.json.
+        name_or_path: hub name or folder. architectures: from its config.json.
     """
 
     name_or_path: str
@@ -76,10 +76,10 @@ def export_eagle3(
     Args:
         layout: "speculators", which vLLM reads, or "specforge", which SGLang reads.
         verifier: the target; only the speculators layout names it, and needs it.
-        dtype: of the stored weights; None keeps the head's.
+        dtype: for the stored weights; None keeps the head's.
         num_speculative_tokens: K that a speculators configuration proposes.
         with_target_tensors: write what the head shares with its target (embedding, lm_head) in the speculators layout,
-            as that package does: what is missing it leaves uninitialised. False: the file is smaller, and serves
+            as that package does, which leaves missing tensors uninitialised. False: the file is smaller, and serves
             engines that share these tensors themselves (vLLM, this library). The specforge layout never has them.
 
     Returns:
@@ -119,7 +119,7 @@ def shares_embedding(head: Eagle3Head, embedding: torch.Tensor, stored: torch.dt
 
 
 def with_shared_embedding(head: Eagle3Head, embedding: torch.Tensor) -> Eagle3Head:
-    """The same head without an embedding of its own: it reads the target's, [V, H]."""
+    """The same head with its embedding replaced by the target's, [V, H]."""
     spec = replace(head.spec, own_embed=False)
     lm_head = head.lm_head.weight if head.target_lm_head is None else head.target_lm_head
     made = Eagle3Head(spec, embedding, lm_head, offsets_of(head.target_ids))
@@ -128,7 +128,7 @@ def with_shared_embedding(head: Eagle3Head, embedding: torch.Tensor) -> Eagle3He
 
 
 def problems_of(spec: Eagle3Spec, layout: ExportLayout) -> list[str]:
-    """What of a head the layout, or the engine that reads it, cannot express, by field; empty when it can."""
+    """Fields of a head that the layout, or the engine that reads it, cannot express, with reasons; empty if it can."""
     known = _ALWAYS | _MORE[layout]
     problems = [
         f"{f.name} = {getattr(spec, f.name)!r} ({_UNWRITTEN.get(f.name, 'it has no place in it')})"
@@ -174,12 +174,13 @@ _RULES: Mapping[ExportLayout, tuple[_Rule, ...]] = {
         ),
     ),
 }
-"""Combinations of fields that a layout cannot express, and what is said of them."""
+"""Combinations of fields that a layout cannot express, with the messages."""
 
 
 def _tensors(head: Eagle3Head, dtype: torch.dtype, with_target_tensors: bool) -> dict[str, torch.Tensor]:
     shared = {"embed_tokens.weight": head.target_embedding, "lm_head.weight": head.target_lm_head}
     given = {name: t for name, t in shared.items() if t is not None} if with_target_tensors else {}
+    # clone: safetensors refuses tensors that share memory, as a tied embedding and lm_head do.
     weights = {name: t.detach().to("cpu", dtype).clone() for name, t in (head.state_dict() | given).items()}
     renamed = {name.replace("midlayer.", "layers.0."): t for name, t in weights.items()}
     if head.draft_vocab_size == head.spec.vocab_size:
@@ -202,7 +203,7 @@ def _config(spec: Eagle3Spec, verifier: Verifier, dtype: torch.dtype, num_specul
         "speculators_version": SPECULATORS_VERSION,
         "dtype": str(dtype).removeprefix("torch."),
         "draft_vocab_size": spec.draft_vocab_size,
-        "target_hidden_size": None,
+        "target_hidden_size": None,  # same as the head's: `problems_of` refuses others
         "norm_before_residual": spec.norm_before_residual,
         "norm_before_fc": spec.input_norm,
         "fc_norm": spec.fc_norm,

@@ -161,7 +161,7 @@ def new_spec(model: PreTrainedModel, vocab_size: int, longest: int, options: Map
 
 
 def _attention_shape(config: Any) -> tuple[int, int, int]:
-    """Query heads, KV heads and head dim of a new head; a Mamba's head_dim is that of its states."""
+    """Query heads, KV heads and head dim of a new head; in a Mamba's config head_dim is the state's."""
     heads: int | None = getattr(config, "num_attention_heads", None)
     if heads is None:
         head_dim = gcd(config.hidden_size, 128)
@@ -176,10 +176,10 @@ def _attention_shape(config: Any) -> tuple[int, int, int]:
 def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tuple[OtherReading, ...]:
     """An EAGLE-3 head under every other reading of its files: single choices that exporters make differently.
 
-    Its tensors are shared. EAGLE-1 heads, and those of other families, have none.
+    The variants share its tensors. EAGLE-1 heads and heads of other families have none.
 
     Args:
-        num_layers: N of the target. rope_theta: of the target's rotary embedding; None where it has no single one.
+        num_layers: N of the target. rope_theta: the target's rotary base; None where it has no single base.
     """
     if not isinstance(head, Eagle3Head):
         return ()

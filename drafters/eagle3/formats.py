@@ -1,7 +1,7 @@
-"""How exporters write EAGLE-3 heads down: one description each, for whoever reads or writes such a folder.
+"""How exporters write EAGLE-3 heads: one description per exporter, for the code that reads or writes their folders.
 
-Tensor names are the same but for the prefix of the first layer; what differs is where config.json keeps a value, what
-the ids of aux layers mean, and what a value is that is left out.
+Tensor names are the same except for the prefix of the first layer. Exporters differ in where config.json keeps a value,
+in the meaning of aux layer ids, and in default values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Format:
     """How one exporter writes an EAGLE-3 head.
 
     Attributes:
-        name: in reports.
+        name: used in reports.
         first_layer: prefix of the first layer's tensors; every prefix is read, this one is written.
         architectures: words of config.json's `architectures` that only this exporter writes.
         keys: keys (dotted) that only this exporter writes.
@@ -41,10 +41,10 @@ class Format:
             None: it lies at the top, complete.
         layer_type: model_type of such an object that names none.
         target: key of the name of the target that the head was made for.
-        deep_norm: of a further layer with both norms, the one before its attention.
-        first_position: what the token at position 0 of the target's states is rotated as; see `RopeSpec`.
-        defaults: by key, the value that the exporter's own reader takes when it is absent, and what to say of that.
-        feedback_note: what to say where `norm_output` is true.
+        deep_norm: the pre-attention norm of a further layer that has both norms.
+        first_position: rotary position of the token at position 0 of the target's states; see `RopeSpec`.
+        defaults: by key, the value that the exporter's own reader uses when the key is absent, and a note for reports.
+        feedback_note: note for reports where `norm_output` is true.
     """
 
     name: str
@@ -114,11 +114,11 @@ _CONFIG_KEY = re.compile(r"(?<=config )[\w.]+|(?<=, )[\w.]+")
 """A key in a source, as `drafters.checkpoints.config_fields.read` writes them: "config rope_theta, …"."""
 
 FORMATS = (SPECULATORS, DEEPSPEC, ANGELSLIM, MODELOPT, SPECFORGE, SAFEAILAB)
-"""In the order in which they are recognised; the last has no marks of its own."""
+"""In the order in which they are recognised; the last has no distinguishing marks."""
 
 
 def format_of(config: Config) -> Format:
-    """Which exporter wrote a head's config.json; SafeAILab's layout where nothing else is recognised."""
+    """The exporter that wrote a head's config.json; SafeAILab's layout if no other is recognised."""
     named = lookup(config, "architectures")
     names = set(named) if isinstance(named, list) and all(isinstance(name, str) for name in named) else set()
     for found in FORMATS:
@@ -139,7 +139,7 @@ class FlatConfig:
     """A head's configuration with all keys at the top.
 
     Attributes:
-        config: the keys. origins: where a key lies in the file, or what gave it, where that is not its own name.
+        config: the keys. origins: the path of a key in the file, or its source, if that differs from its name.
         format: who wrote it.
     """
 
@@ -162,7 +162,7 @@ def flattened(config: Config) -> FlatConfig:
     """A head's config.json with the decoder layer's own object, if it has one, completed and laid at the top.
 
     Raises:
-        HeadLoadError: that object is missing, contradicts the keys at the top, or is not what its model_type allows.
+        HeadLoadError: that object is missing, contradicts the keys at the top, or is invalid for its model_type.
     """
     found = format_of(config)
     flat: dict[str, Any] = dict(config)
@@ -195,6 +195,7 @@ def _completed(config: Config, found: Format) -> tuple[dict[str, Any], dict[str,
     given = {name: value for name, value in nested.items() if name not in ("model_type", "transformers_version")}
     try:
         whole = AutoConfig.for_model(kind, **given)
+    # Values of a foreign file: transformers validates few of them, so wrong types and zeros fail anywhere in its code.
     except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise HeadLoadError(f"{key} is no configuration of a {kind} layer: {error}") from error
     layer = whole.to_dict() | {"use_qk_norm": kind == "qwen3"}
@@ -206,7 +207,7 @@ def _completed(config: Config, found: Format) -> tuple[dict[str, Any], dict[str,
 
 _DEEPSEEK = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite")
 """Targets of which SGLang reads nested ids as aux layers unless the first is 1; SpecForge's template of Kimi-K2 has
-[2, 30, 58], the default aux layers. A list of aux layers beside them decides.
+[2, 30, 58], the default aux layers. A list of aux layers in the same file takes precedence.
 
 Source: sgl-project/sglang 0.5.23, models/deepseek_v2.py, glm4_moe_lite.py (set_eagle3_layers_to_capture).
 """
@@ -228,7 +229,7 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
         _check_aux_layers(config, field, num_layers)
         return field
     used = read(config, "use_aux_hidden_state", bool, *USE_AUX, default=True)
-    if not used.value:  # before the list, which is [] beside it as NVIDIA ModelOpt writes it
+    if not used.value:  # before the list, which NVIDIA ModelOpt writes as [] in this case
         return Field("aux_layers", (FINAL_NORM,), used.source)
     listed = _listed_layers(config, num_layers, model_type)
     if len(set(listed.values())) > 1:

@@ -143,7 +143,7 @@ class Eagle3Head(nn.Module):
             target_embedding: [V, Ht] the target's input embedding (not read when `spec.own_embed`).
             target_lm_head: [Vd, H], needed when not `spec.own_lm_head`.
             d2t: [Vd] int64 offsets; None when Vd = V.
-            device: of the fresh weights; by default that of `target_embedding`. "meta" makes none, for
+            device: for the fresh weights; default: the device of `target_embedding`. "meta" allocates none, for
                 `load_state_dict(..., assign=True)`.
 
         Raises:
@@ -167,6 +167,7 @@ class Eagle3Head(nn.Module):
     def reread(self, spec: Eagle3Spec) -> Eagle3Head:
         """This head's own tensors under another spec of the same shapes; nothing is copied."""
         embedding = self.embed_tokens.weight if self.target_embedding is None else self.target_embedding
+        # On "meta" no memory is allocated, and assign=True puts this head's tensors in place of the meta ones.
         other = Eagle3Head(spec, embedding, self.target_lm_head, offsets_of(self.target_ids), torch.device("meta"))
         other.load_state_dict(self.state_dict(), assign=True)
         return other.eval().requires_grad_(False)
@@ -179,6 +180,7 @@ class Eagle3Head(nn.Module):
             if lm_head is None:
                 raise InvalidInputError("this head has no lm_head of its own: pass the target's lm_head weight")
             check_shape("lm_head", lm_head, spec.draft_vocab_size, spec.hidden_size)
+        # Not persistent: they are the target's, so they are no part of the head's checkpoint.
         self.register_buffer("target_embedding", None if spec.own_embed else embedding.detach(), persistent=False)
         shared_lm_head = None if spec.own_lm_head or lm_head is None else lm_head.detach()
         self.register_buffer("target_lm_head", shared_lm_head, persistent=False)
@@ -273,7 +275,7 @@ class Eagle3Head(nn.Module):
 
 
 def check_shape(name: str, weight: torch.Tensor, rows: int, columns: int) -> None:
-    """Refuse a tensor of the target that a head was not made for. Raises HeadMismatchError: with both shapes."""
+    """Refuse a tensor of the target that does not fit the head. Raises HeadMismatchError, which names both shapes."""
     if tuple(weight.shape) != (rows, columns):
         raise HeadMismatchError(
             f"the target's {name} has {weight.shape[0]} rows of width {weight.shape[1]}, "

@@ -59,7 +59,7 @@ def canonical_names(names: list[str], deep_norm: str = "hidden_norm") -> dict[st
     """Map the head's parameter names to the names in the files, without rotary buffers (`rotary_buffers`).
 
     `layers.0.` becomes `midlayer.`; the pre-attention norm of a further layer may be called `hidden_norm` (SGLang) or
-    `input_layernorm` (vLLM, speculators). Where both are stored, `deep_norm` says which it is.
+    `input_layernorm` (vLLM, speculators). Where both are stored, `deep_norm` names the right one.
 
     Raises:
         HeadLoadError: two tensors are the same parameter.
@@ -79,7 +79,7 @@ def canonical_names(names: list[str], deep_norm: str = "hidden_norm") -> dict[st
 
 
 def rotary_buffers(names: list[str]) -> list[str]:
-    """Stored buffers of rotary embeddings. No weights: they follow from the configuration, which is what counts."""
+    """Stored buffers of rotary embeddings. They follow from the configuration, which takes precedence."""
     return sorted(name for name in names if _ROTARY_BUFFER.fullmatch(name))
 
 
@@ -93,7 +93,7 @@ def _parameter_name(short: str) -> str:
 def resolve_spec(
     config: Config, shapes: Shapes, target: TargetSizes, overrides: Eagle3Overrides
 ) -> tuple[Eagle3Spec, tuple[Field, ...]]:
-    """Resolve every field of the spec, with its source. shapes: of the tensors, by canonical name.
+    """Resolve every field of the spec, with its source. shapes: tensor shapes by canonical name.
 
     Raises:
         HeadMismatchError: made for a target of another hidden size or vocabulary.
@@ -120,7 +120,7 @@ def resolve_spec(
 
 
 def refuse_unsupported(config: Config) -> None:
-    """Refuse what a configuration says and no EAGLE head here computes.
+    """Refuse configurations of features that no EAGLE head here computes.
 
     Raises:
         HeadLoadError: quantised weights, another activation, several heads, or ModelOpt's norms of inputs.

@@ -16,7 +16,7 @@ TARGET_LAYERS = "target_layer_ids"
 USE_AUX = ("eagle_config.use_aux_hidden_state", "use_aux_hidden_state")
 LM_HEAD_FLAG = "reuse_target_lm_head"
 UNSUPPORTED = ("additional_fc", "eagle_config.eh_proj_before_attn")
-"""Flags of what an EAGLE-3 head here does not have: SpecForge's second fc, TensorRT-LLM's early projection."""
+"""Flags of unsupported EAGLE-3 features: SpecForge's second fc, TensorRT-LLM's early projection."""
 PARALLEL_DRAFT_STEP = ("parallel_draft_step", "eagle_config.parallel_draft_step")
 MTP_LAYERNORM = ("use_mtp_layernorm", "eagle_config.use_mtp_layernorm")
 

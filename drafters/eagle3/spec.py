@@ -47,7 +47,7 @@ class LayerSpec:
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """What each attention layer of the head needs of a kernel."""
+        """The requirements of each attention layer of the head on a kernel."""
         dim = self.head_dim
         full = AttentionSpec(self.num_heads, self.num_kv_heads, dim, dim, scale=dim**-0.5)
         near = replace(full, window=self.window)
@@ -80,11 +80,11 @@ class Eagle3Spec(LayerSpec):
 
     Attributes:
         target_hidden_size: Ht. draft_vocab_size: Vd.
-        aux_layers: of the aux hidden states, ascending (b: the state after b layers), or (FINAL_NORM,) for a head on
-            the last state.
+        aux_layers: layers of the aux hidden states, ascending (b: the state after b layers), or (FINAL_NORM,) for a
+            head on the last state.
         input_norm: one RMSNorm over the concatenated aux hidden states before `fc`; fc_norm: one for each of them.
         norm_before_residual: the residual is the normalised hidden state instead of the raw one.
-        feedback: what the next draft step gets: the block output or its final norm.
+        feedback: input of the next draft step, the block output or its final norm.
         own_embed, own_lm_head: the head brings its own; otherwise the target's is shared.
     """
 

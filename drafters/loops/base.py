@@ -40,7 +40,7 @@ class Draft:
     Attributes:
         token_ids: [R, n] int64 target-vocabulary ids, n = number of steps made.
         probs: [R, n, Vd] draft distributions; None when every draft is greedy (one-hot q), or q is kept elsewhere.
-        replaced: [R, n] bool, drafts that were put in place of those that `probs` are of: their q is one-hot.
+        replaced: [R, n] bool, drafts that replaced the sampled ones that `probs` describes: their q is one-hot.
     """
 
     token_ids: torch.Tensor
@@ -232,7 +232,7 @@ class DraftLoop(Protocol[L, D]):
         """Launch the loop.
 
         Args:
-            runner: of the head's cache group. aux: [T, A·Ht] aux hidden states of the verification's tokens.
+            runner: attention of the head's cache group. aux: [T, A·Ht] aux hidden states of the verification's tokens.
         """
 
 
@@ -301,11 +301,11 @@ class StaticSteps(Protocol):
 
 
 class StaticLoop(Protocol):
-    """The static form of a draft loop for CUDA graphs: passes of fixed shape over buffers of its own.
+    """The static form of a draft loop for CUDA graphs: passes of fixed shape over persistent buffers.
 
-    Drafts are chosen greedily; the executor samples those of sampled rows from the logits in `Chosen`.
+    Drafts are chosen greedily; for sampled rows the executor draws drafts from the logits in `Chosen`.
 
-    drafts: [R, K] int64 target-vocabulary ids, by row of the last verification; R at least the most rows there can be.
+    drafts: [R, K] int64 target-vocabulary ids, by row of the last verification; R at least the most rows possible.
     """
 
     drafts: torch.Tensor
@@ -319,8 +319,8 @@ class StaticLoop(Protocol):
         """Run the draft prefill over a verification's token rows; writes draft 1 and the inputs of the steps.
 
         Args:
-            positions: [T] int64 of each of the loop's M passes; those of pass m are m smaller.
-            attend: over the head's paged cache, by the layers of its group; see `passes_attend`.
+            positions: [T] int64 for each of the loop's M passes; pass m has positions m smaller than pass 0.
+            attend: attention over the head's paged cache, by the layers of its group; see `passes_attend`.
         """
 
     def step_width(self, index: int) -> int:
@@ -347,5 +347,5 @@ class GraphLoop(DraftLoop[L, D], Protocol[L, D]):
 
         Args:
             aux: [T, A·Ht] the target's buffer of aux hidden states, always the same memory.
-            limits: rows and drafts at most. compiler: for the passes of heads that can be compiled.
+            limits: most rows and drafts. compiler: compiles the passes of heads that can be compiled.
         """

@@ -59,7 +59,7 @@ def accepted_rows(
     Args:
         query_start_loc: [B+1] of the verified batch.
         num_drafts, num_accepted: [B]; both 0 for a prompt row.
-        rows: which batch rows to keep, in this order (default: all).
+        rows: batch rows to keep, in this order (default: all).
 
     Source: vllm-project/vllm PR #20466 (prepare_inputs of the EAGLE proposer), in numpy.
 
@@ -125,13 +125,13 @@ def draft_steps(
 
 @dataclass(frozen=True)
 class PassRows(Generic[A]):
-    """Inputs of one pass of a draft prefill: the only one of a chain, or that of one module.
+    """Inputs of one pass of a draft prefill: a chain's only pass, or one module's pass.
 
     Attributes:
         token_ids: [T'] int64, shifted: the token at position p+1, for module m at p+1+m.
         sources: [T'] int64, indices of the target's aux hidden states; for modules after the first see
             `drafters.loops.module_arrays.ModuleRows.sources`.
-        last_row: int64, the last token row of each row: of a chain [R], for the rows that draft; of modules [B'].
+        last_row: int64, the last token row of each row; [R] in a chain, for the rows that draft; [B'] in modules.
     """
 
     token_ids: A = array(np.int64, "tokens")

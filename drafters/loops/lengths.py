@@ -28,7 +28,7 @@ def draft_room(max_model_len: int | np.ndarray, bonus_positions: np.ndarray, tok
     Every further committed token takes one from it, so after a verification it follows without the limits.
 
     Args:
-        max_model_len: of all rows, or [B] of each. bonus_positions: [B] of the next bonus token (seq').
+        max_model_len: for all rows, or [B] for each. bonus_positions: [B] positions of the next bonus token (seq').
         tokens_left: [B] tokens the row may still emit.
 
     >>> draft_room(64, np.array([62, 63, 20]), np.array([9, 9, 2])).tolist()

@@ -1,9 +1,9 @@
-"""TokenIndex: where the last tokens of a text have stood before, and what followed them. Neither numpy nor torch.
+"""TokenIndex: finds earlier occurrences of a text's last tokens, and the tokens after them. Neither numpy nor torch.
 
-The last place of every n-gram of the least length stands in a dictionary, the place before that in a list: a chain of
-places, from the last one back. A match is looked for at the first few places of a chain, by comparing tokens backwards.
-So what is found depends on the text alone, and never on when it was looked for: a request that is read again drafts as
-it would have.
+A dictionary holds the last place of every n-gram of the least length, a list holds the place before each place:
+together a chain of places, newest first. A match is searched for at the first few places of a chain, by comparing
+tokens backwards. So the result depends only on the text, never on the time of the search: a preempted request that is
+read again drafts the same tokens.
 
 Source: prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding); the number of drafts by length and count
 of the match after SuffixDecoding (Oliaro et al. 2024, section 4); chains of places as in RFC 1951, section 4.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 PLACES = 8
 """Places of an n-gram that are compared, from the last one back: it bounds the time of a look."""
 END = -1
-"""Stands between two texts of an index: no token id, so that no match reaches from one into the other."""
+"""Separator between two texts of an index. It is no token id, so that no match crosses it."""
 _BASE = 1 << 32
 """Larger than every token id, so that two n-grams never have one key."""
 
@@ -26,7 +26,7 @@ class Match(NamedTuple):
     """The longest match of the last tokens of a text.
 
     Attributes:
-        place: where its last token stands in the index; -1 for none. length: tokens that are equal, at most `longest`.
+        place: index of its last token; -1 for none. length: number of equal tokens, at most `longest`.
         agreeing: how many of the places that match so far go on alike, this one included; 1 where `longest` match.
     """
 
@@ -45,7 +45,7 @@ class TokenIndex:
     """
 
     def __init__(self, least: int, longest: int) -> None:
-        """least: tokens of the shortest match. longest: longer matches are not told apart."""
+        """least: tokens of the shortest match. longest: longer matches are not distinguished."""
         self.tokens: list[int] = []
         self._least, self._longest = least, longest
         self._modulus = _BASE ** (least - 1)
@@ -85,7 +85,7 @@ class TokenIndex:
 
     def propose(self, most: int) -> list[int]:
         """At most `most` tokens that followed the longest match of the last tokens, one for each token of it and place
-        that agrees; [] without a match. A match that reaches into what follows it is a period: it goes on.
+        that agrees; [] without a match. A match that overlaps its continuation is repeated as a period.
 
         >>> index = TokenIndex(2, 8)
         >>> index.extend([1, 2, 3, 1, 2, 3, 1])
@@ -128,7 +128,7 @@ class TokenIndex:
 
 
 class SharedTexts:
-    """Texts of several requests, the last ones: at least half of `capacity` tokens, at most all of them.
+    """The latest texts of several requests, between half of `capacity` and `capacity` tokens in total.
 
     Two indexes, of which the older one is dropped when the newer one has half of the tokens.
     """
@@ -140,7 +140,7 @@ class SharedTexts:
 
     @property
     def num_tokens(self) -> int:
-        """Of all texts and what stands between them."""
+        """Number of tokens in all texts, including separators."""
         return len(self._old.tokens) + len(self._new.tokens)
 
     def add(self, text: Sequence[int]) -> None:

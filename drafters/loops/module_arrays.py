@@ -111,7 +111,7 @@ def shifted_batch(
 ) -> HostBatch:
     """Module m's attention over all token rows of a verification, at positions m less than the target's.
 
-    Rows before a request's beginning do not exist: they become a row of their own on the null page.
+    Rows before a request's beginning do not exist: they become a separate row on the null page.
 
     Args:
         query_start_loc: [B+1]; first_positions: [B] of the verification; block_table: [B, P] of the head's pages.
@@ -201,7 +201,7 @@ class ModuleArrays:
     Attributes:
         request_rows: [B'] int64, see `DraftInput`; the R drafting ones come first.
         num_drafting: R.
-        passes: of each module. steps: attention of drafts 2 … n.
+        passes: one per module. steps: attention of drafts 2 … n.
     """
 
     request_rows: np.ndarray
@@ -290,7 +290,7 @@ _PER_STEP = ("query_start_loc", "seq_lens", "page_indices", "page_indptr", "last
 
 
 class FixedStepSection:
-    """Places all steps of M modules in an arena of their own, for rounds of one fixed shape.
+    """Places all steps of M modules in a separate arena, for rounds of one fixed shape.
 
     Their arrays form one batch with the step as first dimension; slots and positions are flat, step after step.
     """

@@ -45,7 +45,7 @@ from drafters.loops.module_arrays import FixedStepSection, step_width
 
 
 class ModulePasses(MtpPasses):
-    """The passes of one module of several; it reads the outputs of the module `before`, module 0 those of the last."""
+    """The passes of one module of several; it reads the outputs of module `before` (for module 0, the last)."""
 
     def __init__(self, head: BlockHead, before: Head) -> None:
         super().__init__(head)
@@ -81,7 +81,7 @@ class StaticModules:
         greedy: Greedy,
         compiler: Compile,
     ) -> None:
-        """passes: of modules 0 … M-1."""
+        """passes: passes of modules 0 … M-1."""
         self._passes = passes
         self._plain = [_Functions(each) for each in passes]
         self._compiled = [_Functions(each, compiler) for each in passes]
@@ -91,7 +91,7 @@ class StaticModules:
         self._target_ids = target_ids_of(passes[0].head, aux.device)
         hidden_size = passes[0].head.hidden_size
         self.carried = aux.new_zeros(len(passes) - 1, limits.rows + 1, hidden_size)
-        rows = max(limits.rows, 2)  # a single row drafts beside a padding row
+        rows = max(limits.rows, 2)  # a single row drafts together with a padding row
         self.hidden = aux.new_zeros(len(passes), rows, hidden_size)
         self.drafts = torch.zeros(rows, limits.drafts, dtype=torch.int64, device=aux.device)
 
@@ -128,6 +128,7 @@ class StaticModules:
                 x = run(x, tokens, positions[m])
             hidden[m].copy_(x.index_select(0, inputs.last_row))
         self.carried[:, own.request_rows] = hidden[:-1]
+        # A clone: compiled code would be recompiled for a view of the buffer, see `_flat`.
         return self._choose(modules[0].logits(hidden[0].clone()), 0)
 
     def step(
@@ -165,13 +166,13 @@ class _Functions:
 def _row_by_row(first: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Join first [R, H] and others [R, n, H] by row -> [R·(n+1), H]."""
     rows, count, size = others.shape
-    joined = first.new_empty(rows * (count + 1), size)
+    joined = first.new_empty(rows * (count + 1), size)  # in the final shape, so that the result is no view, see `_flat`
     torch.cat([first[:, None], others], 1, out=joined.view(rows, count + 1, size))
     return joined
 
 
 def _flat(values: torch.Tensor, *shape: int) -> torch.Tensor:
-    """A copy in another shape, in memory of its own: compiled code is compiled anew for every kind of view."""
+    """A contiguous copy in another shape, because compiled code would be recompiled for every kind of view."""
     copied = values.new_empty(shape)
     copied.view(values.shape).copy_(values)
     return copied

@@ -91,7 +91,7 @@ def module_prefill(
 
     Args:
         aux: [T, H] states of the target's last forward after its final norm.
-        passes: of modules 0 … M-1.
+        passes: passes of modules 0 … M-1.
         carried: [M, B', H] result of the requests' previous draft prefill; unused, but finite, for new requests.
 
     Returns:

@@ -1,1 +1,1 @@
-"""Multi-token-prediction modules of the DeepSeek kind. What varies: tensor names, the block, the input convention."""
+"""Multi-token-prediction modules of the DeepSeek kind. They differ in tensor names, block, and input convention."""

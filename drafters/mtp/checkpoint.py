@@ -52,12 +52,12 @@ def load_mtp(
     Args:
         path: a folder, or a model's name on the Hugging Face hub; one file or an index.
         target: the model that they draft for; its embedding and lm_head are shared, not copied.
-        dtype, device: of the weights; block-fp8 weights are multiplied out first.
-        convention: the input convention, which no checkpoint records; default that of the format's reference code.
+        dtype, device: for the weights; block-fp8 weights are dequantised first.
+        convention: the input convention, which no checkpoint records; default: the format's reference code's.
 
     Raises:
-        HeadLoadError: there is no module, tensors are missing, unknown, of another shape or not finite, or the
-            checkpoint brings another embedding or lm_head than the target's.
+        HeadLoadError: the checkpoint has no module, tensors are missing, unknown, of another shape or not finite, or
+            its embedding or lm_head differs from the target's.
     """
     folder = open_folder(path)
     form = _format_of(folder).of(target.config)
@@ -74,7 +74,7 @@ def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention 
     """Every resolved field of a checkpoint's modules and where it came from; no weights are read.
 
     Raises:
-        HeadLoadError: there is no module.
+        HeadLoadError: the checkpoint has no module.
     """
     folder = open_folder(path)
     form = _format_of(folder).of(target.config)
@@ -124,7 +124,7 @@ def _start(names: Mapping[str, str]) -> str:
 
 
 def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
-    """A module's tensors under the names that DeepSeek checkpoints give those of layer N + k; none of the target.
+    """A module's tensors under the names that DeepSeek checkpoints use for layer N + k, without shared tensors.
 
     A projection of [hidden, embedding] has its halves swapped: these checkpoints have [embedding, hidden].
 
@@ -148,11 +148,12 @@ def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
 
 
 def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
-    """Write one module as a DeepSeek-style checkpoint of its own: the target's config.json, and the module's tensors.
+    """Write one module as a separate DeepSeek-style checkpoint: the target's config.json, and the module's tensors.
 
     Raises:
         HeadLoadError: see `deepseek_tensors`.
     """
+    # safetensors stores contiguous tensors only.
     weights = {name: t.cpu().contiguous() for name, t in deepseek_tensors(head, target.num_layers).items()}
     config = copy.deepcopy(target.config)
     config.num_nextn_predict_layers = 1
@@ -166,7 +167,7 @@ def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
 
 
 def _format_of(folder: CheckpointFolder) -> Format:
-    """The format of a checkpoint's modules. Raises HeadLoadError: there is none, or one that is not read."""
+    """The format of a checkpoint's modules. Raises HeadLoadError if it has none, or a format that is not supported."""
     if lookup(folder.config, "speculators_model_type") == "mtp":
         return SPECULATORS
     layout = layout_of_folder(folder)

@@ -13,11 +13,11 @@ Concat = Literal["auto", "embedding_first", "hidden_first"]
 
 @dataclass(frozen=True)
 class MtpConvention:
-    """What a user may choose about a module's inputs, because no checkpoint says it.
+    """Choices about a module's inputs that are the user's because no checkpoint records them.
 
     concat: the order of the projection's halves; "auto" is the order of the checkpoint's family.
-    feedback: what the next draft step gets: the final norm's output or the block's. Engines agree on post_norm but for
-        GLM-4.5, where vLLM feeds the block's output back.
+    feedback: input of the next draft step, the final norm's output or the block's. Engines agree on post_norm except
+    for GLM-4.5, where vLLM feeds the block's output back.
     """
 
     concat: Concat = "auto"
@@ -30,5 +30,5 @@ class MtpConvention:
                 raise InvalidInputError(f"mtp_{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}")
 
     def hidden_first(self, family: bool) -> bool:
-        """Whether the projection reads [hidden, embedding]; `family` says it of the family."""
+        """Whether the projection reads [hidden, embedding]; `family`: the family's order."""
         return family if self.concat == "auto" else self.concat == "hidden_first"

@@ -30,7 +30,7 @@ _LEAST = 16
 _KNOWS = 0.7
 """A convention whose surprise is more than this share of log V nats per token has not been trained for this target."""
 _FIRST, _FED_BACK = range(1, 2), range(2, 5)
-"""The drafts that decide the projection's order, and those that decide what is fed back: its effect grows per step."""
+"""Numbers of the drafts that decide the projection's order and the feedback, whose effect grows per step."""
 
 
 class CheckedModule(Head, Protocol):
@@ -85,10 +85,10 @@ class Comparison:
 def compare_conventions(
     head: CheckedHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int
 ) -> tuple[Comparison, ...]:
-    """Judge the order of the projection, and where K (`num_drafts`) is two or more, what is fed back.
+    """Judge the order of the projection and, if K (`num_drafts`) is two or more, the feedback.
 
-    There is no comparison where both conventions are one (no final norm), where drafts are never fed back, or where the
-    attention is of a kind that it cannot run.
+    A comparison is omitted if both conventions coincide (no final norm), if drafts are never fed back, or if the check
+    cannot run the module's kind of attention.
 
     Args:
         head: one module, or several of one input convention. token_ids: [T] int64, a text.

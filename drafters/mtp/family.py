@@ -38,12 +38,12 @@ def load_head(
 
 
 def describe_head(path: str | Path, options: Mapping[str, Any]) -> HeadReport:
-    """Raises InvalidInputError: a module's files do not say enough without its target."""
+    """Raises InvalidInputError: a module's files do not suffice without its target."""
     raise InvalidInputError(f"{path}: a multi-token-prediction module is read with its target: give --target")
 
 
 def named_target(config: Config) -> str | None:
-    """None: a module lies in its target's checkpoint, or beside a copy of its config.json."""
+    """None: a module is stored in its target's checkpoint, or with a copy of the target's config.json."""
     return None
 
 

@@ -17,7 +17,7 @@ from drafters.checkpoints.layouts import Layout
 from drafters.errors import HeadLoadError
 
 _LAST = "last."
-"""Stands for the number of a module's last block."""
+"""Placeholder for the number of a module's last block."""
 _MIXERS = ("full_attention", "moe", "mlp")
 
 
@@ -82,7 +82,7 @@ def mixers_of(config: PreTrainedConfig) -> tuple[str, ...]:
     """The mixers of a module's blocks, from the configuration of a target whose layers have one each.
 
     Raises:
-        HeadLoadError: it names none, or one that a module cannot have: a recurrent one would need states of its own.
+        HeadLoadError: it names no mixer, or one that a module cannot have: a recurrent mixer would need its own states.
     """
     mixers = tuple(getattr(config, "mtp_layers_block_type", None) or ())
     wrong = sorted(set(mixers) - set(_MIXERS))

@@ -6,8 +6,8 @@ h_p is the target's state after its final norm in the draft prefill, the module'
 are decoder layers of the target's own class, run one after the other by transformers' code with our attention: one of
 attention and an MLP, or of a target whose layers have one mixer each, several (Nemotron-H: attention, then experts).
 
-Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; the order [embedding, hidden] and the fed-back state are those of
-the released code (huggingface/transformers, modeling_layers.py MtpLayer; sgl-project/sglang, deepseek_nextn.py; of
+Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; the order [embedding, hidden] and the fed-back state follow the
+released code (huggingface/transformers, modeling_layers.py MtpLayer; sgl-project/sglang, deepseek_nextn.py; of
 Nemotron-H vllm-project/vllm, nemotron_h_mtp.py).
 
 Which rows each module runs, and why one vector per request and module is carried from round to round: see
@@ -52,7 +52,7 @@ class MtpHead(nn.Module):
     def __init__(self, spec: MtpSpec, target: MtpTarget, device: torch.device | None = None) -> None:
         """Build a module whose weights are still to be loaded.
 
-        device: of the weights; by default that of the target's embedding. "meta" makes none, for
+        device: for the weights; default: the device of the target's embedding. "meta" allocates none, for
         `load_state_dict(..., assign=True)`.
 
         Raises:
@@ -96,7 +96,7 @@ class MtpHead(nn.Module):
         return [block.get_submodule("mixer") for block, mixer in mixers if mixer == "full_attention"]
 
     def _probe(self) -> tuple[AttentionCall, ...]:
-        """Run the blocks' attention on two dummy rows and record what it needs."""
+        """Run the blocks' attention on two dummy rows and record its requirements."""
         weight, attentions = self.eh_proj.weight, self._attentions()
         arguments = self._layer_arguments(2, weight)
         with torch.no_grad(), recorded_calls(self.blocks) as calls:
@@ -124,7 +124,7 @@ class MtpHead(nn.Module):
         return {name: _moved(value, like.device) for name, value in made.items()}
 
     def _arguments(self, x: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        """What the blocks are called with for x [1, T, H] at positions [1, T].
+        """Arguments of the blocks' call for x [1, T, H] at positions [1, T].
 
         A rotary module of several sections (text, height, width; Qwen3.5) takes positions [3, 1, T], for text three
         equal ones.
@@ -319,7 +319,7 @@ class MtpStack(nn.Module):
         return tuple(self.heads)  # type: ignore[arg-type]
 
     def draft_loop(self, limits: LoopSize) -> ModuleLoop | ChainLoop:
-        """The modules in turn, as many as there are drafts; of one draft, the chain of the first."""
+        """A loop over the modules in turn, at most one per draft; for one draft, the chain of the first."""
         return ModuleLoop(self, limits) if limits.drafts > 1 else self.module(0).draft_loop(limits)
 
     def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:

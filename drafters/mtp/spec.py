@@ -1,4 +1,4 @@
-"""MtpSpec and MtpTarget: what decides the shape and the arithmetic of a multi-token-prediction module."""
+"""MtpSpec and MtpTarget: everything that decides the shape and arithmetic of a multi-token-prediction module."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ class MtpSpec:
 
     Attributes:
         hidden_first: the projection reads [hidden, embedding] (MiMo) instead of [embedding, hidden].
-        final_norm: there is a norm between the block and the target's lm_head (Ernie has none).
-        feedback: what the next draft step gets: the final norm's output or the block's. Without a norm they are one.
+        final_norm: a norm lies between the block and the target's lm_head (Ernie has none).
+        feedback: input of the next draft step, the final norm's output or the block's (the same without a norm).
         projection_bias: the projection has a bias. experts: the block's MLP is a mixture of experts.
-        mixers: of a module of several blocks with one mixer each (Nemotron-H), what these are: "full_attention", "moe"
-            or "mlp". () for one block with attention and an MLP.
-        attention: the kind of the target's layers that such one block is: "full_attention" or "sliding_attention".
+        mixers: kinds of the blocks of a module that has one mixer per block (Nemotron-H): "full_attention", "moe" or
+            "mlp". () for one block with attention and an MLP.
+        attention: the attention kind of a single block, as in the target's layers: "full_attention" or
+            "sliding_attention".
     """
 
     hidden_first: bool = False
@@ -52,7 +53,7 @@ class MtpTarget:
 
     Attributes:
         config: the target's text configuration. num_layers: N.
-        layer_class, norm_class: of the target's decoder layers; norm_eps: of all its norms.
+        layer_class, norm_class: classes of the target's decoder layers and norms; norm_eps: epsilon of all its norms.
         rotary: the target's rotary embedding module; None where its layers take no rotary embedding.
         embedding, lm_head: [V, H] weights on the target's device (one tensor when tied).
     """
@@ -75,7 +76,7 @@ class MtpTarget:
 
 
 def mtp_target(model: PreTrainedModel) -> MtpTarget:
-    """What modules need of a loaded target.
+    """Parts of a loaded target that modules need.
 
     Raises:
         HeadMismatchError: its decoder is not built of `layers` with an `input_layernorm` or `norm`, a `rotary_emb`
@@ -126,7 +127,7 @@ def _readable(module: Any, what: str) -> torch.Tensor:
 
 
 def _norms(layer: nn.Module) -> tuple[nn.Module | None, ...]:
-    """What may come first in a decoder layer; a layer with one mixer has `norm` alone."""
+    """Candidates for the first norm of a decoder layer; a layer with one mixer has only `norm`."""
     return getattr(layer, "input_layernorm", None), getattr(layer, "norm", None)
 
 
@@ -139,7 +140,7 @@ Source: sgl-project/sglang 0.5.23, models/exaone_moe_mtp.py, exaone_moe.py (laye
 
 
 def attention_of(config: PreTrainedConfig, module: int) -> tuple[str, str]:
-    """The kind of attention of the block of module 0 … M-1, and what of the target's text configuration says so.
+    """The kind of attention of the block of module 0 … M-1, and its source in the target's text configuration.
 
     Raises:
         HeadLoadError: it is of a kind that a module cannot have.
@@ -162,8 +163,8 @@ def attention_of(config: PreTrainedConfig, module: int) -> tuple[str, str]:
 def block_config(config: PreTrainedConfig, spec: MtpSpec) -> PreTrainedConfig:
     """A copy of the target's configuration from which its layer class builds layers 0 … as a module's blocks.
 
-    The fields by which layer classes tell dense from sparse, full from linear or sliding attention, and one mixer from
-    another by the layer's index are set for these layers; all others stay.
+    Fields by which layer classes select, by layer index, dense or sparse MLPs, full, linear or sliding attention, and
+    mixers are set for these layers; all others stay.
 
     Source: huggingface/transformers, configuration_utils.py (get_mtp_config) and the layer classes of deepseek_v3,
     glm4_moe, glm4_moe_lite, ernie4_5_moe, qwen3_next, qwen3_5, qwen3_5_moe and nemotron_h.

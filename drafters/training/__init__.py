@@ -1,1 +1,1 @@
-"""Training a head of either family on a target's answers, without the engine. What varies: head and objective."""
+"""Training a head of either family on a target's answers, without the engine. Families differ in head and objective."""

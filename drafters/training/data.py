@@ -143,7 +143,7 @@ def answer(prompts: Sequence[Sequence[int]], regenerate: Regenerate, max_length:
     a bonus token and a token after it).
 
     Raises:
-        InvalidInputError: the number of answers differs from that of the prompts, or no sequence is left.
+        InvalidInputError: the numbers of answers and prompts differ, or no sequence is left.
     """
     answers = regenerate([list(prompt) for prompt in prompts])
     if len(answers) != len(prompts):

@@ -20,7 +20,7 @@ _PARTIAL, _OLD = ".partial", ".old"
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a whole file or nothing: to a temporary file, synced to the disk, then renamed.
+    """Write a whole file or nothing: the data goes to a temporary file, which is synced to the disk and renamed.
 
     Raises:
         RunFolderError: it cannot be written; an earlier file of that name stays.
@@ -39,10 +39,10 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def whole_folder(path: Path, *, manifest: bool = True) -> Iterator[Path]:
-    """Fill a folder that takes the place of `path` when the block ends: an empty one next to it, which is yielded.
+    """Yield an empty folder next to `path`, which replaces `path` when the block ends.
 
-    After an error that is removed, and `path` is as it was. manifest: add one, so that `damage` can tell later whether
-    the files are still what was written.
+    After an error the new folder is removed, and `path` is unchanged. manifest: add a manifest, by which `damage` can
+    check later whether the files have changed.
 
     Raises:
         RunFolderError: it cannot be written.
@@ -64,7 +64,7 @@ def whole_folder(path: Path, *, manifest: bool = True) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         _restore(path, partial, old)
         raise RunFolderError(f"cannot write {path}: {error}") from error
-    except BaseException:
+    except BaseException:  # also Ctrl-C, and errors of the caller's block
         _restore(path, partial, old)
         raise
 
@@ -89,7 +89,7 @@ def damage(folder: Path) -> str | None:
 
 
 def sync(descriptor: int) -> None:
-    """Wait until the disk has what was written to an open file."""
+    """Wait until the disk has all data written to an open file."""
     os.fsync(descriptor)
 
 
@@ -97,7 +97,7 @@ def _synced_files(folder: Path) -> list[Path]:
     """All files below a folder, once the disk has them."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for file in files:
-        with file.open("rb+") as opened:
+        with file.open("rb+") as opened:  # "+": Windows syncs only files open for writing
             sync(opened.fileno())
     for inner in {file.parent for file in files}:
         _sync_folder(inner)

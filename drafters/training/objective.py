@@ -154,6 +154,6 @@ def evaluate_batch(
 
 
 def _soft_cross_entropy(scores: torch.Tensor, wanted: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of -sum(wanted · log softmax(scores)) over the masked rows; zero when there are none."""
+    """Mean of -sum(wanted · log softmax(scores)) over the masked rows; zero without masked rows."""
     rows = -(wanted * F.log_softmax(scores.float(), dim=-1)).sum(-1)
     return torch.where(mask, rows, 0.0).sum() / mask.sum().clamp(min=1)

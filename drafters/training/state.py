@@ -31,7 +31,7 @@ _PARTS = ("step", "config", "data", "head", "optimizer", "scheduler", "history",
 
 @dataclass(frozen=True)
 class Measurement:
-    """Results after `step` optimizer steps; loss: of the step's batch.
+    """Results after `step` optimizer steps; loss: the loss on that step's batch.
 
     acceptance: share of held-out chains that are right up to and including draft 1, 2, … evaluation: result of the
     caller's `evaluate` for the finished head.
@@ -62,7 +62,7 @@ class Run:
     """What a checkpoint must agree with to be continued.
 
     Attributes:
-        folder: of the checkpoints; config: of the run; data: digest of the answers it learns from and is measured on.
+        folder: folder of the checkpoints; config: the run's; data: digest of the answers for training and evaluation.
     """
 
     folder: Path
@@ -120,7 +120,7 @@ def restore(run: Run, learner: Learner[TrainedHead], console: Console) -> tuple[
 
     Raises:
         InvalidInputError: the checkpoint is of a run with another configuration, other answers or another head.
-        RunFolderError: there are checkpoints, and all are damaged.
+        RunFolderError: checkpoints exist, and all are damaged.
     """
     found = checkpoints(run.folder)
     if not found:
@@ -142,7 +142,7 @@ def keep_evaluation(checkpoint: Path, evaluation: Mapping[str, float]) -> None:
 
 
 def kept_evaluation(checkpoint: Path) -> dict[str, float] | None:
-    """What `keep_evaluation` wrote; None if nothing readable is there."""
+    """The evaluation written by `keep_evaluation`; None if no readable file exists."""
     try:
         found = json.loads((checkpoint / _EVALUATION).read_bytes())
     except (OSError, ValueError):
@@ -180,7 +180,7 @@ def _read_state(file: Path) -> tuple[dict[str, Any], str | None]:
     """(state, None), or ({}, reason why it cannot be read)."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:  # torch.load's errors on a damaged file
         return {}, f"{file.name} cannot be read: {error}"
     missing = [name for name in _PARTS if name not in state] if isinstance(state, dict) else list(_PARTS)
     return ({}, f"{file.name} lacks {', '.join(missing)}") if missing else (state, None)

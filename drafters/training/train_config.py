@@ -16,7 +16,7 @@ class TrainConfig:
         steps: optimizer steps; the learning rate's cosine ends here. batch_size: sequences per step.
         ttt_steps, decay: steps of the training-time test, and the loss weight decay^i of step i.
         learning_rate, warmup_steps, weight_decay, beta2, clip: AdamW (beta1 0.9), linear warm-up, gradient norm.
-        seed: of the batches, which are padded to a multiple of `pad_multiple` tokens (few shapes for a compiler).
+        seed: seed of the batches, which are padded to a multiple of `pad_multiple` tokens (few shapes for a compiler).
         log_every: steps between two readings of the loss (each waits for the device).
         held_out_every: steps between two measurements of held-out acceptance.
         checkpoint_every, keep_checkpoints: steps between two checkpoints, and how many stay.

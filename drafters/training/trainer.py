@@ -72,7 +72,7 @@ class TrainResult:
     """A finished run.
 
     Attributes:
-        folder: of the finished head's checkpoint.
+        folder: folder of the finished head's checkpoint.
         history: every measurement, the last one of the finished head.
     """
 
@@ -91,7 +91,7 @@ def train(
     *,
     save: Save[TrainedHead],
 ) -> TrainResult:
-    """Train a head in place; continue from the newest checkpoint in `output` when there is one.
+    """Train a head in place; continue from the newest checkpoint in `output`, if any.
 
     Args:
         head: float32, on the device to train on: a fresh one (see `fresh_eagle3`), or one to continue with.
@@ -156,7 +156,7 @@ class _Scorer(Generic[TrainedHead]):
 
 
 def _learner(config: TrainConfig, head: TrainedHead) -> Learner[TrainedHead]:
-    # Norm weights and biases are not decayed: pulled towards zero they would scale what they norm.
+    # Norm weights and biases are not decayed: pulled towards zero they would scale down the normed values.
     matrices = [p for p in head.parameters() if p.dim() >= 2]
     vectors = [p for p in head.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -171,7 +171,7 @@ def _optimize(config: TrainConfig, learner: Learner[Any], loss: torch.Tensor) ->
     torch.nn.utils.clip_grad_norm_(learner.head.parameters(), config.clip)
     learner.optimizer.step()
     learner.scheduler.step()
-    return loss.detach()
+    return loss.detach()  # the graph behind the loss, and its activations, are freed
 
 
 def _measure(

@@ -1,1 +1,1 @@
-"""FlashInfer's kernels and their plans. What varies: fa2, fa3, MLA, or a packed kernel of ours, by batch and layer."""
+"""FlashInfer's kernels and their plans. The batch and the layer select fa2, fa3, MLA, or specdec's packed kernel."""

@@ -3,9 +3,9 @@
 Everything that a plan needs on the device came with the round's own transfer. So planning is FlashInfer's C++ planner
 over the host arrays plus its own copy of the plan. Two rules keep that sound:
 
-- FlashInfer copies the plan from the wrapper's pinned buffer without an event. A wrapper is planned again only after an
-  event of ours shows that its last copy is done; until then another wrapper is used.
-- Wrappers share the float workspace (used only inside one launch) and nothing else.
+- FlashInfer copies the plan from the wrapper's pinned buffer without an event. A wrapper is planned again only after a
+  CUDA event that specdec records shows that its last copy is done; until then another wrapper is used.
+- Wrappers share only the float workspace, which is used only inside one launch.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ class _Ring:
 
 
 class FlashInferBuilder:
-    """Plans any batch: rows with short queries first, prompt chunks apart, long ones on fa3 where it is offered.
+    """Plans any batch: rows with short queries first, prompt chunks separately, long chunks on fa3 if available.
 
-    Short ones of one length, as in a verification, are packed where those of a graph are: a row is then attended alike
-    in rounds of any shape.
+    Short rows of equal length, as in a verification, use the packed kernel wherever CUDA graphs use it, so that a row
+    is computed the same way in rounds of any shape.
     """
 
     def __init__(
@@ -151,9 +151,9 @@ class FlashInferBuilder:
 def start_building(
     key: AttentionSpec, dtype: torch.dtype, cache: torch.dtype, device: torch.device
 ) -> tuple[Build, ...]:
-    """Begin to build the kernels that a group with this key will ask for; for callers who know it beforehand.
+    """Begin to build the kernels that a group with this key will need; for callers that know the key in advance.
 
-    fa3's comes first: nvcc takes twice as long for it.
+    The fa3 kernel comes first because nvcc takes twice as long for it.
     """
     if dtype not in HALF or (not key.value_in_key and not has_flashinfer_heads(key)):
         return ()
@@ -200,7 +200,7 @@ class FixedBuilder:
         return FlashInferPlan(((self._kernel, self._kernel.generation, part.start),))
 
     def replan(self, host: HostBatch) -> None:
-        """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
+        """Plan another batch of this shape whose device arrays have the addresses of the last `build`'s."""
         assert self._part is not None
         if not self._kernel.keeps(host):
             self._kernel.plan(self._part.at(host))

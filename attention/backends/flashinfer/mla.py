@@ -1,9 +1,9 @@
-"""Attention over MLA's latents by FlashInfer's kernels (those of BatchMLAPagedAttentionWrapper; 0.7.2 tested).
+"""Attention over MLA's latents by the kernels of FlashInfer's BatchMLAPagedAttentionWrapper (0.7.2 tested).
 
 The kernel is fa3 on Hopper and fa2 on other GPUs from Ampere on. Its plan is made by `mla_plan` on the host: a few KB
-from a pinned buffer of ours. The wrapper's own `plan` stages 590 KB for any batch, clones its device buffers, and reads
-lengths back when they are on the device. As in `backend`, a pinned buffer is rewritten only after an event shows that
-its last copy is done, and plans share nothing but the float workspace.
+from a pinned buffer that specdec owns. The wrapper's own `plan` stages 590 KB for any batch, clones its device buffers,
+and reads lengths back when they are on the device. As in `backend`, a pinned buffer is rewritten only after an event
+shows that its last copy is done, and plans share nothing but the float workspace.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CAUSAL = 1
 
 
 def check_mla_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
-    """Refuse what these kernels do not offer, before anything is allocated.
+    """Refuse layers that these kernels do not support, before anything is allocated.
 
     Raises:
         UnsupportedAttentionError: dtype, widths, page size, number of heads, window, softcap or sinks.
@@ -128,6 +128,9 @@ class MlaKernel:
         self._dtype = dtype
         self._module: Any = None
         self._workspace = workspace
+        # Positional arguments of the module's run(): mask mode, heads, page size, softmax scale, return_lse_base_on_e,
+        # scales of the latent and of its rotary part (1.0: the cache has the model's dtype), and an unused last
+        # argument.
         self._tail = (_CAUSAL, key.num_q_heads, group.page_size, key.scale, False, 1.0, 1.0, None)
 
     def tiles(self, query_start_loc: np.ndarray) -> Tiles:

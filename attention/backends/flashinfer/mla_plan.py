@@ -46,10 +46,10 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of a batch: all that depends on the queries' lengths alone.
+    """The tiles of a batch, the part of a plan that depends only on query lengths.
 
     Attributes:
-        cluster: blocks per cluster, 1 or 2; clusters: how many there are; size: most pairs of a tile.
+        cluster: blocks per cluster, 1 or 2; clusters: their number; size: most (token, head) pairs of a tile.
         query_lens: [B]; query_start_loc: [B+1].
         row: [T] the row of each tile; first: [T] its first pair, in the row; width: [T] its pairs.
         start: [T] its first pair, in the batch; unseen: [T] keys at the end of the row that are masked for all
@@ -135,7 +135,7 @@ class SplitKV:
         num_chunks = _num_chunks(keys, chunk_size)
         tile = np.repeat(np.arange(len(num_chunks)), num_chunks)
         begin = offsets_within(num_chunks) * chunk_size
-        # A tile's only chunk has no end of its own: growing rows then change kv_end, and the chunks stay.
+        # The end of a tile's only chunk is left open: growing rows then change kv_end, and the chunks stay.
         limit = np.where(num_chunks[tile] > 1, begin + chunk_size, np.iinfo(np.int32).max)
         order, starts = _shared_out(np.minimum(limit, keys[tile]) - begin, tiles.clusters)
         size = np.where(num_chunks > 1, num_chunks * tiles.width, 0)
@@ -175,7 +175,8 @@ class Layout:
 
     Attributes:
         info: arguments of a launch: the grid, the arrays' byte offsets, and the offsets in the workspace of the partial
-            results and of their log-sum-exps. starts: the arrays' first entries; counts: their entries; nbytes: of all.
+            results and of their log-sum-exps. starts: the arrays' first entries; counts: their numbers of entries;
+            nbytes: size of the buffer.
     """
 
     info: tuple[int, ...]

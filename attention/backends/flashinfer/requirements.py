@@ -1,4 +1,4 @@
-"""Limits of the FlashInfer backend: what it refuses before anything is allocated, and bytes of workspace.
+"""Limits of the FlashInfer backend: batches and layers that it refuses before allocating, and workspace sizes.
 
 Where the planner splits a row's KV, each chunk writes a partial output and its log-sum-exp to the float workspace, in
 float32, and planning fails when it is too small. It grows with query heads × rows × tokens per row × head
@@ -24,7 +24,7 @@ PAGE_SIZES = (1, 16, 32, 64)
 
 
 def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
-    """Refuse what this backend does not offer, before anything is allocated.
+    """Refuse layers that this backend does not support, before anything is allocated.
 
     Raises:
         UnsupportedAttentionError: dtype, heads, or MLA; for heads that FlashInfer has a kernel for, page size and sinks

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 LAUNCH_US, PREFIX_LAUNCH_US = 7.7, 2.0
-"""Of the packed kernel, from its begin to its end over few keys; of the prefix kernel before it."""
+"""Time of the packed kernel over few keys, from begin to end, and of the prefix kernel before it."""
 OWN_US_PER_MB, SHARED_US_PER_MB = 0.241, 0.187
 """Reading keys: those that one row has, from memory (4.1 TB/s); those that flat attention reads for many rows, which
 are in the L2 cache after the first (5.3 TB/s)."""
 SUM_US_PER_MB = 2 * OWN_US_PER_MB
 """Partial sums are read where a row begins, before anything else of it can be done."""
 LEAST_GAIN = 1.15
-"""Flat attention's time over that of two levels from which on these are taken. Of the measured cases all with a gain
-below 1.05 come out below 0.91, and all with one above 1.2 above 1.36."""
+"""Two-level attention is used from this estimated speedup over flat attention on. In the measurements, every case with
+an estimate below 1.05 had a speedup below 0.91, and every case with an estimate above 1.2 one above 1.36."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class PrefixWork:
     """The work that the kernel over the shared pages does at once; see `attention.kernels.cascade_kernel.PrefixTiling`.
 
     Attributes:
-        tile_queries: of a program. parts, least_keys: how the shared keys are split.
-        programs: that the device runs at the same time. key_ns: that one takes for a key, loaded and computed.
+        tile_queries: queries of a program's tile. parts, least_keys: how the shared keys are split.
+        programs: number that the device runs concurrently. key_ns: time in which a program loads and computes one key.
     """
 
     tile_queries: int
@@ -63,8 +63,8 @@ class CascadeCost:
     shared keys, for a tile of queries; programs that the device has no room for wait for the others. Then each row
     reads the sums over the parts, D + 2 numbers a query head in float32, and its own keys.
 
-    Llama-3.1-8B in bfloat16 on an H200, 32 rows with 2,048 shared keys and 256 of their own, 6 tokens: 73.6 and 47.3 µs
-    were measured (1.56); with 512 shared keys 28.3 and 34.2, so flat attention is taken.
+    Llama-3.1-8B in bfloat16 on an H200, 32 rows of 6 tokens with 2,048 shared and 256 private keys each: 73.6 (flat)
+    and 47.3 µs were measured, a gain of 1.56; with 512 shared keys 28.3 and 34.2, so flat attention is used.
 
     >>> cost = CascadeCost(32, 8, 128, 2, PrefixWork(128, 2, 512, 132, 22.6))
     >>> [(round(cost.flat_us(32, keys, 256), 1), round(cost.cascade_us(32, 6, keys, 256), 1)) for keys in (2048, 512)]
@@ -73,8 +73,8 @@ class CascadeCost:
     (True, False)
 
     Attributes:
-        num_q_heads, num_kv_heads, head_dim: of a layer. item_bytes: of a number in the cache.
-        work: of the prefix kernel.
+        num_q_heads, num_kv_heads, head_dim: shape of a layer. item_bytes: size of a cached element.
+        work: tiling and speed of the prefix kernel.
     """
 
     num_q_heads: int
@@ -87,12 +87,12 @@ class CascadeCost:
         return keys * 2 * self.num_kv_heads * self.head_dim * self.item_bytes / 1e6
 
     def flat_us(self, rows: int, prefix_keys: int, own_keys: int) -> float:
-        """Of flat attention over `rows` rows; own_keys: of each row after the prefix, on average."""
+        """Time of flat attention over `rows` rows; own_keys: average keys of a row after the prefix."""
         shared, own = self._key_megabytes(rows * prefix_keys), self._key_megabytes(rows * own_keys)
         return LAUNCH_US + shared * SHARED_US_PER_MB + own * OWN_US_PER_MB
 
     def cascade_us(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> float:
-        """In two levels; query_len: tokens of each row."""
+        """Time of attention in two levels; query_len: tokens of each row."""
         work, tokens = self.work, rows * query_len
         part_keys = max(-(-prefix_keys // work.parts), work.least_keys)
         parts = -(-prefix_keys // part_keys)
@@ -104,15 +104,15 @@ class CascadeCost:
         return LAUNCH_US + prefix + sums * SUM_US_PER_MB + own * OWN_US_PER_MB
 
     def reading_us(self, keys: int) -> float:
-        """Of flat attention for so many shared keys, counted once a row."""
+        """Time in which flat attention reads this many shared keys, counted once per row."""
         return self._key_megabytes(keys) * SHARED_US_PER_MB
 
     def saved_us(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> float:
-        """Flat attention's time less that of two levels: less than 0 where these take longer."""
+        """Time that two levels save over flat attention, in µs; negative where they take longer."""
         return self.flat_us(rows, prefix_keys, own_keys) - self.cascade_us(rows, query_len, prefix_keys, own_keys)
 
     def gain(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> float:
-        """Flat attention's time over that of two levels."""
+        """Speedup of two levels over flat attention."""
         return self.flat_us(rows, prefix_keys, own_keys) / self.cascade_us(rows, query_len, prefix_keys, own_keys)
 
     def pays(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> bool:
@@ -121,8 +121,8 @@ class CascadeCost:
 
 
 LEAST_ROWS = 4
-"""Rows of a fixed shape from which on it has a launch for shared pages, which costs 1 to 2 µs a layer of few keys where
-there are none: three rows save at most two readings of a prefix."""
+"""Fixed shapes with at least this many rows launch the kernel for shared pages, which costs 1 to 2 µs a layer of few
+keys even if no pages are shared; with three rows it saves at most two readings of a prefix."""
 _RING = 2
 LOOK_AGAIN = 32
 """Batches after which an answer that still holds is looked for again."""
@@ -148,9 +148,9 @@ class Sharing:
     def of_batch(
         self, key: AttentionSpec, dtype: torch.dtype, shape: tuple[int, int], scratch: Scratch, batch: HostBatch
     ) -> BatchShared | None:
-        """For the first rows of one batch; None with few rows.
+        """Shared pages of the first rows of one batch; None with few rows.
 
-        The kernels are those of fixed shapes, so that rounds beside graphs compile none.
+        It uses the kernels of the fixed shapes, so that rounds outside CUDA graphs compile none.
         """
         if shape[0] < LEAST_ROWS:
             return None
@@ -183,7 +183,7 @@ class Sharing:
 
 
 def _tiling(key: AttentionSpec, shape: tuple[int, int], scratch: Scratch) -> PrefixTiling:
-    """Of the next power of two of rows, so that there are few kernels; shape: (rows, query_len)."""
+    """The tiling for the next power of two of rows, to keep kernels few; shape: (rows, query_len)."""
     from attention.kernels.cascade_kernel import prefix_tiling
 
     rows = 1 << (shape[0] - 1).bit_length()
@@ -202,8 +202,8 @@ def _cost(key: AttentionSpec, dtype: torch.dtype, tiling: PrefixTiling, scratch:
 def worth_sharing(batch: HostBatch, rows: int, query_len: int, cost: CascadeCost) -> np.ndarray:
     """[rows] int32: leading pages that each of the first rows shares with others, where it pays; else zeros.
 
-    The kernels serve one class of rows at once: of those that pay the one that saves most time. Classes come in order
-    of the keys that they leave out, and a class cannot save more than reading the keys of all its rows takes.
+    The kernels serve one class of rows at a time: the class that saves the most time, if any pays. Classes come in
+    order of the keys that they leave out, and a class cannot save more than reading the keys of all its rows takes.
     """
     computed, best, most = batch.num_computed_tokens[:rows], None, -math.inf
     for found in shared_prefixes(batch.block_table[:rows], computed, batch.page_size):
@@ -218,7 +218,7 @@ def worth_sharing(batch: HostBatch, rows: int, query_len: int, cost: CascadeCost
 
 @dataclass(frozen=True)
 class BatchShared:
-    """The shared pages of one batch. launches: whether there are any, so that they are attended before the rest."""
+    """The shared pages of one batch. launches: whether it has any, which are attended before the rest."""
 
     shared: SharedKeys
     launches: bool
@@ -228,7 +228,7 @@ class SharedRows:
     """The shared pages of batches of `rows` rows of `query_len` tokens, at an address that does not change."""
 
     launches = True
-    """A captured graph does, whatever it finds."""
+    """A captured graph always launches the kernel, whether or not pages are shared."""
 
     def __init__(self, shared: SharedKeys, query_len: int, cost: CascadeCost) -> None:
         self.shared = shared
@@ -245,9 +245,9 @@ class SharedRows:
     def update(self, batch: HostBatch) -> None:
         """The next launches serve this batch. Sends the pages where they changed.
 
-        What was found last is kept while it holds: the tables begin as they did, and all rows still see the pages that
-        they share. To look again costs 30 µs and more; once in `LOOK_AGAIN` batches it is done nevertheless, for
-        rows that could share more by now.
+        The last result is kept while it holds: the tables begin as they did, and all rows still see the pages that they
+        share. To look again costs 30 µs and more; once in `LOOK_AGAIN` batches it is done nevertheless, for rows that
+        could share more by now.
         """
         rows = len(self.shared.pages)
         if self._left and batch.block_table[:rows, : self._width].tobytes() == self._begins:
@@ -263,7 +263,7 @@ class SharedRows:
 
     def send(self, pages: np.ndarray) -> None:
         """The next launches find these pages; [rows] int32, see `attention.kernels.cascade_kernel.SharedKeys`."""
-        self._sent, self._left = b"", 0  # an interrupt from here on leaves what is looked for and sent again
+        self._sent, self._left = b"", 0  # after an interrupt from here on, pages are looked for and sent again
         slot = self.num_copies % _RING
         if self._copied and not self._copied[slot].query():
             self._copied[slot].synchronize()

@@ -46,12 +46,12 @@ def packed_scratch(device: torch.device) -> Scratch:
 class PackedKernel:
     """The packed kernel over one batch at a time, in place of a FlashInfer wrapper (`Kernel`), with nothing to plan.
 
-    It finds pages and lengths where those of the last planned batch lay. Pages that rows share are attended once, where
-    that pays; see `sharing`.
+    It reads pages and lengths at the device addresses of the last planned batch. Pages that rows share are attended
+    once if that is estimated to be faster; see `sharing`.
     """
 
     def __init__(self, key: AttentionSpec, scratch: Scratch, sharing: SharedRows | BatchShared | None = None) -> None:
-        """sharing: of the batches that it serves; None where no pages are looked for."""
+        """sharing: shared pages of the batches that it serves; None if sharing is never looked for."""
         self.generation = 0
         self.sharing = sharing
         self._scratch = scratch
@@ -73,7 +73,7 @@ class PackedKernel:
         return True
 
     def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
-        """See `Kernel.run`; there are no sinks."""
+        """See `Kernel.run`; without sinks."""
         from attention.kernels.cascade_kernel import launch_prefix
         from attention.kernels.packed_kernel import launch_packed
 
@@ -88,7 +88,7 @@ class PackedKernel:
 
 
 class PackedKernels:
-    """The packed kernels of a device: what they share, and whether they look for pages that rows share."""
+    """The packed kernels of a device: their common memory, and whether they look for pages that rows share."""
 
     def __init__(self, device: torch.device, cascades: bool = False) -> None:
         """cascades: look for them, and attend them once where that pays."""
@@ -113,7 +113,8 @@ class PackedKernels:
         return PACKED_IN_WORDS if is_packed(group, key, dtype, 1) and key.chunk_size is None else ""
 
     def sharing_in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, served: bool) -> str:
-        """Where shared pages are attended once, or why never; "" if nobody looks. served: whether heads allow it."""
+        """Where shared pages are attended once, or why never; "" where sharing is never looked for. served: whether
+        heads allow it."""
         if self.sharing is None:
             return ""
         limit = cascade_limit(key, group.format.dtype_for(dtype) != dtype)

@@ -146,8 +146,8 @@ class TrtllmKernel:
 
 
 class TrtllmBuilder:
-    """Plans any batch: the leading rows with short queries for the decode kernels, all from the first long one on for
-    those of prompts. Nothing is computed on the host but maxima."""
+    """Plans any batch: the leading rows with short queries run on the decode kernels, all rows from the first long one
+    on run on the prompt kernels. The host computes only maxima."""
 
     def __init__(self, kernel: TrtllmKernel) -> None:
         self._kernel = kernel
@@ -205,7 +205,7 @@ class FixedTrtllmBuilder:
         return TrtllmPlan(self._kernel, (launch,))
 
     def replan(self, host: HostBatch) -> None:
-        """Plan another batch of the shape; its lengths lie on the device where those of the last `build` did."""
+        """Plan another batch of this shape whose device lengths have the addresses of the last `build`'s."""
         used = int(host.page_counts.max())
         table = host.block_table[:, :used]
         sent = table.tobytes()

@@ -1,13 +1,13 @@
 """One FlashInfer paged-attention wrapper: which kernel it runs, how that is built, and planning it from host arrays.
 
-FlashInfer builds a module of eight large files, of which we launch one: causal, paged. Here a module has that file,
-unchanged, and the host code without the other kernels (asked for one, it raises), under a name of its own.
+FlashInfer builds a module of eight large files, of which specdec launches one: causal, paged. Here a module has that
+file, unchanged, and the host code without the other kernels (a call for one raises), under a different name.
 
 Source: flashinfer-ai/flashinfer, flashinfer/jit/attention/modules.py (gen_batch_prefill_module), csrc/batch_prefill.cu,
 csrc/batch_prefill_sm90.cu.
 
-Two routes: "fa2" splits the KV of a row over the GPU (split-KV), for few query tokens against many keys, and has 8-bit
-caches and sinks; "fa3" is Hopper's own pipeline, for long prompt chunks.
+Two routes: "fa2" splits the KV of a row over the GPU (split-KV), for few query tokens against many keys, and supports
+8-bit caches and sinks; "fa3" is Hopper's own pipeline, for long prompt chunks.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def causal_module(route: str, *arguments: Any) -> Any:
     """FlashInfer's get_batch_prefill_module, same arguments, with causal paged kernels only; built if need be."""
     from flashinfer import prefill
 
+    # __wrapped__: without FlashInfer's functools.cache, which must keep returning full modules for the same arguments.
     made = prefill.get_batch_prefill_module.__wrapped__
     # The same function over other generators of sources: it finds them among its globals.
     generators = ("gen_batch_prefill_module", "_gen_batch_prefill_primary_module")
@@ -79,12 +80,12 @@ def _causal(generate: Any) -> Any:
 
 
 def write_causal(sources: Iterable[Path], folder: Path) -> list[Path]:
-    """Write the sources of a causal module beside those of the whole one, which lie in one folder with their headers.
+    """Write the sources of a causal-only module, made from FlashInfer's full module and its headers, into `folder`.
 
-    Files that are right already stay. Returns the sources to compile.
+    Files that are already correct are left untouched. Returns the sources to compile.
 
     Raises:
-        ValueError: they are not what this is written for.
+        ValueError: the sources differ from the FlashInfer version that this function edits.
     """
     sources = list(sources)
     kept = [path for path in sources if _KERNEL.fullmatch(path.name) or not _OTHER_KERNEL.fullmatch(path.name)]
@@ -96,6 +97,7 @@ def write_causal(sources: Iterable[Path], folder: Path) -> list[Path]:
     }
     hosts = [name for name, text in texts.items() if _RAGGED.search(text)]
     configs = [name for name, text in headers.items() if "DISPATCH_MASK_MODE" in text]
+    # 7: of the eight kernel files, paged or ragged with four mask modes each, only the causal paged file is kept.
     if len(kept) != len(sources) - 7 or len(hosts) != 1 or len(configs) != 1:
         raise ValueError(f"FlashInfer's sources in {sources[0].parent} are not of the form that is known")
     texts[hosts[0]] = _RAGGED.sub(r"\1 { return cudaErrorNotSupported; }", texts[hosts[0]])
@@ -118,7 +120,7 @@ _SPLIT_SHARE = 0.9
 class FixedShape:
     """The shape of every batch that a captured launch serves: `rows` rows of `query_len` tokens each.
 
-    tokens: of the batch, where rows have 0 … query_len each, others every time; None: rows·query_len.
+    tokens: token count of the batch if rows have varying lengths 0 … query_len; None: rows·query_len.
     """
 
     rows: int
@@ -192,7 +194,7 @@ class Kernel:
     A plan with split-KV depends on lengths. A fixed batch with so many rows that the planner would not split gets a
     kernel without split-KV and its reduction, planned once.
 
-    Built for any batch, or for those of one shape (then a captured graph may hold its launches).
+    It serves any batch, or batches of one shape (then a captured graph may hold its launches).
     """
 
     def __init__(
@@ -225,7 +227,7 @@ class Kernel:
         self._wrapper.reset_workspace_buffer(workspace, int_workspace)
         window_left = -1 if key.window is None else key.window - 1
         if not key.has_sinks:
-            self._wrapper._jit_module = module  # a plan takes this one, and builds none of its own
+            self._wrapper._jit_module = module  # plan() then uses this module instead of building one
         self._wrapper.plan(
             *buffers.values(), key.num_q_heads, key.num_kv_heads, key.head_dim_k, group.page_size, causal=True,
             sm_scale=key.scale, window_left=window_left, logits_soft_cap=key.softcap, q_data_type=dtype,
@@ -235,6 +237,9 @@ class Kernel:
             self._wrapper._jit_module = None  # which would be called with other arguments
         self._is_fixed = fixed is not None
         heads, dims = (key.num_q_heads, key.num_kv_heads), (key.head_dim_k, key.head_dim_v)
+        # The end of the C++ planner's positional arguments, in its order: heads, page size, CUDA graph, head dims,
+        # causal, window; for fa2 also fixed_split_size (-1: none), disable_split_kv, num_colocated_ctas and the uniform
+        # length.
         self._plan_tail: tuple[object, ...] = (*heads, group.page_size, fixed is not None, *dims, True, window_left)
         if route == "fa2":
             self._plan_tail += (-1, not self._splits, 0, uniform or 0)
@@ -292,22 +297,28 @@ class Kernel:
     def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
         """query, out: [tokens of the part and after, Hq, D]; sinks: [Hq] for an AttentionSpec with sinks, else None.
 
-        The plan bounds what is attended; FlashInfer wants the query to end there, and is told that it does.
+        The plan bounds the attended tokens. FlashInfer requires that the query ends with the last planned row, so its
+        record of that end is set to the query's length.
         """
+        # FlashInfer's run() raises unless the query has exactly `_qo_indptr_last` rows, and this query may have
+        # padding.
         self._wrapper._qo_indptr_last = len(query)
         pages, scales = (layer_kv.keys, layer_kv.values), (layer_kv.key_scale, layer_kv.value_scale)
         if self._scale is None:
             self._wrapper.run(query, pages, out=out, k_scale=scales[0], v_scale=scales[1])
         else:
             assert sinks is not None
+            # float32, as `_sink_variant` declares the sinks. Custom kernels get no k_scale, so it goes into the softmax
+            # scale.
             self._wrapper.run(query, pages, sinks.float(), self._scale * scales[0], out=out, v_scale=scales[1])
 
 
 def building(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype, route: Route) -> Build:
     """The build of the kernel for queries of `dtype` and a cache of dtype `cache`, begun at the first call.
 
-    It gives the module that a wrapper is planned with; with sinks it ends in FlashInfer's cache of modules, which has
-    no lock: await the build before making a wrapper, which asks that cache under the same arguments.
+    The result is the module that a wrapper is planned with. With sinks the module lands in FlashInfer's module cache,
+    which has no lock: await the build before making a wrapper, because the wrapper looks into that cache with the same
+    arguments.
     """
     features = (key.window is not None, key.softcap is not None, key.has_sinks)
     kind = (route, dtype, cache, key.head_dim_k, key.head_dim_v, *features)
@@ -344,8 +355,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _sink_variant(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype) -> dict[str, Any]:
     """Constructor arguments for FlashInfer's fa2 kernel with attention sinks.
 
-    Source: flashinfer-ai/flashinfer, flashinfer/attention/_core.py (BatchAttentionWithAttentionSinkWrapper). The name
-    under which the built kernel is kept is ours: theirs says neither head dim nor cache dtype.
+    Source: flashinfer-ai/flashinfer, flashinfer/attention/_core.py (BatchAttentionWithAttentionSinkWrapper). specdec
+    names the built kernel itself, because FlashInfer's name omits head dim and cache dtype.
     """
     from flashinfer.jit.attention.variants import attention_sink_decl
 

@@ -43,7 +43,7 @@ def whole_numbers(name: str, values: Any, allowed: str) -> list[int]:
 
 
 def refuse_extras(batch: HostBatch, done: str) -> None:
-    """What a batch has beside attention is of whole rows in their order, as recurrent states are.
+    """Refuse a batch with extras: they describe whole rows in their order, as recurrent states do.
 
     Raises:
         InvalidInputError: the batch has some.

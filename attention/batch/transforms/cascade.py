@@ -75,11 +75,11 @@ def shared_prefix(block_table: np.ndarray, num_computed_tokens: np.ndarray, page
 
 
 def shared_prefixes(block_table: np.ndarray, num_computed_tokens: np.ndarray, page_size: int) -> Iterator[SharedPrefix]:
-    """Every class of rows that share leading pages, with all of these; the one that leaves out most keys first.
+    """Every class of rows that share leading pages, with all of these; the class that saves most keys comes first.
 
     A row shares pages only as far as all of their keys were computed before its first query. So a row that lies inside
-    a prefix (its queries stand on a page that others have in full) is in classes of fewer pages only. Nothing is shared
-    from the null page (padding) on. There are fewer classes than rows.
+    a prefix (its queries are on a page that others have in full) is in classes of fewer pages only. Nothing is shared
+    from the null page (padding) on. Classes are fewer than rows.
 
     Args:
         block_table: [B, P] int32; num_computed_tokens: [B].
@@ -176,7 +176,7 @@ class Cascade:
 
     Attributes:
         tokens: [t] int64, the token rows of the batch whose queries see all of the prefix.
-        pages: [num_pages] int32 of the prefix. num_keys: on them.
+        pages: [num_pages] int32, the prefix's pages. num_keys: number of keys on them.
         suffix: all rows over the pages that are their own, with the batch's slots and rotary positions: those that
             share the prefix count their keys after it.
     """

@@ -2,8 +2,8 @@
 
 Decoding and verification wait for memory, prompt chunks for arithmetic: kernels of different tile sizes serve them,
 each a contiguous part of the batch. With n short rows, every long row among the first n changes places with a short row
-after them. There are as many of the one as of the other, and fewer swaps cannot do it, because each brings at most one
-short row to the front. The swaps share no row, so the same swaps are their own inverse.
+after them. Both are equally many, and fewer swaps do not suffice, because each brings at most one short row to the
+front. The swaps share no row, so the same swaps are their own inverse.
 
 Rows of 5, 1, 7 and 1 tokens:
 
@@ -54,11 +54,11 @@ def decode_first_swaps(query_lens: np.ndarray, longest_decode: int) -> np.ndarra
 def swapped(batch: HostBatch, swaps: np.ndarray) -> HostBatch:
     """The batch with the rows of each pair exchanged, their tokens with them; once more with the same swaps undoes it.
 
-    swaps: [n, 2] pairs of rows, none of which occurs twice, e.g. of `decode_first_swaps`. Without any the batch itself
-    comes back. Queries are to be taken in `token_order`.
+    swaps: [n, 2] pairs of rows, none of which occurs twice, e.g. of `decode_first_swaps`. Without pairs the batch
+    itself is returned. The caller must reorder queries by `token_order`.
 
     Raises:
-        InvalidInputError: a row occurs twice, or there is no such row; the rows have extras.
+        InvalidInputError: a row occurs twice or does not exist, or the rows have extras.
     """
     refuse_extras(batch, "reordered")
     order = _row_order(batch, swaps)

@@ -2,7 +2,7 @@
 
 `local_attention` makes as many virtual rows as a batch happens to need. A captured launch has a fixed number: q tokens
 that follow each other lie in at most 1 + ⌈(q-1)/c⌉ chunks of c positions, so every row gets so many virtual rows, two
-while 1 < q <= c + 1. Those that a row does not need hold no query and stand on the null page.
+while 1 < q <= c + 1. Unneeded virtual rows hold no query and point to the null page.
 
 A row of three tokens from position 7 on, and one from 4 on, in chunks of 4 on pages of 2:
 
@@ -93,13 +93,13 @@ def fixed_local_attention(batch: HostBatch, chunk_size: int, each: int) -> HostB
 class FixedLocalRows:
     """The virtual rows of batches of one fixed shape, on the device always at the same addresses.
 
-    They travel in a copy of their own: only a model with such layers has any.
+    They travel in a separate copy because only models with chunked attention have them.
     """
 
     def __init__(
         self, rows: int, query_len: int, chunk_size: int, page_size: int, num_pages: int, device: torch.device
     ) -> None:
-        """For batches of `rows` rows with `query_len` tokens each; num_pages: that there are.
+        """For batches of `rows` rows with `query_len` tokens each; num_pages: pages of the cache.
 
         Raises:
             InvalidInputError: the page size does not divide chunk_size.

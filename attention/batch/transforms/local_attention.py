@@ -1,9 +1,8 @@
 """Local (chunked) attention as a batch of virtual rows, one for each chunk that a row's queries lie in.
 
-With chunks of c positions, a token at position p sees the positions of its own chunk up to itself: from c·⌊p/c⌋ to p.
-A virtual row holds the queries of one row in one chunk, and of its keys those of that chunk. Inside a virtual row
-attention is plain causal attention, so every backend computes it without knowing of chunks. For that a chunk has to
-begin on a page: the page size divides c.
+With chunks of c positions, a token at position p sees its chunk's positions up to itself, from c·⌊p/c⌋ to p. A virtual
+row holds the queries and keys of one row in one chunk. Inside a virtual row attention is plain causal attention, so
+every backend computes it without knowing of chunks. For that a chunk has to begin on a page: the page size divides c.
 
 Three rows with query lengths [4, 10, 5], seq_lens [6, 17, 9], c = 4 and pages of 2 tokens:
 
@@ -86,8 +85,8 @@ def local_attention(batch: HostBatch, chunk_size: int) -> HostBatch:
         chunk_size: c, positions per chunk, counted from each row's first key; a multiple of the page size.
 
     Returns:
-        The rows on the batch's own pages (those of its `other_groups`, and its extras, stay with the batch): V rows,
-        ⌈query length/c⌉ or one more for every row with queries; block_table [V, min(c / page size, P)].
+        The rows on the batch's first group's pages (its `other_groups` and extras are left out): V rows, ⌈query
+        length/c⌉ or one more for every row with queries; block_table [V, min(c / page size, P)].
 
     Raises:
         InvalidInputError: the page size does not divide chunk_size.

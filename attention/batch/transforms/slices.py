@@ -1,11 +1,11 @@
-"""Microbatch slices: a batch in pieces, each a batch of its own; their results, one after the other, are the whole's.
+"""Microbatch slices: a batch cut into smaller batches whose concatenated results equal the whole batch's.
 
 A cut between two rows leaves both as they are. A cut inside a row makes two rows of it over the same pages: for the
 second the first one's tokens are keys that were computed before. Pages, slots and rotary positions do not change.
 
 - Slices at request boundaries share no row: they may run in any order, or at the same time.
 - Slices at token boundaries run in order within every layer, because a row's second part attends to what its first part
-  wrote. That is the order of chunked prefill, and of two halves when the second is a layer behind.
+  wrote. Chunked prefill runs in this order, as do two halves of which the second is a layer behind.
 
 Two rows of 2 and 5 tokens that come after 6 and 0 keys, cut after the fourth token:
 
@@ -77,7 +77,7 @@ def _bounds(cuts: Sequence[int], size: int, of: str) -> list[int]:
 
 
 def _part(batch: HostBatch, first: int, stop: int, start: int, end: int) -> HostBatch:
-    """Rows first … stop-1 with those of their tokens that are among start … end-1.
+    """Rows first … stop-1, restricted to tokens start … end-1.
 
     Raises:
         InvalidInputError: the rows have extras: a cut inside a row would store recurrent states in its midst.

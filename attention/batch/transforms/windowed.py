@@ -57,8 +57,8 @@ def most_listed_pages(reach: Reach, query_len: int, page_size: int) -> int:
 class WindowedBatch(HostBatch):
     """Rows whose page lists begin on a later page than the first.
 
-    The lists are cut out of the tables directly. Only the torch backend and the checks read `block_table`, so that is
-    made of the lists when it is asked for.
+    The lists are cut out of the tables directly. Only the torch backend and the checks read `block_table`, so it is
+    built from the lists on first access.
     """
 
     def __init__(self, **arrays: Any) -> None:
