@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import json
 import os
@@ -67,6 +68,12 @@ def modules(root: Path) -> list[Path]:
     return [Path(name) for name in sorted(listed) if not name.endswith("__init__.py") and (root / name).exists()]
 
 
+@functools.cache
+def trees(root: Path) -> dict[Path, ast.Module]:
+    """What `modules` holds, parsed once for all questions; `trees.cache_clear()` frees half a million nodes."""
+    return {path: ast.parse((root / path).read_text("utf-8")) for path in modules(root)}
+
+
 def is_spine(path: Path) -> bool:
     """Whether a file lies in the spine."""
     return any(path.as_posix() == part or path.as_posix().startswith(part + "/") for part in SPINE)
@@ -81,15 +88,20 @@ def wings(root: Path) -> list[str]:
 
 def wing_lines(root: Path, path: Path) -> list[tuple[int, str]]:
     """Lines of a file that name a wing, with its name: identifiers of code, no prose."""
-    words = {wing: re.compile(rf"(?:^|_)(?:{WORDS.get(wing, wing)})(?:_|s?$)", re.I) for wing in wings(root)}
+    words = _words(root)
     found: dict[int, str] = {}
-    for line, name in _identifiers(ast.parse((root / path).read_text("utf-8"))):
+    for line, name in _identifiers(trees(root)[path]):
         for part in name.split("."):
             snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", part).lower()
             for wing, pattern in words.items():
                 if pattern.search(snake):
                     found.setdefault(line, wing)
     return sorted(found.items())
+
+
+@functools.cache
+def _words(root: Path) -> dict[str, re.Pattern[str]]:
+    return {wing: re.compile(rf"(?:^|_)(?:{WORDS.get(wing, wing)})(?:_|s?$)", re.I) for wing in wings(root)}
 
 
 def _identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -110,10 +122,10 @@ def _identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def importers(root: Path) -> dict[str, set[str]]:
     """By module of the library, which others of its modules import it or something of it."""
-    names = {path.with_suffix("").as_posix().replace("/", "."): path for path in modules(root)}
+    names = {path.with_suffix("").as_posix().replace("/", "."): path for path in trees(root)}
     found: dict[str, set[str]] = {name: set() for name in names}
     for name, path in names.items():
-        for node in ast.walk(ast.parse((root / path).read_text("utf-8"))):
+        for node in ast.walk(trees(root)[path]):
             if isinstance(node, ast.ImportFrom) and node.module:
                 targets = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             elif isinstance(node, ast.Import):
@@ -131,8 +143,8 @@ def single_heirs(root: Path) -> list[str]:
     bases: Counter[str] = Counter()
     made: set[str] = set()
     own: dict[str, ast.ClassDef] = {}
-    for path in modules(root):
-        for node in ast.walk(ast.parse((root / path).read_text("utf-8"))):
+    for tree in trees(root).values():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 own[node.name] = node
                 bases.update(_base(base) for base in node.bases)
@@ -149,8 +161,7 @@ def single_heirs(root: Path) -> list[str]:
 
 def classes_twice(root: Path) -> list[str]:
     """Names of public classes that more than one module of the library defines."""
-    trees = (ast.parse((root / path).read_text("utf-8")) for path in modules(root))
-    counts = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    counts = Counter(node.name for tree in trees(root).values() for node in tree.body if isinstance(node, ast.ClassDef))
     return sorted(name for name, count in counts.items() if count > 1 and not name.startswith("_"))
 
 
@@ -163,10 +174,9 @@ def _base(node: ast.expr) -> str:
 def longest(root: Path) -> tuple[tuple[int, str], tuple[int, str]]:
     """(lines, name) of the longest file and of the longest function, kernels (functions of Triton) left out."""
     files, functions = [], []
-    for path in modules(root):
-        text = (root / path).read_text("utf-8")
-        files.append((text.count("\n"), path.as_posix()))
-        for node in ast.walk(ast.parse(text)):
+    for path, tree in trees(root).items():
+        files.append(((root / path).read_text("utf-8").count("\n"), path.as_posix()))
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and not any("jit" in ast.dump(d) for d in node.decorator_list):
                 functions.append((_body(node), f"{path.as_posix()}: {node.name}"))
     return max(files), max(functions)

@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import house
+from tests.rank_server import run_python
+
+__all__ = ["run_python"]
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_IN_A_ROOM = 24
@@ -57,17 +61,27 @@ def ignored(paths: list[Path]) -> list[Path]:
     ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_freed() -> Iterator[None]:
+    yield
+    house.trees.cache_clear()
+
+
 def test_no_room_is_overcrowded() -> None:
     rooms = Counter(path.parent.as_posix() for path in house.modules(ROOT))
     assert [room for room, count in rooms.items() if count > MOST_IN_A_ROOM] == []
 
 
 @pytest.mark.slow
-def test_a_token_walks_no_further_than_it_may() -> None:
+def test_a_token_walks_no_further_than_it_may(run_python: Any) -> None:
     """Of one steady round on a CPU, in a process without the check mode of the tests, whose checks would be counted."""
-    code = "import json, pathlib, sys; from tests import house; print(json.dumps(house.distances(pathlib.Path.cwd())))"
-    own = {**os.environ, "SPECDEC_CHECK": "0"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=own, capture_output=True, text=True, check=True)
+    code = """
+import json, pathlib, sys
+from tests import house
+print(json.dumps(house.distances(pathlib.Path(sys.argv[1]))))
+"""
+    done = run_python(code, str(ROOT), env={**os.environ, "SPECDEC_CHECK": "0", "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert {name: count for name, count in found["round"].items() if count > MOST_OF_A_ROUND[name]} == {}
     assert {name: count for name, count in found["copy"].items() if count > MOST_OF_A_COPY[name]} == {}

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
+import os
 import sys
 import types
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.mutants.edits import PACKAGES, EditedCopy, EditedFinder, edit, has_kernels
 from tests.mutants.entries import ROOT, Mutant, WrongEntryError, read
 from tests.mutants.run import Judged, Judging, Ran, Task, table
+from tests.rank_server import run_python
+
+__all__ = ["run_python"]
 
 LENGTHS = Mutant(
     "short",
@@ -129,7 +133,7 @@ def test_kernels_are_edited_on_disk_in_a_copy(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
-def test_an_edited_kernel_is_what_runs() -> None:
+def test_an_edited_kernel_is_what_runs(run_python: Any) -> None:
     """In a child of the runner; as Triton reads the file, it is not enough that Python runs the edit."""
     script = """
 import sys
@@ -140,7 +144,7 @@ preload()
 print(judged.found, judged.by)
 """
     given = [value if isinstance(value, str) else value[0] for value in vars(KERNEL).values() if value][:6]
-    done = subprocess.run([sys.executable, "-c", script, *given], cwd=ROOT, capture_output=True, text=True)
+    done = run_python(script, *given, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.stdout.splitlines()[-1].startswith("quick tests/test_triton_kernels.py::test_norm"), done.stderr[-2000:]
 
 

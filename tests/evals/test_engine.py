@@ -18,9 +18,10 @@ from evals.runs.conversations import Asking, ModelSpec, Worker
 from evals.runs.store import RunStore
 from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_greedy, accept_sampled
 from specdec.requests.sampling import SamplingParams
+from tests.evals.target_once import of_the_target
 
 pytest.importorskip("scipy")
-K = 3
+K, SAMPLES = 3, 150
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +42,22 @@ def verdict(plant: SimpleNamespace, worker: Worker, folder: Path, **more: Any) -
     return check(worker, plan, store, lambda answers: None, **{"samples": 400, **more})
 
 
+@pytest.fixture(scope="module")
+def targets_share() -> dict[str, Any]:
+    return of_the_target()
+
+
+@pytest.fixture
+def target_once(targets_share: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not depend on drafts is found once."""
+    for name, found in targets_share.items():
+        monkeypatch.setattr(f"evals.lossless.distribution.{name}", found)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("target_once")
 def test_the_engine_passes(plant: SimpleNamespace, worker: Worker, tmp_path: Path) -> None:
-    found = verdict(plant, worker, tmp_path / "run", samples=100)
+    found = verdict(plant, worker, tmp_path / "run", samples=SAMPLES)
     assert found["passed"]
     assert found["greedy"]["arms"][0]["identical"] == 8
     assert [fit["arm"] for fit in found["sampled"]["arms"]] == ["target alone", "K=3"]
@@ -96,9 +110,9 @@ def resampling_from_p(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("resampling_from_p")
+@pytest.mark.usefixtures("resampling_from_p", "target_once")
 def test_a_wrong_sampling_rule_fails(plant: SimpleNamespace, worker: Worker, tmp_path: Path) -> None:
-    found = verdict(plant, worker, tmp_path / "run", mode="sampled", samples=250)
+    found = verdict(plant, worker, tmp_path / "run", mode="sampled", samples=SAMPLES)
     control, speculative = found["sampled"]["arms"]
     assert control["verdict"] == "PASS" and speculative["verdict"] == "FAIL"
 

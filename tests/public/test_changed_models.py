@@ -41,7 +41,7 @@ from tests.specdec.execution.test_graphs import (
     with_graphs,
 )
 
-EPISODES = int(os.environ.get("SPECDEC_RANDOM_EPISODES", "60"))
+EPISODES = int(os.environ.get("SPECDEC_RANDOM_EPISODES", "32"))
 SEED = int(os.environ.get("SPECDEC_RANDOM_SEED", "0"))
 NEW = 5
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)

@@ -76,7 +76,22 @@ def test_sampling_where_nothing_is_open_is_not_a_pass(specdec_command: Run) -> N
     assert code not in (0, 1, 2)
 
 
+@pytest.fixture(scope="module")
+def targets_share() -> dict[str, Any]:
+    from tests.evals.target_once import of_the_target
+
+    return of_the_target()
+
+
+@pytest.fixture
+def target_once(targets_share: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not depend on drafts is found once: it is half of such a command."""
+    for name, found in targets_share.items():
+        monkeypatch.setattr(f"evals.lossless.distribution.{name}", found)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("target_once")
 def test_sampling_tests_open_places_and_states_its_power(specdec_command: Run, tmp_path: Path) -> None:
     code, text = specdec_command(*SAMPLED, "--output", "o.json")
     assert code == 0 and "PASS: output unchanged" in text
@@ -88,6 +103,7 @@ def test_sampling_tests_open_places_and_states_its_power(specdec_command: Run, t
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("target_once")
 def test_a_lossy_distribution_fails(specdec_command: Run, altered: Callable[..., None]) -> None:
     altered(before=lambda one: dataclasses.replace(one, temperature=3 * one.temperature))
     code, text = specdec_command(*SAMPLED)

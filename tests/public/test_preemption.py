@@ -14,7 +14,7 @@ from fakes import LetterTokenizer, eagle3_head, hf_greedy, random_prompts, table
 
 from specdec import SamplingParams, SpeculativeModel
 
-PROMPTS = random_prompts((5, 33, 1, 17, 40, 9, 2, 26, 13, 21, 3, 30), seed=11)
+PROMPTS = random_prompts((5, 33, 1, 17, 40, 9, 26, 13), seed=11)
 ROOMY = {"kv_cache_tokens": 2000, "max_num_seqs": 1, "max_num_batched_tokens": 128}
 TIGHT = {"kv_cache_tokens": 120, "max_num_seqs": 6, "max_num_batched_tokens": 36}
 
@@ -26,7 +26,7 @@ def load(target: Any, head: Any, **options: Any) -> SpeculativeModel:
 
 def params(i: int, drafts: int | None, temperature: float = 0.9) -> SamplingParams:
     return SamplingParams(
-        max_new_tokens=30 + i % 7,
+        max_new_tokens=20 + i % 7,
         temperature=temperature,
         top_p=(1.0, 0.95)[i % 2],
         seed=100 + i,
@@ -53,7 +53,7 @@ def assert_as_alone(alone: SpeculativeModel, together: SpeculativeModel, asked: 
         for c in completions:
             assert c.stats.new_tokens == len(c.token_ids) == 1 + sum(r.emitted for r in c.stats.rounds)
         preempted += len(hit)
-    assert alone.engine_stats.preemptions == 0 and together.engine_stats.preemptions >= preempted >= 8
+    assert alone.engine_stats.preemptions == 0 and together.engine_stats.preemptions >= preempted >= 4
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_each_request_with_a_k_of_its_own() -> None:
     alone, together = (load(target, head, **sizes, **options) for options in (ROOMY, TIGHT))
     asked = [
         SamplingParams(
-            max_new_tokens=45,
+            max_new_tokens=30,
             temperature=(0.9, 0.0, 1.2)[i % 3],
             top_k=(0, 20)[i % 2],
             seed=i,
@@ -109,7 +109,7 @@ def test_what_a_seed_does_not_fix() -> None:
     """Another K draws other tokens; without a seed it matters how many requests there were before."""
     target = tiny_llama()
     model = load(target, table_head(target), num_speculative_tokens=5, **ROOMY)
-    asked = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3)
+    asked = SamplingParams(max_new_tokens=24, temperature=1.0, seed=3)
     by_drafts = [
         [tuple(model.generate(PROMPTS[0], replace(asked, num_speculative_tokens=k))[0].token_ids) for _ in range(2)]
         for k in (0, 3, 5)
@@ -140,9 +140,9 @@ def test_a_multi_token_prediction_module() -> None:
         SpeculativeModel.from_pretrained("gsm-deepseek", "mtp", num_speculative_tokens=3, page_size=4, **options)
         for options in (roomy, tight)
     )
-    prompts = [f"Ann has {n} boxes of {n + 3} pens. How many pens?" for n in range(2, 9)]
+    prompts = [f"Ann has {n} boxes of {n + 3} pens. How many pens?" for n in range(2, 7)]
     asked = [
-        SamplingParams(max_new_tokens=24, temperature=0.8, seed=i, ignore_eos=True, return_drafts=True)
+        SamplingParams(max_new_tokens=16, temperature=0.8, seed=i, ignore_eos=True, return_drafts=True)
         for i in range(len(prompts))
     ]
     completions = together.generate(prompts, asked)

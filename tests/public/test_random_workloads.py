@@ -43,7 +43,13 @@ from tests.sampled_rounds import kernels_by_reference
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, compile_nothing, record_on_cpu
 
 EPISODES = int(os.environ.get("SPECDEC_RANDOM_EPISODES", "4"))
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+INTERPRETED = (
+    os.environ.get("TRITON_INTERPRET") == "1"
+    and importlib.util.find_spec("triton") is not None
+    and "SPECDEC_RANDOM_EPISODES" in os.environ
+)
+"""Rounds from graphs run the kernels in Triton's interpreter, most of an episode's time; else torch's reference. Of
+`make test` tests/specdec/execution/test_graphs.py has the kernels in such rounds."""
 SEED = int(os.environ.get("SPECDEC_RANDOM_SEED", "0"))
 LONGEST = 160
 SIZES = {**TINY, "max_position_embeddings": LONGEST}

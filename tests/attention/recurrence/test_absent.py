@@ -57,7 +57,12 @@ print(json.dumps([found, engine["fold_rule"], engine["long_rope"], said]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("wing", "pair"), [("recurrence", "gsm-llama"), ("recurrence", "gsm-deepseek"), ("long rope", "gsm-llama")]
+    ("wing", "pair"),
+    [
+        pytest.param("recurrence", "gsm-llama", marks=pytest.mark.long),
+        ("recurrence", "gsm-deepseek"),
+        ("long rope", "gsm-llama"),
+    ],
 )
 def test_a_process_without_a_wing_says_the_same(wing: str, pair: str, run_python: Any) -> None:
     with SpeculativeModel.from_pretrained(pair, "auto", device="cpu", num_speculative_tokens=3) as model:

@@ -100,7 +100,7 @@ def test_a_planted_wrong_rule_drops_the_accuracy(model: Any, tmp_path: Path, mon
         return VerificationResult(num_drafts.clone(), target_ids.gather(1, num_drafts[:, None])[:, 0])
 
     monkeypatch.setattr(specdec.acceptance.judge, "accept_greedy", accepts_everything)
-    document = evaluate(model, tmp_path / "run", limit=20, max_gen_toks=96)
+    document = evaluate(model, tmp_path / "run", limit=12, max_gen_toks=96)
     (row,) = document["scores"]
     assert row["p_value"] < 0.01 and row["high"] < 0
     assert document["identical"]["identical"] < 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +18,7 @@ from specdec.acceptance.judge import DraftVocab
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from tests.evals.lossless.test_planted import ALONE, SPECULATIVE, K
+from tests.evals.target_once import of_the_target
 
 pytest.importorskip("scipy")
 
@@ -30,31 +30,7 @@ def built_in() -> SpeculativeModel:
     return SpeculativeModel.from_pretrained("gsm-deepseek", "mtp", draft_vocab=range(0, 2048, 2), **sizes)
 
 
-def once(function: Callable[..., Any], key: Callable[..., Any], does: Callable[..., bool] = lambda *_: True) -> Any:
-    """`function`, which says the same whenever `key` of its arguments is the same."""
-    said: dict[Any, Any] = {}
-
-    def called(*args: Any) -> Any:
-        if not does(*args):
-            return function(*args)
-        own = key(*args)
-        if own not in said:
-            said[own] = function(*args)
-        return said[own]
-
-    return called
-
-
-OF_THE_TARGET = {
-    "search": once(distribution.search, lambda answer, replay, questions, *rest: (questions, *rest)),
-    "NodesAt": once(distribution.NodesAt, lambda replay, *rest: rest),
-    "sample": once(
-        distribution.sample,
-        lambda model, prompt, arm, *rest: (prompt, *rest),
-        lambda model, prompt, arm, *rest: arm == ALONE,
-    ),
-}
-"""What the target alone says: places, the distributions there, and its own samples."""
+OF_THE_TARGET = of_the_target()
 
 
 def found(samples: int) -> Any:

@@ -113,8 +113,17 @@ def test_without_drafts_a_page_is_found_whatever_follows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gemma3_text", "llama4_text"])
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 18}, SHORT_OF_PAGES], ids=["", "chunks", "short"])
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        pytest.param({}, "gemma3_text", id="gemma3_text"),
+        pytest.param({}, "llama4_text", id="llama4_text", marks=pytest.mark.long),
+        pytest.param({"max_num_batched_tokens": 18}, "gemma3_text", id="chunks-gemma3_text", marks=pytest.mark.long),
+        pytest.param({"max_num_batched_tokens": 18}, "llama4_text", id="chunks-llama4_text"),
+        pytest.param(SHORT_OF_PAGES, "gemma3_text", id="short-gemma3_text"),
+        pytest.param(SHORT_OF_PAGES, "llama4_text", id="short-llama4_text"),
+    ],
+)
 def test_layers_with_a_window_share_what_it_reaches(options: dict[str, int], kind: str) -> None:
     """Of three layers in four the pages behind a window of 10 tokens, or before a chunk of 12, are freed; all that is
     there is found."""
@@ -125,7 +134,7 @@ def test_layers_with_a_window_share_what_it_reaches(options: dict[str, int], kin
     )
     assert on.config.windowed and on.describe()["prefix_caching"] == "on"
     expected = lived(off.generate(PROMPTS, PARAMS))
-    for call in range(3):
+    for call in range(2):
         completions = on.generate(PROMPTS, PARAMS)
         assert lived(completions) == expected
         assert free_everywhere(on)
@@ -314,7 +323,7 @@ def test_a_page_that_serves_whatever_follows_it_changes_drafts(monkeypatch: pyte
     monkeypatch.setattr(PrefixCache, "_following", _as_if_nothing_followed)
     head, wrong = head_of("table"), []
     wrapped = wrap(tiny_llama(), head, num_speculative_tokens=5)
-    for begin in random_prompts([16] * 8, seed=9):
+    for begin in random_prompts([16] * 4, seed=9):
         prompts = [begin + own for own in random_prompts((5, 3, 6, 2), seed=8)]
         completions = wrapped.generate(prompts, PARAMS)
         wrong += [c for c in completions if wrong_rounds(head, c)]

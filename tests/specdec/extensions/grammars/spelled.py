@@ -79,17 +79,8 @@ class Allowed(LogitsProcessor):
         may = self.next_ids(input_ids[0, self.prompt_len :].tolist())
         return scores.masked_fill(~torch.tensor([i in may for i in range(scores.shape[1])]), float("-inf"))
 
-    def next_ids(self, new_ids: Sequence[int]) -> set[int]:
-        text = text_of(new_ids)
-        forced = self.forced(text)
-        if forced:
-            return {SPELLED.index(forced)}
-        found = {i for i, own in enumerate(SPELLED) if i not in (END, PAD) and self.possible(text + own)}
-        if not self.begin:
-            found -= {MARK}
-        return (
-            found | ({END} if self.complete(text) else set()) | ({PAD, *range(len(SPELLED), VOCAB)} & self.free(text))
-        )
+    def next_ids(self, new_ids: Sequence[int]) -> frozenset[int]:
+        return next_ids(Allowed(self.pattern, self.begin, self.end), text_of(new_ids))
 
     def forced(self, text: str) -> str:
         """The first of two or more characters that must come: llguidance allows the tokenizer's own tokens alone there.
@@ -134,6 +125,19 @@ class Allowed(LogitsProcessor):
             if not self.end or ended is None:
                 return rest
             text = rest[ended:]
+
+
+@functools.cache
+def next_ids(allowed: Allowed, text: str) -> frozenset[int]:
+    """Each of 64 tokens tried after the text; the same beginnings are asked for by many tests."""
+    forced = allowed.forced(text)
+    if forced:
+        return frozenset({SPELLED.index(forced)})
+    found = {i for i, own in enumerate(SPELLED) if i not in (END, PAD) and allowed.possible(text + own)}
+    if not allowed.begin:
+        found -= {MARK}
+    ends = {END} if allowed.complete(text) else set()
+    return frozenset(found | ends | ({PAD, *range(len(SPELLED), VOCAB)} & allowed.free(text)))
 
 
 class Matcher:

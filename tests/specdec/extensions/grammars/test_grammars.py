@@ -45,6 +45,8 @@ from tests.specdec.extensions.grammars.spelled import (
 pytest.importorskip("llguidance")
 NEW, K = 24, 4
 PROMPTS = random_prompts((5, 9, 1, 7, 4, 11, 3, 6))
+FEWER = 5
+"""Prompts of `mixed`, each with every grammar: more show no other state of a grammar, only more of them at once."""
 SPACE = f"(?:{WHITE}{{1,8}})?"
 OBJECT = {
     "type": "object",
@@ -60,6 +62,8 @@ GRAMMARS: list[tuple[Grammar, Allowed]] = [
     (Grammar.json(OBJECT), Allowed(OBJECT_TEXT)),
     (Grammar.regex("(?:[a-f]|[0-9]){1,12}"), Allowed("(?:[a-f]|[0-9]){1,12}")),
 ]
+FURTHER = [(0, True), (1, False)]
+"""(K, launched ahead): where the other number of drafts shows what is launched when."""
 MARKED: list[tuple[Grammar, Allowed]] = [
     (Grammar.regex("[0-9]{1,3}", begin="e>", end="</"), Allowed("[0-9]{1,3}", "e>", "</")),
     (Grammar.regex("[0-9]{1,3}", begin=[MARK], end="."), Allowed("[0-9]{1,3}", "<mark>", ".")),
@@ -67,6 +71,10 @@ MARKED: list[tuple[Grammar, Allowed]] = [
     (Grammar.choice(["12", "ab"], begin="<", end=">"), Allowed("12|ab", "<", ">")),
 ]
 FAVOUR = dict.fromkeys((*range(14, 30), MARK, SPELLED.index("e>"), SPELLED.index("</"), SPELLED.index(">7")), 2.0)
+
+
+SOME = [END, *range(5, 64, 2)]
+"""Tokens of a reduced draft vocabulary."""
 
 
 @cache
@@ -88,7 +96,7 @@ def mixed(cases: list[tuple[Grammar, Allowed]], **options: Any) -> tuple[list[An
     """(prompt, parameters) of each prompt with each grammar, free rows between; and their right tokens."""
     asked, expected = [], []
     bias = options.get("logit_bias")
-    for i, prompt in enumerate(PROMPTS):
+    for i, prompt in enumerate(PROMPTS[:FEWER]):
         for grammar, oracle in cases:
             asked.append((prompt, params(grammar, **options)))
             expected.append(right_tokens(i, oracle, bias is not None))
@@ -108,8 +116,10 @@ def tokens(model: Any, asked: list[Any]) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("k", [0, 1, K])
+@pytest.mark.parametrize(
+    ("k", "ahead"),
+    [(0, False), (1, True), (K, False), (K, True), *(pytest.param(*own, marks=pytest.mark.long) for own in FURTHER)],
+)
 def test_greedy_tokens_are_those_of_generate_with_an_oracle(k: int, ahead: bool) -> None:
     """In batches with free rows, prompts in chunks, more requests than rows."""
     model = made(num_speculative_tokens=max(k, 1))
@@ -121,7 +131,7 @@ def test_greedy_tokens_are_those_of_generate_with_an_oracle(k: int, ahead: bool)
     for (_, own), completion in zip(asked, found, strict=True):
         if own.grammar is not None and completion.finish_reason == "stop":
             assert completion.token_ids[-1] == END and allows(own.grammar, text_of(completion.token_ids[:-1]))
-    assert sum(c.finish_reason == "stop" for c in found) > 15
+    assert sum(c.finish_reason == "stop" for c in found) > 9
     if k:
         assert sum(r.accepted for c in found for r in c.stats.rounds) > 50
 
@@ -152,7 +162,11 @@ def test_markers_begin_and_end_a_grammar_anywhere_in_a_round(k: int) -> None:
     found = model.generate([p for p, _ in asked], [own for _, own in asked])
     assert [c.token_ids for c in found] == expected
     begun = [text_of(c.token_ids).count(begin_of(own.grammar)) for c, (_, own) in zip(found, asked, strict=True)]
-    assert sum(n > 0 for n in begun) > 12 and max(begun) > 1
+    assert sum(n > 0 for n in begun) > 8 and max(begun) > 1
+
+
+SEEDS = (14, 10, 18, 26)
+"""Answers of each case; its marker has ended at every offset after half to two thirds of them."""
 
 
 @pytest.mark.slow
@@ -161,7 +175,7 @@ def test_markers_at_every_offset_of_a_round(case: int) -> None:
     """Drafts are the right tokens, or in a few places others: rounds accept up to all of them, from any position on."""
     grammar, oracle = MARKED[case]
     model, rng, offsets = made(max_num_seqs=1), random.Random(case), Counter[int]()
-    for seed in range(56):
+    for seed in range(SEEDS[case]):
         i, wrong = seed % len(PROMPTS), rng.random() / 3
         expected, known = right_tokens(i, oracle, True), [0]
         filled = eager.fill_drafts
@@ -212,13 +226,13 @@ def test_sampled_rounds_from_graphs(graphs_on_cpu: list[Any]) -> None:  # noqa: 
     """They are launched before the commit: what was accepted is known from the read alone."""
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "tokenizer": tokenizer()}
     model = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, **sizes)
-    asked = [(p, params(own, temperature=0.7, seed=i)) for i, p in enumerate(PROMPTS) for own, _ in GRAMMARS]
+    asked = [(p, params(own, temperature=0.7, seed=i)) for i, p in enumerate(PROMPTS[:FEWER]) for own, _ in GRAMMARS]
     found = model.generate([p for p, _ in asked], [own for _, own in asked])
     oracles = dict(GRAMMARS)
     for completion, (_, own) in zip(found, asked, strict=True):
         ids = completion.token_ids
         assert all(ids[at] in oracles[own.grammar].next_ids(ids[:at]) for at in range(len(ids)))
-    assert sum(r.accepted < r.drafted for c in found for r in c.stats.rounds) > 50
+    assert sum(r.accepted < r.drafted for c in found for r in c.stats.rounds) > 30
 
 
 @pytest.mark.slow
@@ -245,7 +259,7 @@ def test_an_interrupt_at_any_round_changes_nothing() -> None:
     model = made()
     asked, expected = mixed([*GRAMMARS[:2], MARKED[2]])
     engine = engine_of(model)
-    for at in range(2, 9):
+    for at in (2, 3, 5, 8):
         numbers = [engine.submit(prompt, own, eos_token_ids=()) for prompt, own in asked[:4]]
         ends = run_interrupted(model, at)
         assert [ends[n].token_ids for n in numbers] == expected[:4]
@@ -425,8 +439,15 @@ def test_tokens_that_must_come_are_drafts(k: int, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("known", [range(64), [END, *range(5, 64, 2)]])
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    ("known", "batched"),
+    [
+        (range(64), True),
+        (SOME, False),
+        pytest.param(range(64), False, marks=pytest.mark.long),
+        pytest.param(SOME, True, marks=pytest.mark.long),
+    ],
+)
 def test_first_drafts_are_the_best_that_may_come(
     known: Sequence[int], batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,7 +471,7 @@ def test_first_drafts_are_the_best_that_may_come(
             changed += int(best != scores.argmax())
             assert list(drafts[:1]) == [ids[best]][: len(drafts)]
             new += round_.accepted + 1
-    assert changed > 100 and (nothing > 5) == (len(known) < 64)
+    assert changed > 60 and (nothing > 3) == (len(known) < 64)
 
 
 def test_masks_of_a_chain() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from specdec import Grammar
 from specdec.extensions.grammars.compiled import _can_loop
 from specdec.extensions.grammars.worker import Worker, Workers
+from tests.rank_server import run_python
+
+__all__ = ["run_python"]
 
 ROOT = Path(__file__).resolve().parents[4]
 LIB = SimpleNamespace(LLExecutor=object)
@@ -93,11 +96,9 @@ def test_grammars_whose_forced_tokens_are_not_asked_for() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.long), 3])
-def test_a_grammar_that_hangs_ends_its_request_alone(drafts: int) -> None:
+def test_a_grammar_that_hangs_ends_its_request_alone(drafts: int, run_python: Any) -> None:
     """In a process of its own, because the threads left behind stay busy."""
-    done = subprocess.run(
-        [sys.executable, "-c", HANGS, str(drafts)], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+    done = run_python(HANGS, str(drafts), env={**os.environ, "PYTHONPATH": str(ROOT)})
     said = done.stdout.splitlines()
     assert done.returncode == 0 and len(said) >= 3, done.stderr[-2000:]
     assert "its grammar raised SpecdecError: the grammar cannot go on: llguidance did not say within" in said[0]

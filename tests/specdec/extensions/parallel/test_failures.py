@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,6 +32,9 @@ from specdec.extensions.parallel import loading as leading
 from specdec.extensions.parallel import processes, workers
 from specdec.extensions.parallel.engine import differing_ids
 from specdec.extensions.parallel.symmetric import join_group
+from tests.rank_server import run_python
+
+__all__ = ["run_python"]
 
 SOON = 5.0
 SIZES: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 4, "kv_cache_tokens": 400}
@@ -436,15 +438,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_crash() -> None:
+def test_nothing_outlives_a_crash(run_python: Any) -> None:
+    """The rank is a new interpreter."""
     root = Path(__file__).resolve().parents[4]
-    done = subprocess.run(
-        [sys.executable, "-c", CRASH],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(CRASH, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])})
     folder, *numbers = done.stdout.split() or [""]
     pids = [int(number) for number in numbers]
     assert done.returncode == -signal.SIGKILL and len(pids) == 1, done.stderr
