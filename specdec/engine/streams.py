@@ -51,7 +51,7 @@ class Stream(Iterator[StreamUpdate]):
         call: Call | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """call: of requests that are already queued; then `requests` is None. check: see `SharedEngine.submit`."""
+        """call: a call whose requests are already queued; then `requests` is None. check: see `SharedEngine.submit`."""
         self._check = check
         self._shared = shared
         self._requests: Sequence[Submission] | None = requests

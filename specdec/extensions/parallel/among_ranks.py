@@ -195,7 +195,7 @@ def open_on_other_ranks(model: Any, transport: str, options: dict[str, Any], eng
     """Make the other ranks open a transport; returns their tables. Called on rank 0 between two rounds.
 
     Raises:
-        TransferError: one of them cannot, which is named. RanksLostError: one is lost.
+        TransferError: a rank cannot open it; the message names the rank. RanksLostError: a rank is lost.
     """
     channel: Channel = model.ranks.channel
     secret, round_ = secrets.token_bytes(32), secrets.randbits(62)
@@ -219,7 +219,7 @@ class RanksRead:
     """A `Read` on all ranks of this engine; done when all of them are."""
 
     def __init__(self, model: Any, handoff: Handoff, number: int, deadline: float, start: Callable[[], Read]) -> None:
-        """Start the read on the other ranks. start: starts the one of this rank, when `wait` is called."""
+        """Start the read on the other ranks. start: starts this rank's read, when `wait` is called."""
         self._channel: Channel = model.ranks.channel
         self._size: int = model.ranks.size
         self._key = ("Fetched", self._channel.number, number)
@@ -234,7 +234,7 @@ class RanksRead:
         """See `Read.wait`.
 
         Raises:
-            TransferError, TransferTimeoutError: of this rank, or of another, which is named.
+            TransferError, TransferTimeoutError: this rank's, or another's, which the message names.
             RanksLostError: a rank of this engine is lost.
         """
         self.wait_here(deadline)

@@ -278,7 +278,7 @@ def _no_adapter(size: int, what: str) -> str:
 
 
 def check_not_quantised(method: str | None, size: int) -> None:
-    """Check that weights are not quantised by a `method`, as shares of such are not served.
+    """Check that weights are not quantised by a `method`, because shares of quantised weights are not served.
 
     Raises:
         UnsupportedModelError: they are.
