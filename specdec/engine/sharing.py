@@ -145,7 +145,7 @@ class SharedEngine:
                 self._queue(own, requests, time.perf_counter() - asked)
                 if check is not None:
                     self._engine.meanwhile.append(partial(self._examine, part or own, check))
-        except BaseException:
+        except BaseException:  # an interrupt, too: requests may be queued already, and no caller would read them
             if call is None:
                 self.abandon(own)
             raise

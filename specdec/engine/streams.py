@@ -87,7 +87,7 @@ class Stream(Iterator[StreamUpdate]):
                 errors, self._errors = self._errors, []
                 raise_first(errors)
             raise StopIteration
-        except BaseException:
+        except BaseException:  # the end, an error, or an interrupt: rows and pages must not wait for a reader
             self.close()
             raise
 

@@ -78,6 +78,7 @@ def _check_not_dispatched(model: PreTrainedModel) -> None:
     Raises:
         InvalidInputError: it does; the message names the hook, and where the parts lie.
     """
+    # `_hf_hook` is accelerate's mark of a module that it runs; accelerate itself need not be installed.
     hooked = [(name, m._hf_hook) for name, m in model.named_modules() if getattr(m, "_hf_hook", None) is not None]
     if not hooked:
         return

@@ -27,7 +27,7 @@ class MarkerFinder:
             while at and self.symbols[at] != symbol:
                 at = back[at - 1]
             back.append(at + (self.symbols[at] == symbol))
-        object.__setattr__(self, "_back", back)
+        object.__setattr__(self, "_back", back)  # the dataclass is frozen
 
     def after(self, state: int, token_id: int) -> tuple[int, bytes | None]:
         """The state after a token; and once the marker is complete, the rest of the token's text after it.

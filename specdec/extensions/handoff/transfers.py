@@ -114,7 +114,9 @@ class Transfers:
         try:
             while (update := self._shared.next(call)) is not None:
                 found[update[0]] = link.handed_over(update[1], lease_seconds)
-        except BaseException:
+        except (
+            BaseException
+        ):  # an interrupt, too: without a handoff nothing else would free these pages before the lease
             self._shared.abandon(call)
             self.release(list(found.values()))
             raise
@@ -190,7 +192,7 @@ class Transfers:
             return Stream(self._shared, None, self._shared.submit([Resumption(moved)]))
         try:
             return Stream(self._shared, None, self._shared.submit([Resumption(moved, (number, handoff.tensors))]))
-        except BaseException:
+        except BaseException:  # an interrupt, too: reserved pages have no lease that ends
             self._dropped(number)
             raise
 

@@ -165,6 +165,7 @@ def confirm(ranks: Ranks, granted: Mapping[str, Pages]) -> None:
     Raises:
         RanksLostError: a rank is lost, or has granted other pages.
     """
+    # The empty tensor only names the device to wait for.
     synchronize([torch.empty(0, device=ranks.device)])
     # The least of x and of -x are equal up to sign only if all ranks have the same x: one exchange compares all.
     digest = zlib.crc32(repr(sorted(granted.items())).encode())
@@ -309,7 +310,7 @@ class FollowedTransfers:
         """Runs on a separate thread, concurrently with rounds."""
         try:
             self._read(message, pages)
-        except BaseException as error:
+        except BaseException as error:  # else the thread would end silently, and rank 0 wait for its answer
             self._fail(error)
 
     def _read(self, message: Fetch, pages: Pages) -> None:

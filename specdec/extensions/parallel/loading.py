@@ -160,7 +160,7 @@ def _joined(workers: Workers, size: int, device: torch.device, meeting: str) -> 
     def join() -> None:
         try:
             found.append(join_group(0, size, device, meeting))
-        except BaseException as error:
+        except BaseException as error:  # raised below, on the caller's thread
             found.append(error)
 
     joined = HelperThread("join").start(join)

@@ -274,7 +274,7 @@ class Link:
         self.workers = workers
         self.number = number
         self._close = weakref.finalize(self, workers.close_link, number)
-        self._close.atexit = False
+        self._close.atexit = False  # `_end_at_exit` ends all processes then
 
     def send(self, message: Any) -> None:
         """Send to all. Raises RanksLostError when one is gone."""

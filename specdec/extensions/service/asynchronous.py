@@ -64,7 +64,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
             while (found := self._next()) is None:
                 await self._change()
             return found
-        except BaseException:
+        except BaseException:  # asyncio.CancelledError is no Exception: a cancelled read cancels the requests
             self.close()
             raise
 
