@@ -114,9 +114,7 @@ class Transfers:
         try:
             while (update := self._shared.next(call)) is not None:
                 found[update[0]] = link.handed_over(update[1], lease_seconds)
-        except (
-            BaseException
-        ):  # an interrupt, too: without a handoff nothing else would free these pages before the lease
+        except BaseException:  # an interrupt, too: else these pages would be held until their leases end
             self._shared.abandon(call)
             self.release(list(found.values()))
             raise

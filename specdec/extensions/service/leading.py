@@ -131,7 +131,8 @@ class Leader:
             except Exception as error:  # a refusal or a failed check of the model: of this call alone
                 stream.fail(error)
                 continue
-            own = weakref.ref(stream)  # weak: a stream that its reader drops is collected, and cancels its requests
+            # Weak: a stream that its reader drops is collected, and cancels its requests.
+            own = weakref.ref(stream)
             self.owners.update({first + index: (own, index) for index in range(len(requests))})
             stream.queued(range(first, first + len(requests)))
 
