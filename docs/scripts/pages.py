@@ -20,7 +20,7 @@ AUTHORS = (
     "benchmarks",
     "log",
 )
-"""Pages for developers of this library, written before the manual: their examples are fragments."""
+"""Pages and folders for developers of this library, written before the manual: their examples are fragments."""
 GENERATED = ("models.md", "generation_options.md", "reference/command_line.md")
 BUILT = "benchmarks.md"
 """Made from benchmarks/results/ by `make docs`, and not in git."""
@@ -39,7 +39,7 @@ class Block:
 def user_pages() -> list[str]:
     """Every page for users, by its path in docs/."""
     found = (path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-    return sorted(page for page in found if page.removesuffix(".md") not in AUTHORS)
+    return sorted(page for page in found if page.partition("/")[0].removesuffix(".md") not in AUTHORS)
 
 
 def read(page: str) -> str:

@@ -24,7 +24,7 @@ class Admission:
     """Checks requests against the engine's sizes, and makes them.
 
     Attributes:
-        config: the engine's. vocabulary: for the texts of requests.
+        config: the engine's configuration. vocabulary: decodes the texts of requests.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Admission:
         sample_index: int,
         eos_token_ids: Sequence[int] | None,
     ) -> Request:
-        """A waiting request. limit: as `check` returned it; all else: see `Engine.submit`."""
+        """A waiting request. limit: the result of `check`; for the others see `Engine.submit`."""
         config = self.config
         seed, index = (config.seed, request_id) if params.seed is None else (params.seed, sample_index)
         eos = self._eos if eos_token_ids is None else tuple(eos_token_ids)
@@ -124,7 +124,7 @@ class Admission:
     def _prepared(
         self, params: SamplingParams, eos_token_ids: Sequence[int], token_ids: Sequence[int]
     ) -> SamplingParams:
-        """As the engine's extras need it. Raises InvalidInputError: one of them refuses it, or one is missing."""
+        """The parameters as the extras need them. Raises InvalidInputError: an extra refuses them, or is missing."""
         extras = self.config.extras
         for option in NEEDS_AN_EXTRA:
             if getattr(params, option) is not None and not any(extra.serves == option for extra in extras):

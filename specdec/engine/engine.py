@@ -51,7 +51,7 @@ class Engine:
         executor: runs rounds on the device; `use` replaces it.
         inflight: the launched round that is not committed yet; after a round of first tokens alone that round, until
             the next step.
-        drafter: head and draft loop; None without a head. next_id: of the next request. counters: see `stats`.
+        drafter: head and draft loop; None without a head. next_id: id of the next request. counters: see `stats`.
         admission: checks requests before they are queued. change: guards every change of rows, pages or the queue.
         table, scheduler: rows and pages of the running requests; rebuilt after an interrupt. deadlines: early ends.
         guests: moves requests between engines with their keys and values; None where all begin and end here.
@@ -67,7 +67,7 @@ class Engine:
         executor: Executor | None = None,
         versions: WeightVersions | None = None,
     ) -> None:
-        """executor: default operator by operator. versions: of target and head; default from now on."""
+        """executor: default `EagerExecutor`. versions: detects changes of target and head; default made now."""
         self.config = config
         self.reported: list[Update] = []
         self._kept: list[Update] = []
@@ -348,7 +348,7 @@ class Engine:
         """Close the rows that an eos id or a limit ended.
 
         Returns:
-            The request of each decided row; None for one that was aborted or stopped meanwhile.
+            The request of each decided row; None if it was aborted or stopped meanwhile.
         """
         by_row = {request.row: request for request in self.scheduler.running}
         owners = [by_row.get(row) for row in committed.rows.tolist()]

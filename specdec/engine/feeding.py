@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Fed(NamedTuple):
     """How one request ended.
 
-    item: the index of its item. place: its place in the call; -1 for an item that was refused before it had one.
+    item: the index of its item. place: its place in the call; -1 for an item that was refused before it got a place.
     found: its completion, or why it has none.
     """
 
@@ -35,7 +35,7 @@ class Feeding(Iterator[Fed], Generic[T]):
     `group` items are read at a time, and again once at most twice as many requests are left. So one check of the model
     serves a group, and a round in which every row ends still finds as many requests waiting.
 
-    The iterator is read by the thread that reads this one, between its rounds. What it raises is raised as it is once
+    The iterator is read by the thread that reads this object, between rounds. Its exceptions are raised unchanged once
     the items before it have ended (an interrupt: at once).
     """
 
@@ -57,7 +57,7 @@ class Feeding(Iterator[Fed], Generic[T]):
         self._is_ended, self._error = True, error
 
     def close(self) -> None:
-        """Abort what is left. Idempotent."""
+        """Abort the remaining requests. Idempotent."""
         self._ends.close()
 
     def _run(self) -> Generator[Fed]:
@@ -174,7 +174,7 @@ def _is_pair(item: Any) -> bool:
 
 
 def _whole(prompt: Any) -> Any:
-    """A prompt of an iterator. Raises InvalidInputError: it is a part of one, a token id or a chat message."""
+    """A prompt of an iterator. Raises InvalidInputError: it is a token id or a chat message, a part of a prompt."""
     if is_whole(prompt) or (isinstance(prompt, Mapping) and "input_ids" not in prompt):
         raise InvalidInputError(f"an iterator yields whole prompts, and {short(prompt)} is a part of one: give a list")
     return prompt

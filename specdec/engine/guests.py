@@ -61,7 +61,7 @@ class Guests(Protocol):
         """Take requests that have their first token out of the batch.
 
         Args:
-            owners: the requests of the rows that a round decided; None for one that is gone.
+            owners: the requests of the rows that a round decided; None for a request that is gone.
         """
 
     def reported(self, request: Request, update: Update) -> Update:

@@ -185,7 +185,7 @@ class Launcher:
 
 
 class Lookahead:
-    """Launches a round before the one in flight is read or committed, with pages reserved for any outcome.
+    """Launches the next round before the round in flight is read or committed, with pages reserved for any outcome.
 
     Such a round has the rows of the one before in their order, so `RowTable.previous` stays as it is.
     """
@@ -199,9 +199,9 @@ class Lookahead:
         self._reserved: RoundTables | None = None
 
     def before_read(self, current: VerifyingRound) -> LaunchedRound | None:
-        """Reserve the round after a drafted or a chained one while the device verifies; after a chained one, launch it.
+        """Reserve pages for the round after a drafted or chained verification; after a chained one, launch that round.
 
-        Where a row awaits drafts of the host, or its tokens decide what comes next, the read comes first. A row that
+        If a row awaits drafts from the host, or the host must know its tokens, the read comes first. A row that
         the read ends is computed once more in vain; its pages are reused only after that round.
         """
         verification, rows = current.verification, current.schedule.rows

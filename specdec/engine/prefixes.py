@@ -38,7 +38,7 @@ class PrefixValidity:
     """Decides at every call whether cached keys and values still belong to the model's weights, settings and hooks."""
 
     def __init__(self, target: Target, versions: WeightVersions | None, config: EngineConfig) -> None:
-        """versions: of target and head; None without a prefix cache."""
+        """versions: detects changes of target and head; None without a prefix cache."""
         self._target = target
         self._versions = versions
         self._kept = config.keep_prefixes
@@ -86,7 +86,7 @@ class Prefixes:
         head_pages: BlockTables | None,
         windowed_pages: Sequence[WindowedTables] = (),
     ) -> None:
-        """All over the cache's allocators; windowed_pages: of windowed groups."""
+        """Block tables over the cache's allocators; windowed_pages: tables of the windowed groups."""
         self.cache = cache
         self._table = table
         self._target_pages = target_pages
@@ -146,7 +146,7 @@ class Prefixes:
 
         Args:
             schedule: the rows of the next round that run already, whose pages are reserved. Before any later round the
-                head of those with drafts, and of those that go on reading, gets to the end of what is committed.
+                head reaches the end of the committed tokens of rows with drafts, and of rows that continue reading.
         """
         table, rows = self._table, schedule.rows
         head_reads = rows[(schedule.num_drafts > 0) | table.prefilling(rows)]
@@ -202,7 +202,7 @@ class Prefixes:
                 self.cache.head_pages.check_writable(self._head_pages.pages_of(row)[begin // size :])
 
     def final_pages(self, row: int) -> tuple[int, int]:
-        """How many pages of a row have entries that will not change any more: of the target's, and of the head's.
+        """Numbers of a row's target pages and head pages whose entries will not change any more.
 
         A row whose last tokens were dropped at an eos id has computed more than is committed. Module M-1's entry at p
         is there once the states before p + M are read.
@@ -243,7 +243,7 @@ def prefix_cache(
     """The prefix cache of an engine with this draft loop; None where it is off.
 
     Raises:
-        InvalidInputError: the draft loop cannot have one, see `choose_prefix_caching`.
+        InvalidInputError: the draft loop cannot share pages, see `choose_prefix_caching`.
     """
     if not config.enable_prefix_caching:
         return None

@@ -82,8 +82,8 @@ class Scheduler:
     ) -> None:
         """num_modules: M of a drafter of several multi-token-prediction modules, else 1.
 
-        windowed_pages: of the target's further cache groups. prefixes: over the same rows and pages. counters: of
-            preemptions and prefix cache hits.
+        windowed_pages: tables of the target's further cache groups. prefixes: the prefix cache of these rows and pages.
+        counters: counts preemptions and prefix cache hits.
         """
         self._config = config
         self._table = table
@@ -159,7 +159,7 @@ class Scheduler:
         return Schedule(schedule.rows[order], schedule.num_new[order], schedule.num_drafts[order], schedule.num_arrived)
 
     def reserve_next(self, schedule: Schedule) -> bool:
-        """Reserve pages for the round after a launched one of verifications, for any number of accepted drafts.
+        """Reserve pages for the round after a launched round of verifications, for any number of accepted drafts.
 
         Returns:
             False, and nothing is changed, where the rows after it may be others, or no verifications: a row is gone or

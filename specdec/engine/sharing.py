@@ -130,7 +130,7 @@ class SharedEngine:
         call: Call | None = None,
         part: Call | None = None,
     ) -> Call:
-        """Queue the requests of a call, a new one or one that is open.
+        """Queue the requests of a new or an open call.
 
         check: checks the model during the next round; if it raises ModelChangedError, `next` does too. part: of an
             open call, the new requests alone: receives the refusal, and its `made` is when their wait began.
@@ -145,7 +145,7 @@ class SharedEngine:
                 self._queue(own, requests, time.perf_counter() - asked)
                 if check is not None:
                     self._engine.meanwhile.append(partial(self._examine, part or own, check))
-        except BaseException:
+        except BaseException:  # an interrupt, too: requests may be queued already, and no caller would read them
             if call is None:
                 self.abandon(own)
             raise
@@ -197,7 +197,7 @@ class SharedEngine:
         return None if place is None else (place, update)
 
     def help(self) -> None:
-        """Run a round, or sleep a moment if another thread is in one: for a caller that waits for free pages.
+        """Run a round, or sleep briefly if another thread runs one. For a caller that waits for free pages.
         Raises SpecdecError inside a round."""
         me = self._outside()
         try:
@@ -328,7 +328,7 @@ class SharedEngine:
                     engine = self._open_engine
                     if engine is None:
                         return
-                    self._deliver(engine)  # what an interrupted round has reported
+                    self._deliver(engine)  # updates of an interrupted round
                     if call is not None and call.is_ready:
                         return
                     with at_home(self._device, self._stream):
@@ -389,7 +389,7 @@ class SharedEngine:
     def _after_fork(self) -> None:
         """In a child process: only the thread that forked exists, and rounds of other threads do not continue."""
         gone, me = list(self._sleeping), get_ident()
-        own = self._holder == me  # it forked inside a round, from a hook for example: that goes on here as well
+        own = self._holder == me  # it forked inside a round, for example from a hook: the round continues here as well
         if not own:
             gone += [self._leading] if self._leading else []
             gone += {call for call in self._calls.values() if call.has_thread}

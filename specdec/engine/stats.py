@@ -34,11 +34,11 @@ class EngineStats:
             a private page.
         interrupted: requests that lost their row because a caller's interrupt, or a round that failed and was run once
             more, struck while they ran.
-        requests: finished ones.
-        new_tokens: their tokens.
-        verified: their rounds.
-        emitted: the tokens of these.
-        early_reads: rounds that read from the device before their decision, too: for grammars and processors.
+        requests: finished requests.
+        new_tokens: new tokens of finished requests.
+        verified: verifications of finished requests.
+        emitted: tokens of these verifications.
+        early_reads: rounds that also read from the device before their decision, for grammars and processors.
     """
 
     rounds: int = 0

@@ -51,7 +51,7 @@ class Stream(Iterator[StreamUpdate]):
         call: Call | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """call: of requests that are already queued; then `requests` is None. check: see `SharedEngine.submit`."""
+        """call: a call whose requests are already queued; then `requests` is None. check: see `SharedEngine.submit`."""
         self._check = check
         self._shared = shared
         self._requests: Sequence[Submission] | None = requests
@@ -87,7 +87,7 @@ class Stream(Iterator[StreamUpdate]):
                 errors, self._errors = self._errors, []
                 raise_first(errors)
             raise StopIteration
-        except BaseException:
+        except BaseException:  # the end, an error, or an interrupt: rows and pages must not wait for a reader
             self.close()
             raise
 

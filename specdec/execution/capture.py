@@ -113,7 +113,7 @@ class Bucket:
 class EmptyRound:
     """A round without rows in a bucket's shape, at the addresses that its graphs will read.
 
-    prefill: the head's attention in each pass after the verification; steps: of each draft step; () without a
+    prefill: the head's attention in each pass after the verification; steps: in each draft step; () without a
     head. carried: see `StaticPrefill`.
     """
 
@@ -197,7 +197,7 @@ class DraftCapture:
     def _prefill(
         self, result: PackedResult, round_: EmptyRound, planned: Sequence[PlannedBatch], compiled: bool = True
     ) -> Chosen:
-        """Over every token row of the verification (query_len for each row), up to the last accepted one."""
+        """Run over every token row of the verification (query_len for each row), up to the last accepted token."""
         rows, query_len = result.tokens.shape
         first = torch.arange(0, rows * query_len, query_len, device=result.packed.device)
         inputs = StaticPrefill(result.tokens.reshape(-1), first + result.num_accepted, round_.carried)
@@ -325,8 +325,8 @@ def rehearse_decisions(
     """Decide sampled rows as rounds of any shape do, which have no more drafts than the row with most of them has.
 
     Args:
-        logits: [T, V] of any values, T >= 1; rows: J. sampling: of J rows or more, all greedy.
-        drawn: where drafts were drawn; None where they are greedy.
+        logits: [T, V] with any values, T >= 1; rows: J. sampling: parameters of J rows or more, all greedy.
+        drawn: distributions of drawn drafts; None if drafts are greedy.
     """
     new = logits.new_zeros
     proposal = None if drawn is None else drawn.proposal(torch.arange(rows, device=logits.device))

@@ -130,7 +130,7 @@ class GraphExecutor:
             self.draft_buffers = None if self._loop is None else DraftBuffers(self._loop, self._drawn)
             self._fused = self._fuse(rows[-1], drafter, drafts)
             store_cos_sin(target.hf_model, self._alterations)
-            if not invariant:  # else what it is compiled from must be the same in every engine, see `capture`
+            if not invariant:  # invariant models: in `capture`, from inputs that are the same in every engine
                 log.info("compiling")
                 compile_bucket(target, model, drafts, self._empty_round(rows[0]), config.extras)
         self._seconds = time.perf_counter() - started
@@ -310,7 +310,7 @@ class GraphExecutor:
     def launch_next(
         self, round_: Round, target: TargetArrays, sampling: SamplingRound | None
     ) -> tuple[Round, Verification]:
-        """Launch a round without drafts after another one, see `ChainedVerification.launch_next`."""
+        """Launch a round without drafts after another round, see `ChainedVerification.launch_next`."""
         assert round_.bucket is not None
         bucket = self._buckets[round_.bucket]
         after = self.send(None, target, sampling)

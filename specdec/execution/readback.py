@@ -39,7 +39,7 @@ class Readback:
 
 
 class HostReads:
-    """Starts reads into a ring of two pinned buffers; one that was waited for may be overwritten two reads later.
+    """Starts reads into a ring of two pinned buffers; a buffer that was read may be overwritten two reads later.
 
     Benchmarks and tests may watch or replace verification results by two hooks, set while no request runs.
 

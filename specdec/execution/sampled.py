@@ -25,7 +25,7 @@ class SampledDrafts:
     """
 
     def __init__(self, head: Head, loop: StaticLoop, sampling: DeviceSampling, vocab_size: int) -> None:
-        """sampling: of the round that the drafts follow, in its fixed places; vocab_size: V of the target."""
+        """sampling: parameters of the round that the drafts follow, in fixed places; vocab_size: V of the target."""
         self._target_ids = target_ids_of(head, loop.drafts.device)
         self._drafts = loop.drafts
         self._sampling = sampling
@@ -36,7 +36,7 @@ class SampledDrafts:
         self._logits: torch.Tensor | None = None
 
     def choose(self, step: int, chosen: Chosen, num_accepted: torch.Tensor | None = None) -> None:
-        """Draw draft step+1 of the sampled rows in place of the greedy one.
+        """Draw draft step+1 of the sampled rows in place of the greedy draft.
 
         The kernels that draw also write everything that is kept: a separate launch would cost as much as theirs.
 
@@ -114,7 +114,7 @@ def decide_sampled(
 
     Args:
         logits: [T, V]; greedy: [T] int64 their arg max; index: [J, n+1] int64 into them.
-        num_drafts: [J]. sampling: of J rows, for n drafts or more. proposal: None where every draft was greedy.
+        num_drafts: [J]. sampling: parameters of J rows, for n drafts or more. proposal: None if every draft was greedy.
     """
     rows = index.reshape(-1)
     filtered = Filtered.empty(len(rows), device=logits.device)

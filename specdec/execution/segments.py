@@ -150,7 +150,7 @@ def record_segments(
         launch receives their implementation as its second argument, None without `others`.
 
     Returns:
-        The graphs, and what the captured launch returned: where each replay writes its result.
+        The graphs, and the result of the captured launch, into which each replay writes.
     """
     launch(_nothing, None if others is None else others.blank())
     stream, cutter = _capture_stream(), _Cutter(pool, group)

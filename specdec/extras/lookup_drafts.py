@@ -49,9 +49,9 @@ class LookupDrafts(RoundExtra):
 
 
 class LookupColumns(ExtraColumns):
-    """After every commit each row is given what its index proposes (`RowTable.give`).
+    """Gives each row, after every commit, the drafts that its index proposes (`RowTable.give`).
 
-    indexes: of the tokens of each row's request; None where it does not draft by lookup.
+    indexes: index of the tokens of each row's request; None if it does not draft by lookup.
     """
 
     def __init__(self, lookup: LookupDrafts, max_rows: int) -> None:

@@ -86,7 +86,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: Merg
 
     Raises:
         ModelLoadError: an adapter that is missing, damaged or names no base.
-        InvalidInputError: an adapter for a target that is one, or `merge` without an adapter.
+        InvalidInputError: an adapter for a target that is an adapter itself, or `merge` without an adapter.
         UnsupportedModelError: see `check_kinds`.
     """
     own = _config(checkpoint, "the target model")
@@ -184,7 +184,7 @@ def import_peft(name: str) -> Any:
 
 
 def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
-    """The model with an adapter, merged or live. The model is changed: it must be one that was just loaded.
+    """The model with an adapter, merged or live. It is changed in place, so it must have been loaded for this purpose.
 
     Raises:
         ModelLoadError: peft is missing or cannot apply it; tensors of the adapter are missing, of modules that the

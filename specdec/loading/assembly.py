@@ -52,7 +52,7 @@ class Parts:
         config: sizes and limits; with prefix caching if possible.
         format: how the target's keys and values are stored. layout: order inside a page, of the head's cache too.
         prefix_caching: "on", or "off: " and the reason. cascade: likewise, of cascade attention.
-        cache_tokens: tokens of the KV cache. cache_bytes: of all caches and the states of recurrent layers.
+        cache_tokens: tokens of the KV cache. cache_bytes: bytes of all caches and the states of recurrent layers.
     """
 
     probed: TargetProbe
@@ -190,7 +190,7 @@ def _target(parts: Parts, group: Group) -> Target:
 
 
 def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: GraphChoice) -> Assembly:
-    """Test the target, and build what runs its rounds. Compiling comes before the kernels are there.
+    """Test the target, and build engine and executor. Compiling overlaps with the building of attention kernels.
 
     Raises:
         UnsupportedModelError: the target comes out wrong; this is raised before any other error.
@@ -219,7 +219,7 @@ def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: Grap
 
 
 def dismantle(model: Any) -> None:
-    """Free what was made for a `SpeculativeModel` whose engine is closed, and restore its transformers model. Every
+    """Free everything made for a `SpeculativeModel` whose engine is closed, and restore its transformers model. Every
     step can be done twice."""
     model.group.close()
     device = model.device

@@ -90,7 +90,7 @@ class Graphs:
         The model is then as it was before `compile`.
 
         Raises:
-            Exception: what went wrong, where graphs are required.
+            Exception: the error of compiling or capturing, if graphs are required.
         """
         try:
             if self._error is not None:

@@ -138,7 +138,7 @@ class Checkpoint:
         name: as the user gave it. path: a folder or a hub name, for transformers' from_pretrained.
         revision: on the hub; None is its main branch. trust_remote_code: whether its Python files may run.
         local_files_only: whether only the hub's local cache is read, as the hub does not answer.
-        adapter: what is applied to the model when it is loaded, or None.
+        adapter: the adapter to apply to the model when it is loaded, or None.
         quantisation: how its weights are stored, once it is loaded; None where they are not quantised.
     """
 
@@ -177,7 +177,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that is applied to a target when that is loaded; name: as the user gave it; checkpoint: where it lies.
+    """An adapter to apply to a target when it is loaded. name: as the user gave it; checkpoint: where the adapter lies.
 
     kind: its peft_type. base: the model that it was trained for, by its configuration; "" where that names none.
     merge: see the load option merge_adapter.
@@ -233,7 +233,7 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
     """Check that a folder holds a causal language model for transformers. Hub names pass.
 
     Raises:
-        ModelLoadError: it does not; the message names what it is.
+        ModelLoadError: it does not; the message describes its contents.
     """
     if not checkpoint.is_folder:
         return
@@ -244,7 +244,7 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
         raise ModelLoadError(f"{what}: {_without_config(names)}\n{_give()}")
     config = read_object(folder / "config.json", what)
     if "generation_config.json" in names:
-        read_object(folder / "generation_config.json", what)  # transformers passes over a damaged one, eos ids and all
+        read_object(folder / "generation_config.json", what)  # transformers ignores a damaged one, and so its eos ids
     check_quantisation(_modelopt_config(folder, names, what), what)
     check_quantisation(config.get("quantization_config"), what)
     check_no_pointers(folder, what)

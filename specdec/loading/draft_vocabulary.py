@@ -52,7 +52,7 @@ def draft_vocab_of(texts: Iterable[str | Sequence[int]], size: int, tokenizer: A
 
 
 def _counted(ids: Sequence[int]) -> torch.Tensor:
-    """A text's token ids, to be counted. Raises InvalidInputError: one that no vocabulary has."""
+    """A text's token ids, to be counted. Raises InvalidInputError: an id that no vocabulary has."""
     for each in (min(ids, default=0), max(ids, default=0)):
         whole("a token id of texts", each, 0, _LARGEST_ID)
     return torch.tensor(ids, dtype=torch.int64)

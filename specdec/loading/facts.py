@@ -106,7 +106,7 @@ def _experts(model: Any) -> dict[str, str] | None:
 
 
 def _own_config(model: Any) -> str:
-    """The model's own generation_config: what calls start from, what is switched off, or why they are refused."""
+    """The model's own generation_config: the defaults of calls, fields that are ignored, or why calls are refused."""
     if (config := model.hf_model.generation_config) is None:
         return model.generation_config_use
     odd, applied = unsupported(config), sampling_of_model(model)

@@ -29,7 +29,7 @@ class TokenBytes:
     """Bytes of one token in the caches.
 
     Attributes:
-        first: in the target's first group, and in the head's, which holds the same tokens.
+        first: bytes in the target's first group and in the head's, which holds the same tokens.
         windowed: (reach, bytes) of each further group of the target's.
     """
 
@@ -106,7 +106,7 @@ def divide_cache(
     the scores of requests with options (`scores_bytes`). A model without attention has no KV cache, so all tokens fit.
 
     Raises:
-        CacheTooSmallError: the device has no room for a cache, or not for the given one.
+        CacheTooSmallError: the device has no room for a cache, or not for the given size.
     """
     if asked is not None:
         division = _beside(asked, sizes, rows, rows.max_num_seqs)

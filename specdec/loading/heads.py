@@ -36,7 +36,7 @@ _OUTPUTS = ("lm_head.weight", "output.weight")
 class TargetOutline:
     """A target that is not loaded, by hub name or folder.
 
-    architectures: of its config.json. facts: its sizes, embedding and lm_head.
+    architectures: from its config.json. facts: its sizes, embedding and lm_head.
     """
 
     name: str
@@ -74,7 +74,7 @@ def outline_target(name: str) -> TargetOutline:
 
 
 def _stored(folder: CheckpointFolder, endings: tuple[str, ...]) -> torch.Tensor | None:
-    """The tensor of the shortest name with one of these endings."""
+    """The tensor with the shortest name that has one of these endings."""
     for ending in endings:
         found = [name for name in folder.tensors if name == ending or name.endswith(f".{ending}")]
         if found:
@@ -139,7 +139,7 @@ def resolve_head(draft: str | Path, target_name: str | None) -> str:
     """The head's folder or hub name; "auto" is the head built in with the target.
 
     Raises:
-        HeadLoadError: it has none; or the name is a misspelt one of a built-in head.
+        HeadLoadError: the target has no built-in head, or the name is a misspelling of a built-in head's.
     """
     if str(draft) != AUTO_HEAD:
         if get_close_matches(str(draft), [LOOKUP], 1, 0.8) and not Path(draft).exists():
@@ -207,7 +207,7 @@ def load_head(
 
     Raises:
         HeadLoadError, HeadMismatchError: see the family's `load_head`.
-        InvalidInputError: no head, or an option for a head of another family or one that is loaded already.
+        InvalidInputError: no head, or an option for a head of another family or for a head that is loaded already.
     """
     check_head_type(draft)
     given = options or {}

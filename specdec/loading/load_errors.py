@@ -112,7 +112,7 @@ _ERRORS: tuple[type[BaseException], ...] = (
     ValueError,
     pickle.UnpicklingError,
 )
-"""Files may hold anything: what a wrong value in one of them makes transformers raise is any of Python's own errors."""
+"""Files may hold anything: on a wrong value transformers may raise any of Python's own errors."""
 
 _FOREIGN_OPTION = re.compile(r"\b(?!trust_remote_code\b|revision\b)\w+`?\s?=\s?[`'\"<\w]")
 _ADVICE = re.compile(

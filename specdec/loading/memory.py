@@ -82,11 +82,11 @@ def check_sizes_fit(
 ) -> None:
     """Check that memory can hold these sizes, before the first of them is allocated.
 
-    token_bytes: of the KV caches of target and head, without windowed groups. staging_bytes: of one buffer for the
-    largest round. state_bytes: of the recurrent states of all rows.
+    token_bytes: bytes of a token in the KV caches of target and head, without windowed groups. staging_bytes: a buffer
+    for the largest round. state_bytes: the recurrent states of all rows.
 
     Raises:
-        CacheTooSmallError: the KV caches are larger than what a GPU has free, or the machine has.
+        CacheTooSmallError: the KV caches are larger than a GPU's free memory, or the machine's memory.
         InvalidInputError: the engine's tables and staging buffers are larger than the machine's memory.
     """
     check_tables_fit(config.max_num_seqs, config.max_model_len)
@@ -148,7 +148,7 @@ def scores_bytes(rows: int, vocab_size: int) -> int:
 def cache_room(
     device: torch.device, utilization: float, token_bytes: int, state_bytes: int = 0, scores_bytes: int = 0
 ) -> int:
-    """Bytes for KV caches: what is free less others' share, 4 GiB for activations and graphs, the recurrent states,
+    """Bytes for KV caches: free memory less others' share, 4 GiB for activations and graphs, the recurrent states,
     and `scores_bytes`.
 
     Raises:
@@ -171,7 +171,7 @@ def cache_room(
 def check_cache_fits(
     device: torch.device, tokens: int, token_bytes: int, what: str, windowed_bytes: int = 0, state_bytes: int = 0
 ) -> None:
-    """Check that a KV cache fits into what a GPU has free, or into the machine's memory.
+    """Check that a KV cache fits into a GPU's free memory, or into the machine's memory.
 
     Layers with windows or in chunks (`windowed_bytes`) keep no key of most of these tokens. what: the option that the
     tokens come from, for the message.
@@ -198,10 +198,10 @@ def check_cache_fits(
 
 @contextmanager
 def memory_named(device: torch.device, cache_tokens: int, cache_bytes: int) -> Iterator[None]:
-    """Name what took the memory when it runs out while the engine is built.
+    """Name the sizes that took the memory if it runs out while the engine is built.
 
     Raises:
-        OutOfDeviceMemoryError: for torch's and numpy's.
+        OutOfDeviceMemoryError: in place of torch's and numpy's errors.
     """
     try:
         yield

@@ -30,7 +30,7 @@ def check_target_type(target: Any) -> None:
     """Check that a target is a name or a loaded model.
 
     Raises:
-        InvalidInputError: names what it is.
+        InvalidInputError: it is something else, which the message names.
     """
     names = {kind.__name__ for kind in type(target).__mro__}
     found = next((text for name, text in _WRAPPERS.items() if name in names), None)
@@ -47,7 +47,7 @@ def check_loaded_target(model: PreTrainedModel) -> None:
 
     Raises:
         UnsupportedModelError: an encoder and decoder, or no output layer over a vocabulary.
-        InvalidInputError: weights without values, on several devices, or on one that is neither CPU nor CUDA; a model
+        InvalidInputError: weights without values, on several devices, or on a device other than CPU and CUDA; a model
             in training mode.
     """
     name = type(model).__name__
@@ -78,6 +78,7 @@ def _check_not_dispatched(model: PreTrainedModel) -> None:
     Raises:
         InvalidInputError: it does; the message names the hook, and where the parts lie.
     """
+    # `_hf_hook` is accelerate's mark of a module that it runs; accelerate itself need not be installed.
     hooked = [(name, m._hf_hook) for name, m in model.named_modules() if getattr(m, "_hf_hook", None) is not None]
     if not hooked:
         return

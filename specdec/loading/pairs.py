@@ -79,7 +79,7 @@ def pair_of(target: Any, draft: Any, revision: str | None = None) -> Pair:
 
 
 def load_pair(target: Any, draft: Any, revision: str | None, load: Callable[[Any], Loaded]) -> tuple[Loaded, Pair]:
-    """Load the target of `pair_of` by `load`, a name or a loaded model; returns what that gives, and the pair.
+    """Load the target of `pair_of` by `load`, a name or a loaded model; returns the result of `load`, and the pair.
 
     A head's configuration is not fetched from the hub here: transformers has already put it into the local cache when
     it refuses the head as a target. So `pair_of` is called again after such an error.

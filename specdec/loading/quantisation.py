@@ -1,4 +1,4 @@
-"""Quantised targets: the packages a checkpoint needs, what becomes of its weights, and how that is reported.
+"""Quantised targets: the packages that a checkpoint needs, how its weights run, and how that is reported.
 
 transformers reads `quantization_config` and calls the library that made the checkpoint. Without that library it
 raises deep inside, and without its kernels it multiplies the weights out in floating point, with a log line at most.
@@ -50,7 +50,7 @@ class Package:
     """A package that a method needs.
 
     Attributes:
-        module: what is imported; distribution: what is installed.
+        module: the name to import; distribution: the name to install.
         least: name of transformers' constant for the oldest version, or that version itself, or "" for any.
     """
 
@@ -88,7 +88,7 @@ class Quantisation:
     """How a target's weights are stored in its checkpoint, and how they run.
 
     Attributes:
-        method: of the checkpoint, as in its config.json. scheme: its numbers, in words.
+        method: the checkpoint's quant_method, as in its config.json. scheme: the format of its numbers, in words.
         dequantised: why the weights run in floating point, in words; "" where they run as they are stored.
     """
 
@@ -136,7 +136,7 @@ def check_packages(method: str, what: str) -> None:
 
 
 def placed_at(method: str | None, device: torch.device) -> dict[str, Any]:
-    """The option with which from_pretrained puts such weights where they will run: most libraries pack them for it."""
+    """The option with which from_pretrained loads such weights onto their device: most libraries pack them for it."""
     needs = _ACCELERATE in PACKAGES.get(method or "", ()) and method != "quanto"
     return {"device_map": {"": str(device)}} if needs else {}
 

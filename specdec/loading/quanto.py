@@ -28,7 +28,7 @@ _NESTED = ("qint2", "qint4")
 tensor" where such a weight is transposed or detached in inference mode and was made outside of it."""
 _ALIGNED = 64
 """Bytes. torch's kernel for bfloat16 times int8 on CPUs reads weights by instructions that need an address that this
-divides; one in a file that is mapped into memory is at any (torch 2.13: the process is killed by SIGSEGV)."""
+divides; tensors in a file that is mapped into memory may lie at any address (torch 2.13: SIGSEGV)."""
 
 
 def load_quanto(
@@ -36,7 +36,7 @@ def load_quanto(
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Load such a folder on the CPU, all tensors or none; returns the model and the equivalent `quantization_config`.
 
-    loader: the auto class of the configuration. dtype: of what is not quantised, of the scales, and so of the outputs
+    loader: the auto class of the configuration. dtype: of unquantised tensors, of the scales, and so of the outputs
     of quantised layers; "auto": the checkpoint's.
 
     Raises:

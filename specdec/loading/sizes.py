@@ -23,7 +23,7 @@ def resolve_device(device: Any) -> torch.device:
     """The chosen device (a name, a torch.device, or the index of a GPU); by default CUDA if available.
 
     Raises:
-        InvalidInputError: the name is no device of torch, or one that is not supported or not there.
+        InvalidInputError: the name is no device of torch, or the device is not supported or not present.
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,7 +11,7 @@ from typing import Any
 _NICE = 10
 """Niceness of the compiler's processes."""
 _LEFT_TO_TORCH = (ImportError, AttributeError, AssertionError, RuntimeError, OSError)
-"""Errors of a version with other names, or without such processes, which starts what it needs when it compiles."""
+"""Errors of torch versions with other names, or without such processes. They start what they need when they compile."""
 
 
 @cache

@@ -27,7 +27,7 @@ class ChangedRows:
         subjects: [m] their requests. places: [m] int64 where they are among the J decided rows.
         lens: [m] int64 committed tokens, bonus token included. committed: [m, L] int32 these, the bonus token not
             always; L is 1 where no option reads them.
-        counts: [m] int64 rows of logits of each, its drafts and one.
+        counts: [m] int64 rows of logits of each: its number of drafts plus one.
     """
 
     subjects: tuple[Subject, ...]
@@ -54,7 +54,7 @@ class ChangedLogits(RoundExtra):
         return OptionColumns(max_rows)
 
     def reads(self, own: BatchExtra) -> bool:
-        """See `RoundExtra.reads`: for code of the user's."""
+        """See `RoundExtra.reads`: True if the user's code reads prefixes."""
         assert isinstance(own, ChangedRows)
         return any(s.processors is not None or s.prefix_function is not None for s in own.subjects)
 
@@ -163,7 +163,7 @@ class OptionColumns(ExtraColumns):
 
 
 def filters_of(params: SamplingParams) -> Filters | None:
-    """All filters of a sampled request that has one of `SAMPLED_ONLY` on: they are applied here, in their order.
+    """All filters of a sampled request that sets one of `SAMPLED_ONLY`: they are applied here, in their order.
 
     None where the round applies them, and of a greedy request.
     """

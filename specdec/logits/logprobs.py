@@ -156,7 +156,7 @@ def _log_probabilities(
 
 
 def _of_distribution(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Log-probabilities of what a request samples from; of a greedy one, which has no temperature, of its logits."""
+    """Log-probabilities of the distribution that a request samples from; for greedy requests, of the plain logits."""
     tensors = _tensors(params, logits.device)
     greedy = tensors.temperature == 0
     return torch.where(greedy[:, None], logits.log_softmax(1), target_probs(logits, tensors).log())

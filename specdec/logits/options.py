@@ -89,7 +89,7 @@ class LogitsOptions:
         """Raises InvalidInputError: a value that is not of its kind or outside its range."""
         read_options(self, _READ)
         if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= set(self.suppress_tokens or ()):
-            # Of bad words the ends do not count, which the model knows: what these leave is looked at in rounds.
+            # bad_words_ids are not checked: eos ids among them have no effect, and these are not known here.
             raise InvalidInputError("allowed_token_ids are all among suppress_tokens: no token could be generated")
 
     @property
@@ -126,7 +126,7 @@ _BIAS = number("a bias that is a finite number or -inf", lambda x: x < math.inf)
 
 
 def token_ids(name: str, given: Any) -> tuple[int, ...]:
-    """Token ids from any sequence of whole numbers, or one of them.
+    """Token ids from any sequence of whole numbers, or from a single number.
 
     Raises:
         InvalidInputError: something else, or a negative number.

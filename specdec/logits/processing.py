@@ -42,7 +42,7 @@ class Filters:
     eta_cutoff: float | None
 
     def warpers(self, device: torch.device) -> list[hf.LogitsProcessor]:
-        """transformers' classes for them. device: of the scores."""
+        """transformers' classes for them. device: where the scores are."""
         found: list[hf.LogitsProcessor] = [hf.TemperatureLogitsWarper(self.temperature)]
         every: tuple[tuple[Any, Any, Any], ...] = (
             (hf.TopHLogitsWarper, self.top_h, None),
@@ -66,7 +66,7 @@ class Subject:
     Attributes:
         settings: its options that do something, by name (see `LogitsOptions`).
         prompt_len: tokens of its prompt. limit: most tokens, of prompt and new ones. ends: token ids that end it.
-        filters: of a sampled request whose filters are applied here, all of them; None where the round applies them.
+        filters: all filters of a sampled request, if they are applied here; None if the round applies them.
         processors, prefix_function: the user's code, see `RequestProcessors`. watch: gets the largest score after all
             options.
         temperature: 0 of a greedy request.
@@ -88,7 +88,7 @@ class Subject:
 
     @cached_property
     def rules(self) -> tuple[tuple[int, Hashable], ...]:
-        """The rules that apply to it, by their place in RULES, each with what it is set to."""
+        """The rules that apply to it, by their place in RULES, each with its setting."""
         settings = ((place, setting(self)) for place, (setting, _) in enumerate(RULES))
         return tuple((place, own) for place, own in settings if own)
 

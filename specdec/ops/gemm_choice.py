@@ -46,7 +46,7 @@ Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 FINALISTS = 4
 NEAR = 1.08
 """What a first look finds slower than the best by more is no finalist. More finalists, or slower ones, changed none of
-192 choices on an H200 (docs/log.md)."""
+192 choices on an H200 (docs/log/starts.md)."""
 _SPAN_US, _MOST_CALLS = 400, 4
 """At length is so many microseconds of calls, and not more calls: of long matmuls one tells as much as four."""
 LEAST_GAIN = 0.02

@@ -67,7 +67,7 @@ def drafts_after(target: TargetArrays, num_accepted: np.ndarray) -> np.ndarray:
 def rows_after(target: TargetArrays, num_accepted: np.ndarray) -> DraftingRows:
     """Every row of a verification, from num_accepted [B] alone: before its commit.
 
-    A row that the commit will end drafts in vain; one that goes on reading its prompt has no drafts.
+    A row that the commit will end drafts in vain; a row that continues reading its prompt has no drafts.
     """
     assert target.pages.head is not None
     return DraftingRows(
@@ -113,7 +113,7 @@ def ahead_inputs(target: TargetArrays, num_modules: int = 1, num_carried: int = 
     """The draft prefill after `target`.
 
     Args:
-        num_modules: M, its passes. num_carried: of M > 1 modules, the rows that it has vectors of, at least B.
+        num_modules: M, its passes. num_carried: rows whose vectors M > 1 modules carry, at least B.
 
     A prompt row that reads 2 of its 4 tokens 7, 8, 9, 5 and a row that verifies 1 draft:
 

@@ -271,7 +271,7 @@ def rewritten(
     round_: DecidedRows,
     drafts: EarlyDrafts | None = None,
 ) -> torch.Tensor:
-    """See `RoundExtra.rewrite`; the same tensor where no extra has anything to rewrite. arrays: of each extra."""
+    """See `RoundExtra.rewrite`; the same tensor if no extra rewrites it. arrays: one entry for each extra."""
     for extra, own in zip(extras, arrays, strict=False):
         if own is not None and extra.rewrites:
             logits = extra.rewrite(logits, round_, own, drafts)
@@ -306,7 +306,7 @@ def limited(
 def noted(
     extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None], decision: Decision
 ) -> tuple[torch.Tensor, ...]:
-    """See `RoundExtra.notes`. arrays: of each extra."""
+    """See `RoundExtra.notes`. arrays: one entry for each extra."""
     for extra, own in zip(extras, arrays, strict=False):
         if own is not None and (notes := extra.notes(own, decision)):
             return notes

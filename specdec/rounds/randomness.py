@@ -93,7 +93,7 @@ class SamplingRound:
         return self._uniforms(np.arange(places), Role.RESAMPLE)
 
     def ahead_uniforms(self, places: int) -> np.ndarray:
-        """[B, places] float32, of the drafts after this round: with a drafts accepted, draft j+1 has column a+j < 2K.
+        """[B, places] float32, for the drafts after this round: with a accepted drafts, draft j+1 has column a+j < 2K.
 
         Example: 1 of K=2 drafts is accepted. The next bonus token is at first+1, draft 1 at first+2, which is column 1.
         """

@@ -46,8 +46,8 @@ class ExtraColumns:
         one bonus token each.
 
         Args:
-            last: the result of `scheduled` or `after` for that one. schedule: of the new one; start: [B] its first
-                positions.
+            last: the result of `scheduled` or `after` for the last verification. schedule: the new one's; start: [B]
+                its first positions.
             num_accepted: [B] drafts that the last one accepts; tokens: [B, n+1] these, then its next bonus tokens. None
                 where it is not read: then it has no drafts, and only the device has the new tokens. Its own bonus
                 tokens are committed: the table has every token before `start` but the accepted drafts.
@@ -100,7 +100,7 @@ class RowTable:
         prompt [R]: tokens of the request's prompt.
         limit [R]: most committed tokens (prompt + max_new_tokens, at most max_model_len).
         longest [R]: positions that rounds of the row may reach: max_model_len, but where the row is read again beyond
-            a length. variant [R]: of its keys and values; for both see `specdec.rounds.extras.RoundExtra`.
+            a length. variant [R]: variant of its keys and values; for both see `specdec.rounds.extras.RoundExtra`.
         drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
         given [R, n] int32, num_given [R]: drafts of the row's next round that the host knows, see `give`. awaited [R]
             bool: there may be drafts for the round after it. gives: whether `give` was ever called for any row.

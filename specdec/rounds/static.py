@@ -62,7 +62,7 @@ class _Pages:
 
 
 class _WindowedPages:
-    """Buffers of one of the target's windowed cache groups, whose page lists begin near what it sees."""
+    """Buffers of one of the target's windowed cache groups, whose page lists begin near its window."""
 
     def __init__(self, buffers: BatchArrays[np.ndarray], reach: Reach, shape: StaticShape) -> None:
         self._reach = reach

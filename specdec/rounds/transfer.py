@@ -182,7 +182,7 @@ class AheadSection:
     """A draft prefill that is launched before its verification is read; it has a separate arena."""
 
     def __init__(self, num_passes: int) -> None:
-        """num_passes: M of the head's loop; 0 without one."""
+        """num_passes: M of the head's loop; 0 without a head."""
         self._passes = PassesSection(num_passes)
         self._own = Section(AheadArrays, "ahead", shared=OF_TARGET)
         self.fields = (*self._passes.fields, *self._own.fields)
@@ -271,7 +271,7 @@ class RoundTransfer:
     """
 
     def __init__(self, loop: DraftLoop[Any, Any] | None, config: EngineConfig, device: torch.device) -> None:
-        """loop: of the head; None without one."""
+        """loop: the head's draft loop; None without a head."""
         self._section = section = None if loop is None else loop.section
         self._target, self._sampling = _verification(config), SamplingSection(ahead=False)
         self.arena = StagingArena(*_largest(section, config), device)
@@ -281,7 +281,7 @@ class RoundTransfer:
         """Send a round in one copy.
 
         Args:
-            drafting: of the draft loop that starts from aux hidden states; None without one.
+            drafting: arrays of the draft loop that starts from aux hidden states; None without such a loop.
             sampling: None when all rows are greedy.
         """
         section, size, values = self._section, LoopSize(), self._target.values(target)
@@ -339,7 +339,7 @@ def staging_bytes(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> int
 
 
 def _largest(section: LoopSection[Any, Any] | None, config: EngineConfig) -> tuple[list[Field], Bucket]:
-    """Every array that a round may send, and a bucket that every round fits in. section: of the draft loop."""
+    """Every array that a round may send, and a bucket that every round fits in. section: the draft loop's."""
     limits, groups = loop_limits(config), group_entries(config)
     fields = [*_verification(config).fields, *SamplingSection(ahead=False).fields]
     return [*fields, *(() if section is None else section.fields)], _bucket(section, limits, groups, limits)

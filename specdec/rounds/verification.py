@@ -40,7 +40,7 @@ class WindowedTable:
     """The rows' pages in one of the target's windowed cache groups.
 
     Attributes:
-        reach: of its layers.
+        reach: which keys its layers attend to.
         block_table: [R, P] the group's own table, by logical page, freed ones null; not to be kept. The last row
             belongs to no request, and P has room for the padding tokens after the longest row.
         rows: [B] rows of the table, by row of the batch.
@@ -273,7 +273,7 @@ def target_after(
     """The verification after an uncommitted one of bonus tokens, of the same rows in the same order.
 
     Args:
-        pages: of these rows. drafts: [B] of the new one.
+        pages: block tables of these rows. drafts: [B] drafts of the new verification.
         num_accepted: [B] accepted drafts of the last one, 0 while it is unread; tokens: [B, n+1] these drafts, then its
             next bonus tokens; None where only the device has them.
     """

@@ -139,7 +139,7 @@ class GrammarCompiler:
         """The grammar, compiled or as it was kept.
 
         Raises:
-            InvalidInputError: it is none; it has what is not supported; nothing can match it, or no tokens spell it;
+            InvalidInputError: it is no grammar; it has unsupported parts; nothing can match it, or no tokens spell it;
                 llguidance did not return from it, or from too many others.
         """
         with self._lock:

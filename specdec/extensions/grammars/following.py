@@ -75,7 +75,7 @@ class RequestGrammar:
         return []
 
     def started(self, new_ids: Sequence[int]) -> bool:
-        """Whether it has begun in these new tokens, all of the request: with a begin marker it may not have."""
+        """Whether it has begun within all new tokens of the request; with a begin marker it may not have."""
         return True
 
     def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:

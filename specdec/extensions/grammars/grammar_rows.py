@@ -166,9 +166,9 @@ def _set(masks: np.ndarray, rows: list[int], token_id: int, on: np.ndarray) -> N
 def _note_dead_ends(
     own: GrammarRows, rows: Sequence[RowMasks], first: np.ndarray, masks: np.ndarray, returned: bool
 ) -> None:
-    """Positions at which no token may come; a request ends with an error if it comes to one.
+    """Note positions at which no token is allowed; a request that reaches such a position ends with an error.
 
-    returned: whether masks were filled; else each row is filled again by itself, to find the one that keeps llguidance.
+    returned: whether masks were filled; else each row is filled again alone, to find the row that blocks llguidance.
     """
     for j, (request, row) in enumerate(zip(own.requests, rows, strict=True)):
         if row.chains and (not returned or any(matcher.is_error() for matcher, _, _ in row.chains)):

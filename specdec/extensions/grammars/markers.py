@@ -27,10 +27,10 @@ class MarkerFinder:
             while at and self.symbols[at] != symbol:
                 at = back[at - 1]
             back.append(at + (self.symbols[at] == symbol))
-        object.__setattr__(self, "_back", back)
+        object.__setattr__(self, "_back", back)  # the dataclass is frozen
 
     def after(self, state: int, token_id: int) -> tuple[int, bytes | None]:
-        """The state after a token; and once the marker is complete, what of the token's text comes after it.
+        """The state after a token; and once the marker is complete, the rest of the token's text after it.
 
         >>> finder = MarkerFinder(tuple(b"abab!"), lambda token_id: [b"ab", b"!", b"!{"][token_id], True)
         >>> state, rests = 0, []
@@ -50,7 +50,7 @@ class MarkerFinder:
         return state, None
 
     def overhanging(self, state: int, token_ids: Sequence[int]) -> dict[int, bytes]:
-        """Tokens in which the marker ends before they do, and what of them comes after it."""
+        """Tokens in which the marker ends before the token does, with the rest of their text."""
         found = {}
         for token_id in token_ids:
             _, rest = self.after(state, token_id)

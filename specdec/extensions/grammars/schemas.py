@@ -40,7 +40,7 @@ def readable(schema: Any, llguidance: Any) -> Any:
 
 
 def strings_of(schema: Any) -> Iterator[str]:
-    """Names of properties and constant strings: what a schema's JSON has word for word."""
+    """Names of properties and constant strings, which a schema's JSON contains word for word."""
     for own in _schemas(schema):
         yield from _texts(own.get("properties"))
         yield from _texts(list(_leaves([own.get("const"), own.get("enum")])))
@@ -90,7 +90,7 @@ def _check_names(parts: Sequence[dict[str, Any]], llguidance: Any) -> None:
 
 
 def _has_no_other(pattern: str, names: set[str], llguidance: Any) -> bool:
-    """Whether a pattern matches none but these names: llguidance fails where it would need another one."""
+    """Whether a pattern matches only these names: llguidance fails where it would need another name."""
     others = {"properties": dict.fromkeys(names, False), "additionalProperties": False}
     schema = json.dumps({"type": "object", "patternProperties": {pattern: True}} | others)
     make, tokenizer = llguidance.LLMatcher, llguidance.LLTokenizer("byte")

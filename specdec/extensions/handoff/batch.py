@@ -47,7 +47,7 @@ class Arrivals:
             release_pages(batch.scheduler.pools(), arrival.pages)
 
     def join(self, round_: Round, draft: Draft | None, tensors: RowTensors) -> Draft | None:
-        """See `Guests.join`: put what each request that has just entered brings into its row, once."""
+        """See `Guests.join`: put the tensors of each request that has just entered into its row, once."""
         entered, self._entered = self._entered, []
         return tensors.receive(round_, draft, entered) if entered else draft
 
@@ -172,7 +172,7 @@ class Departures:
         self._held.confirm(granted)
 
     def reported(self, request: Request, update: Update) -> Update:
-        """The update of a request; for one that leaves, its departure, unless its first token ends it."""
+        """The update of a request; its departure if it leaves, unless its first token ends it."""
         departure = self._leaving.pop(request, None)
         if departure is None:
             return update

@@ -219,7 +219,7 @@ class HeldPages:
             self._late[number] = replace(self._late[number], settled=settled)
 
     def keep(self, pools: Sequence[BlockTables]) -> None:
-        """Own all held pages in new pools, which replace the former ones."""
+        """Own all held pages in new pools, which replace the former pools."""
         every = [*(held.pages for held in self._held.values()), *self._filling.values()]
         for pages in (*every, *(late.pages for late in self._late.values())):
             for pool, own in zip(pools, pages, strict=True):

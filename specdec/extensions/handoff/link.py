@@ -269,7 +269,7 @@ class Link:
         self._end.transport.finish(own)
 
     def _begun(self, own: ReadPlan, handoff: Handoff, number: int, deadline: float) -> Read:
-        """Start a read on all ranks. own: of this one. Raises TransferError: the source cannot be reached."""
+        """Start a read on all ranks. own: this rank's plan. Raises TransferError: the source cannot be reached."""
         return self._end.read(own)
 
     def _drop(self, number: int, read: Read | None) -> None:
@@ -290,7 +290,7 @@ def comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[s
 def fingerprint(model: Any, weights: str, shares: list[str]) -> dict[str, Any]:
     """By name, all that must be equal for a request to continue in another engine with the same tokens and drafts.
 
-    weights, shares: of the target, see `shared_fingerprint`.
+    weights, shares: the target's, see `shared_fingerprint`.
     """
     head, states = model.head, model.target.states
     modules = min(getattr(head, "num_modules", 1), max(model.num_speculative_tokens, 1))

@@ -167,12 +167,12 @@ class Handoff:
     It may be sent anywhere (`to_bytes`). It is a credential: with it these pages can be read.
 
     Attributes:
-        source: where the pages are, and what they were made with.
+        source: the engine that has the pages, with the fingerprint of its model.
         lease: the right to read them.
-        expires: until when, in `time.time` seconds of the source's clock.
+        expires: end of the lease, in `time.time` seconds of the source's clock.
         moved: the request.
         blocks: its pages by cache group.
-        tensors: on the host, drafts for its next verification and what they were drawn from, states of recurrent
+        tensors: on the host, drafts for its next verification and their distribution, states of recurrent
             layers: see `Departure`.
         completion: set when the request ended with its first token, and nothing is left to do.
     """
@@ -255,7 +255,7 @@ class Handoff:
 
 
 def _moved(given: dict[str, Any]) -> MovedRequest:
-    """Read a request, checking every value: one of another kind would end a round there, and other requests with it."""
+    """Read a request, checking every value: a wrong one would make a round fail, and end other requests with it."""
     read: dict[str, Any] = {"params": SamplingParams.from_dict(given["params"])}
     read |= {name: _numbers(name, given[name]) for name in ("prompt_token_ids", "new_token_ids", "eos_token_ids")}
     read |= {name: whole(name, given[name], 0) for name in _COUNTS}

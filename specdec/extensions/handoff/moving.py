@@ -121,7 +121,7 @@ class MovingRequests(Guests):
         """Check that a request from another engine can be served as it would have been there.
 
         Raises:
-            InvalidInputError, CacheTooSmallError: as `Admission.check`; or its limits are beyond this engine's.
+            InvalidInputError, CacheTooSmallError: as in `Admission.check`; or its limits exceed this engine's.
         """
         admission = self._engine.admission
         _check_extras(admission)

@@ -75,7 +75,7 @@ class RowTensors(ABC):
         return "" if given == expected else f"it brings tensors {given}, and this engine takes {expected}"
 
     def unpack(self, row: int, computed: int, tensors: Tensors) -> None:
-        """Put what `pack` gave in another engine of the model into a row of this one."""
+        """Put the tensors that `pack` returned in another engine of the model into a row of this engine."""
         if isinstance(self._loop, CarriesVectors) and "carried" in tensors:
             self._loop.carry(row, tensors["carried"].to(self._device))
         if self._states is not None:
@@ -109,7 +109,7 @@ class EagerTensors(RowTensors):
         draws: bool,
         device: torch.device,
     ) -> None:
-        """vocab: of the head; draws: whether drafts of sampled rows are drawn from its distribution."""
+        """vocab: the head's; draws: whether drafts of sampled rows are drawn from its distribution."""
         super().__init__(states, loop, device)
         self._vocab, self._draws = vocab, draws
 

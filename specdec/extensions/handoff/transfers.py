@@ -54,7 +54,7 @@ class Transfers:
 
     @interrupts_as_they_are()
     def open(self, transport: str | Transport, options: dict[str, Any]) -> EngineTable:
-        """Choose how keys and values get from this model into others and from others into this one.
+        """Choose how keys and values move between this model and others.
 
         Both models of a move need the same transport. Without this call it is "local"; a model that is divided among
         ranks (tensor_parallel_size) has none without it, because its ranks are several processes.
@@ -114,7 +114,7 @@ class Transfers:
         try:
             while (update := self._shared.next(call)) is not None:
                 found[update[0]] = link.handed_over(update[1], lease_seconds)
-        except BaseException:
+        except BaseException:  # an interrupt, too: else these pages would be held until their leases end
             self._shared.abandon(call)
             self.release(list(found.values()))
             raise
@@ -159,7 +159,7 @@ class Transfers:
         return done
 
     def stream_resumed(self, handoff: Handoff, timeout: float, on_failure: OnFailure) -> Iterator[StreamUpdate]:
-        """As `resume` of one, but yield every round's new tokens and text; the first ones with the first round.
+        """As `resume` of one, but yield every round's new tokens and text; the first token with the first round.
 
         The transfer begins with the first `next`. Closing the iterator early aborts the rest.
         """
@@ -190,7 +190,7 @@ class Transfers:
             return Stream(self._shared, None, self._shared.submit([Resumption(moved)]))
         try:
             return Stream(self._shared, None, self._shared.submit([Resumption(moved, (number, handoff.tensors))]))
-        except BaseException:
+        except BaseException:  # an interrupt, too: reserved pages have no lease that ends
             self._dropped(number)
             raise
 

@@ -165,6 +165,7 @@ def confirm(ranks: Ranks, granted: Mapping[str, Pages]) -> None:
     Raises:
         RanksLostError: a rank is lost, or has granted other pages.
     """
+    # The empty tensor only names the device to wait for.
     synchronize([torch.empty(0, device=ranks.device)])
     # The least of x and of -x are equal up to sign only if all ranks have the same x: one exchange compares all.
     digest = zlib.crc32(repr(sorted(granted.items())).encode())
@@ -195,7 +196,7 @@ def open_on_other_ranks(model: Any, transport: str, options: dict[str, Any], eng
     """Make the other ranks open a transport; returns their tables. Called on rank 0 between two rounds.
 
     Raises:
-        TransferError: one of them cannot, which is named. RanksLostError: one is lost.
+        TransferError: a rank cannot open it; the message names the rank. RanksLostError: a rank is lost.
     """
     channel: Channel = model.ranks.channel
     secret, round_ = secrets.token_bytes(32), secrets.randbits(62)
@@ -219,7 +220,7 @@ class RanksRead:
     """A `Read` on all ranks of this engine; done when all of them are."""
 
     def __init__(self, model: Any, handoff: Handoff, number: int, deadline: float, start: Callable[[], Read]) -> None:
-        """Start the read on the other ranks. start: starts the one of this rank, when `wait` is called."""
+        """Start the read on the other ranks. start: starts this rank's read, when `wait` is called."""
         self._channel: Channel = model.ranks.channel
         self._size: int = model.ranks.size
         self._key = ("Fetched", self._channel.number, number)
@@ -234,7 +235,7 @@ class RanksRead:
         """See `Read.wait`.
 
         Raises:
-            TransferError, TransferTimeoutError: of this rank, or of another, which is named.
+            TransferError, TransferTimeoutError: this rank's, or another's, which the message names.
             RanksLostError: a rank of this engine is lost.
         """
         self.wait_here(deadline)
@@ -309,7 +310,7 @@ class FollowedTransfers:
         """Runs on a separate thread, concurrently with rounds."""
         try:
             self._read(message, pages)
-        except BaseException as error:
+        except BaseException as error:  # else the thread would end silently, and rank 0 wait for its answer
             self._fail(error)
 
     def _read(self, message: Fetch, pages: Pages) -> None:

@@ -133,7 +133,7 @@ class Collectives:
             log.warning("NCCL did not let go of the other ranks: no other tensor-parallel model loads in this process")
 
     def let_go(self) -> None:
-        """Wait until what was launched on the device is done, for a while at most. The group's own abort has begun."""
+        """Wait briefly until all launches on the device are done. Called after the abort of the group has begun."""
         self._idle().wait(LONGEST_RELEASE)
 
     def _idle(self) -> threading.Event:
@@ -151,7 +151,7 @@ class HelperThread:
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True).start()
-        weakref.finalize(self, self._calls.put, None).atexit = False  # calls come after such callbacks, too
+        weakref.finalize(self, self._calls.put, None).atexit = False  # at exit, calls may still follow
 
     def start(self, call: Callable[[], object]) -> threading.Event:
         """Run `call` after those before it. The event is set when it is done; exceptions are ignored."""

@@ -95,7 +95,7 @@ class LeadingEngine(Engine):
 
     @contextmanager
     def all_ranks(self) -> Iterator[None]:
-        """A block that every rank executes to its end: no interrupt strikes inside it, except a second one.
+        """A block that every rank executes to its end: a first interrupt waits for its end, a second strikes at once.
 
         If it fails, the ranks are at different places and the model is given up.
 

@@ -160,7 +160,7 @@ def _joined(workers: Workers, size: int, device: torch.device, meeting: str) -> 
     def join() -> None:
         try:
             found.append(join_group(0, size, device, meeting))
-        except BaseException as error:
+        except BaseException as error:  # raised below, on the caller's thread
             found.append(error)
 
     joined = HelperThread("join").start(join)
@@ -278,7 +278,7 @@ def _no_adapter(size: int, what: str) -> str:
 
 
 def check_not_quantised(method: str | None, size: int) -> None:
-    """Check that weights are not quantised by a `method`, as shares of such are not served.
+    """Check that weights are not quantised by a `method`, because shares of quantised weights are not served.
 
     Raises:
         UnsupportedModelError: they are.

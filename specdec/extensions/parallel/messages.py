@@ -59,7 +59,7 @@ class CallMoving:
 
 @dataclass(frozen=True)
 class Resume:
-    """`MovingRequests.resume`. data: a `Handoff` of request and tensors, as bytes. number: of its pages, if any."""
+    """Call `MovingRequests.resume`. data: a `Handoff` of request and tensors, as bytes. number: the reservation's."""
 
     data: bytes
     number: int | None
@@ -131,7 +131,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Opened(Answer):
-    """The answer to `OpenTransfer`, its round the number. table: of this rank, JSON; "" where it failed."""
+    """The answer to `OpenTransfer`; number: its round. table: this rank's table as JSON; "" if it failed."""
 
     table: str
     error: str = ""

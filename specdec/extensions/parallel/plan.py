@@ -39,7 +39,7 @@ _LEFT_WHOLE = frozenset(
 """Styles whose modules give and take whole tensors, so that each may be left whole by itself."""
 _SERVED = frozenset({_BY_OUTPUT, _BY_INPUT, _EXPERTS, _PARTIAL, "packed_colwise", "packed_rowwise", "local_params"})
 _ABSORBABLE = frozenset({"DeepseekV2Attention", "DeepseekV3Attention"})
-"""Attention with a latent whose forward counts heads by what its projections give."""
+"""Attention with a latent whose forward derives the number of heads from the width of its projections' outputs."""
 _GPT_OSS_EXPERTS = {
     "gate_up_proj": _BY_INPUT,  # [E, H, 2I], gate and up in turn: the last dimension
     "gate_up_proj_bias": _BY_INPUT,
@@ -97,7 +97,7 @@ def plan_of(model: Any, size: int) -> Plan:
 
     Raises:
         InvalidInputError: its heads cannot be divided among so many.
-        UnsupportedModelError: its own plan needs what is not served; or nothing of it can be divided.
+        UnsupportedModelError: its own plan has styles that are not served, or nothing in it can be divided.
     """
     name = type(model).__name__
     given: dict[str, str] = dict(model.tp_plan or {})
@@ -193,7 +193,7 @@ def _heads(module: Any, latent: bool) -> tuple[int, int]:
 def _leave_uneven_whole(model: Any, styles: dict[str, str], size: int) -> None:
     """Leave feed-forward parts whole whose width the ranks do not divide evenly.
 
-    A part is the modules of one parent: what is divided by output and what is divided by input belong together.
+    A part is the modules of one parent: projections divided by output and by input belong together.
     """
     shapes = {pattern_of(name): parameter.shape for name, parameter in model.named_parameters()}
     uneven = set()

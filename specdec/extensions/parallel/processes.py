@@ -148,7 +148,7 @@ def end(watched: Watched) -> None:
     """End all processes by closing their sockets. Idempotent."""
     watched.closing = True
     for process in watched.processes:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the other end may be closed already
             process.line.shutdown(socket.SHUT_RDWR)
     deadline = time.monotonic() + _GRACE
     for process in watched.processes:

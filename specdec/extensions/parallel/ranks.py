@@ -65,7 +65,7 @@ class Ranks(Group):
     ) -> None:
         """engine: makes this rank's engine of these ranks and the parts of an `Engine`; None where none is made.
 
-        moving: rank 0's kinds of what moves requests (`specdec.extensions.handoff`): of an engine, of a link.
+        moving: rank 0's classes for moving requests, subclasses of handoff's `MovingRequests` and `Link`.
         """
         self.rank, self.size, self.device = rank, size, device
         self.collectives = collectives

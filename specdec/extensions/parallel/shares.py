@@ -4,7 +4,7 @@ transformers plans, and every rank reads its part of each divided parameter. Its
 forwards are taken off again: what stays is the model's own classes with fewer heads and narrower layers, hooks that sum
 partial results, and an lm_head that multiplies its own rows and gathers. So probe, KV cache, compiler and CUDA graphs
 know nothing of ranks. Sums and gathers are opaque operators, which find what carries them when they run (`exchanging`).
-A graph pass makes one of two sums that are added.
+A graph pass replaces two sums that are added by one.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ _SUMMED = ("rowwise", "moe_tp_experts", "all_reduce")
 
 
 def take_share(model: Any, plan: Plan, rank: int, size: int) -> Share:
-    """Turn a divided model into plain modules over rank's share, in place; returns what that is."""
+    """Turn a divided model into plain modules over rank's share, in place; returns a description of the share."""
     divided: set[str] = set()
     repeated: dict[str, int] = {}
     kv_copies: set[int] = set()
@@ -151,7 +151,7 @@ def take_share(model: Any, plan: Plan, rank: int, size: int) -> Share:
 
 
 def _kv_copies(module: Any, size: int) -> int:
-    """How many ranks have the same one of a module's KV heads, whose module is still whole."""
+    """How many ranks have the same KV head of a module, which is still whole."""
     return size // (module.k_proj.out_features // module.head_dim)
 
 

@@ -123,8 +123,8 @@ class Orders:
     def get(self) -> Any:
         """The next message; waits for it.
 
-        One to another model is left for later: on rank 0 the garbage collector may abort a request of that, or close
-        it, in the middle of a round of this one.
+        Messages to other models are left for later: on rank 0 the garbage collector may abort a request of another
+        model, or close the model, in the middle of a round of this one.
         """
         while True:
             number, message = self._inbox.next()
@@ -214,7 +214,7 @@ def main(descriptor: int, parent: int, folder: str) -> None:
     """Load shares and run rounds until rank 0 ends, or something fails, which is reported to rank 0.
 
     Args:
-        descriptor: of the socket to rank 0. parent: its process id. folder: of all ranks' files.
+        descriptor: file descriptor of the socket to rank 0. parent: its process id. folder: for files of all ranks.
     """
     inbox = Inbox(Connection(descriptor), parent, folder)
     try:

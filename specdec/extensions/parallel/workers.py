@@ -43,7 +43,7 @@ class Workers:
     Attributes:
         size: N. folder: for the processes' files, removed at the end.
         lock: held while all ranks do something: models take turns.
-        collectives: what carries sums between them and this process, once they have met.
+        collectives: exchanges between them and this process, once they have met.
     """
 
     collectives: Collectives
@@ -164,7 +164,7 @@ class Workers:
         """The answers once all have come, or at the deadline (`time.monotonic` seconds).
 
         Raises:
-            RanksLostError: one that has not answered is lost.
+            RanksLostError: a rank that has not answered is lost.
         """
         with self._watched.changed:
             while True:
@@ -182,7 +182,7 @@ class Workers:
                 each.answers.pop(key, None)
 
     def found_loss(self) -> str | None:
-        """Why something just failed here: which rank is lost and how, if one is; waits for its error."""
+        """Why something just failed here: which rank is lost and how, if any; waits for its error."""
         found = self._origin(lambda process: process.lost is not None)
         return None if found is None else f"{found} is lost: {found.lost}"
 
@@ -270,11 +270,11 @@ class Link:
     """A `Channel` from one model to the other ranks. Closed with the model, or when it is garbage."""
 
     def __init__(self, workers: Workers, number: int) -> None:
-        """number: of the model, the same on every rank."""
+        """number: the model's number, the same on every rank."""
         self.workers = workers
         self.number = number
         self._close = weakref.finalize(self, workers.close_link, number)
-        self._close.atexit = False
+        self._close.atexit = False  # `_end_at_exit` ends all processes then
 
     def send(self, message: Any) -> None:
         """Send to all. Raises RanksLostError when one is gone."""
@@ -317,12 +317,12 @@ def open_workers(size: int) -> tuple[Workers, bool]:
 
 
 def are_open() -> bool:
-    """Whether this process has such processes."""
+    """Whether this process has started ranks that run."""
     return _open is not None and _open._owner == os.getpid()
 
 
 def is_fork() -> bool:
-    """Whether this process is a fork of one that has such processes."""
+    """Whether this process is a fork of a process that has started ranks."""
     return _open is not None and _open._owner != os.getpid()
 
 

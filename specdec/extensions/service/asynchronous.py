@@ -64,7 +64,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
             while (found := self._next()) is None:
                 await self._change()
             return found
-        except BaseException:
+        except BaseException:  # asyncio.CancelledError is no Exception: a cancelled read cancels the requests
             self.close()
             raise
 
@@ -144,7 +144,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
             task.add_done_callback(partial(_close_if_cancelled, weakref.ref(self)))
 
     def reader_ended(self, task: asyncio.Task[Any]) -> None:
-        """Close it where this task was the last one that read it, and was cancelled."""
+        """Close the stream if this task was its last reader and was cancelled."""
         if task is self._task and task.cancelled():
             self.close()
 
@@ -239,7 +239,7 @@ def _close_if_cancelled(stream_of: weakref.ref[AsyncStream], task: asyncio.Task[
 
 
 def merged(first: StreamUpdate, then: StreamUpdate) -> StreamUpdate:
-    """Two updates of one completion as one."""
+    """Merge two updates of one completion."""
     ids, text = [*first.token_ids, *then.token_ids], first.text + then.text
     told = (
         None if first.logprobs is None and then.logprobs is None else (*(first.logprobs or ()), *(then.logprobs or ()))

@@ -128,9 +128,10 @@ class Leader:
                 requests, check = stream.requests.hand_over()
                 first = self.call.num_requests
                 self.shared.submit(requests, check, self.call, stream.part)
-            except Exception as error:
+            except Exception as error:  # a refusal or a failed check of the model: of this call alone
                 stream.fail(error)
                 continue
+            # Weak: a stream that its reader drops is collected, and cancels its requests.
             own = weakref.ref(stream)
             self.owners.update({first + index: (own, index) for index in range(len(requests))})
             stream.queued(range(first, first + len(requests)))
@@ -190,7 +191,7 @@ def leader_of(model: Any) -> Leader:
     found: Leader | None = vars(model).get("_leader")
     if found is None:
         found = vars(model).setdefault("_leader", Leader(model._shared))  # another thread may have been faster
-    if found.process != os.getpid():
+    if found.process != os.getpid():  # a fork, in which the parent's threads do not run
         found = vars(model)["_leader"] = Leader(model._shared)
     return found
 

@@ -85,7 +85,7 @@ class Metrics(Mapping[str, float]):
 
 
 def metrics_of(engine: Any) -> Metrics:
-    """The numbers of an `Engine`, on any thread. Waits for no round: one that runs may be counted in part."""
+    """The numbers of an `Engine`, on any thread. Waits for no round: a running round may be counted in part."""
     counters, stats, scheduler, now = engine.counters, engine.stats, engine.scheduler, time.perf_counter()
     uptime, rows = now - counters.made, engine.config.max_num_seqs
     windowed, head = scheduler.windowed_pages, scheduler.head_pages
