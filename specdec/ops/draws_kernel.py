@@ -79,7 +79,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     vocab, row_stride, accept_stride,
     N: tl.constexpr, DRAFTS: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Before it waits it loads what the filters' kernels do not write."""
+    """It loads inputs that the filters' kernels do not write before it waits for them."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, floor = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
     packed_ptr += row * (2 * N + 2)
@@ -215,7 +215,7 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Sum the weights of one part of a row; the program that is done last draws the row's token.
 
-    Before it waits it loads what the filters' kernels do not write.
+    It loads inputs that the filters' kernels do not write before it waits for them.
     """
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, min_p = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)

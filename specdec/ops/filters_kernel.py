@@ -6,11 +6,11 @@ the largest: the first has edges that grow with the distance, the second divides
 logits in what remains, and the last, one program a row, searches the list bit by bit of the ordered logit. A list that
 is too long for its place is not used: that program then reads the whole row.
 
-Of few rows these launches take as long as what each loads one after the other. So all but the first load what the ones
-before them do not write, parameters and logits, before they wait for them.
+With few rows the launches' time is that of their dependent loads. So all but the first load parameters and logits,
+which earlier launches do not write, before they wait for these.
 
 A row with top-k is narrowed by top-k alone, and everything above is listed too: top-p's search is then in the list.
-min-p needs no search: it keeps an upper set of its own, and what is kept in the end is the smaller of two upper sets.
+min-p needs no search: it keeps an upper set, too, and the result is the smaller of the two upper sets.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _narrowed(  # type: ignore[no-untyped-def]
     parts, counting, top_k, top_p,
     LEVEL: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The interval [low, high) of distances with the lowest kept logit, after level LEVEL, and what lies below it.
+    """The interval [low, high) of distances with the lowest kept logit, after level LEVEL, and the sum below it.
 
     With it the target of the search and, of top-p's, the total mass and that above the floor of min-p.
     """

@@ -6,7 +6,7 @@ e4m3 with a scale for every token and 128 of its values, or with one static scal
 The products inside a group are summed by tensor cores, the groups in float32. `fp8_linear` is two operators, so that
 compiled code quantises an input once for all layers that read it.
 
-Source: deepseek-ai/DeepSeek-V3, inference/kernel.py (act_quant, fp8_gemm); the least divisor is that of
+Source: deepseek-ai/DeepSeek-V3, inference/kernel.py (act_quant, fp8_gemm); the least divisor equals that in
 kernels-community/finegrained-fp8, which transformers' FP8Linear runs on a GPU.
 """
 
@@ -58,8 +58,8 @@ def unrounded_linear(
 ) -> torch.Tensor:
     """As `fp8_linear`, of activations that are not rounded to 8 bits: the weight is multiplied out in the dtype of x.
 
-    For tests of what lies between layers. A last bit of half precision moves some roundings to 8 bits, each by 6 % or
-    more, and what moved in one layer moves others in the next.
+    For tests of the code between layers. A last bit of half precision moves some roundings to 8 bits, each by 6 % or
+    more, and each such change moves further roundings in the next layer.
     """
     scale = weight_scale.reshape(1, 1) if weight_scale.numel() == 1 else weight_scale
     blocks = scale.expand(-(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK))
@@ -117,7 +117,7 @@ def reference_matmul(
 def dequantised(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """weight [..., O, I] e4m3, scale [..., ⌈O/128⌉, ⌈I/128⌉] -> weight · scale of its block, in that dtype.
 
-    Nothing else of the weight's size is allocated on the way.
+    It allocates no other tensor of the weight's size.
     """
     rows, columns = weight.shape[-2:]
     by_row = scale.to(dtype).repeat_interleave(BLOCK, -2)[..., :rows, :]  # [..., O, ⌈I/128⌉]

@@ -32,11 +32,11 @@ class Tiling:
     """How a matmul is cut.
 
     Attributes:
-        tokens, rows: of a program; rows is at most 128, so that they have one scale a block of columns.
+        tokens, rows: tile of a program; rows is at most 128, so that a block of columns has one scale.
         weight_first: the weight is the left operand of the tensor cores: these take 64 rows at a time, which few
             tokens do not fill.
-        warps, stages: of a program; stages are steps of its loop that are on their way at once. splits: programs that
-            share the columns of a row, see `share`.
+        warps, stages: per program; stages are loop steps in flight at once. splits: programs that share the columns of
+            a row, see `share`.
         at_once: blocks of columns of a step. Their scales are loaded a step ahead: one is read from memory as slowly as
             a tile of the weight, and Triton pipelines only what the tensor cores read.
     """
@@ -99,7 +99,7 @@ def _many_tokens(tokens: int, rows: int, width: int) -> Tiling:
 
     A program multiplies, then adds to its float32 sums, in turn: several keep the tensor cores busy, where one of 128 x
     128 with eight warps does not. That one is taken for many tokens and long sums alone. From a sweep of up to 94
-    tilings on an H200, with a bfloat16 matmul beside it (benchmarks/results/fp8-tilings-h200-2026-11-22.jsonl).
+    tilings on an H200, with a bfloat16 matmul for comparison (benchmarks/results/fp8-tilings-h200-2026-11-22.jsonl).
 
     >>> tiling_of(192, 4096, 14336)
     Tiling(tokens=64, rows=128, weight_first=False, warps=4, stages=3, at_once=1, splits=4)
@@ -162,8 +162,8 @@ def _scales(  # type: ignore[no-untyped-def]
 ):
     """For blocks first … first + AT_ONCE of columns the scales of tokens [M] and of the weight in turn.
 
-    Of blocks from `last` on, which are zeros or not used, those of the one before. They are multiplied where they are
-    used: here that would wait for them.
+    Blocks from `last` on, which are zeros or unused, get the scales of the block before. The caller multiplies the
+    scales where it uses them, because multiplying here would wait for the loads.
     """
     found = ()
     for i in tl.static_range(AT_ONCE):

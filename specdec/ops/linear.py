@@ -1,4 +1,4 @@
-"""Linear layers on a handful of tokens, where the time is that of reading the weight."""
+"""Linear layers on a handful of tokens, where reading the weight takes all the time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ tokens: 4,096 x 14,336 32.5 against 36.6, 4,096 x 12,288 30.3 and 34.1, 4,096 x 
 def few_tokens_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, I], weight [O, I] -> x · weightᵀ [T, O], summed in float32. Weight must not change while it runs.
 
-    More tokens than the kernel takes: by the algorithm that was chosen for the shape, where one was.
+    More tokens than the kernel takes run by the algorithm that was chosen for the shape, if any.
     """
     if x.is_cuda and x.dtype in HALF:
         if len(x) <= MOST_TOKENS:

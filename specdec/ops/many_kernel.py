@@ -1,7 +1,7 @@
 """SwiGLU experts in half precision for prompts: tiles of matrices come through Hopper's tensor memory accelerator.
 
-A program has one tile of pairs and one of rows: tiles that run beside each other are of few experts, whose weights are
-read from memory once and then from the second cache. The numbers are described in `specdec.ops.routed`. Imported on
+A program has one tile of pairs and one of rows: tiles that run at the same time belong to few experts, whose weights
+are read from memory once and then from the L2 cache. The numbers are described in `specdec.ops.routed`. Imported on
 CUDA only, and by tests under the interpreter.
 
 Source: CUDA programming guide, "Tensor Memory Access"; triton-lang/triton, python/tutorials/09-persistent-matmul.py.
@@ -24,7 +24,7 @@ def _gated_tile(  # type: ignore[no-untyped-def]
     x_ptr, stack, bias_ptr, order_ptr, out_ptr, expert, first, end, first_row, top_k, rows, width, alpha, limit,
     CLAMPED: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up of one tile, and what is made of them."""
+    """Gate and up of one tile, and their activation."""
     place = first + tl.arange(0, PAIRS)
     real = place < end
     column = tl.arange(0, COLUMNS)
@@ -118,7 +118,7 @@ _ROWS, _DOWN_ROWS, _COLUMNS = 128, 256, 64
 _FROM, _FROM_MXFP4 = 48, 160
 """Pairs an expert above which this form is the faster one."""
 _MOST_MULTIPLIED_OUT = 5 << 28
-"""Bytes, twice: of what a launch before capture leaves in the allocator, and in the graphs' own memory."""
+"""Bytes, counted twice: a launch before capture leaves them in the allocator, capture in the graphs' private memory."""
 
 
 def better_by_many(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, pairs: int, gating: Gating) -> bool:

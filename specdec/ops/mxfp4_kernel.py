@@ -26,7 +26,7 @@ from attention.kernels.launch import dependent_launch
 
 @dataclass(frozen=True)
 class Gating:
-    """Where gate and up lie in a stack, and what is made of them: see `specdec.ops.routed.routed_experts`."""
+    """Layout of gate and up in a stack, and their activation, see `specdec.ops.routed.routed_experts`."""
 
     interleaved: bool = False
     alpha: float = 1.0
@@ -93,8 +93,8 @@ def _weights(words, scale, factor: gl.constexpr):  # type: ignore[no-untyped-def
 
 @gluon.jit
 def _columns(x, factor: gl.constexpr, READY: gl.constexpr):  # type: ignore[no-untyped-def]
-    """x: [M, 4, 4, 4] uint32, a row's blocks, words of weights, and pairs of numbers: in order, or READY: numbers
-    p and p + 4 beside each other. Returns [128, M] bfloat16 as a factor, with columns as `_weights` has them."""
+    """x: [M, 4, 4, 4] uint32, a row's blocks, words of weights, and pairs of numbers: in order, or READY: numbers p and
+    p + 4 next to each other. Returns [128, M] bfloat16 as a factor, with columns as `_weights` has them."""
     x = gl.reshape(x, (x.shape[0], 4, 4, 2, 2))
     if not READY:
         first, second = gl.split(gl.permute(x, (0, 1, 2, 4, 3)))
@@ -237,7 +237,7 @@ def _few_kernel(  # type: ignore[no-untyped-def]
 
 
 def few_mxfp4(pairs: int, experts: int, x: torch.Tensor) -> bool:
-    """Whether `launch_few` is the faster one, and knows such x: for gpt-oss-20b on an H200 up to 64 tokens.
+    """Whether `launch_few` supports x and is faster: for gpt-oss-20b on an H200 up to 64 tokens.
 
     µs a layer at 1, 4, 8, 32, 64 tokens: 34, 81, 115, 173, 233; by tiles 85, 175, 231, 331, 338; read once 12, 41, 62,
     97, 100.

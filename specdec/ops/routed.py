@@ -6,7 +6,7 @@ a sort, and softmax and normalising two kernels more: 13 µs a layer at one toke
 (sign, two bits of exponent, one of mantissa), 32 of a row with one power of two: byte 0, 2^-127, is 0 to the kernels.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 and 5.4.1; the order of a byte's two numbers is
-that of openai/gpt-oss, gpt_oss/torch/weights.py.
+as in openai/gpt-oss, gpt_oss/torch/weights.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def routed_experts(
         gate_up_scale, down_scale: None; of blocks of 128 x 128, float32; or exponents of MXFP4, uint8 [E, rows, I/32].
         gate_up_bias: [E, 2·F] or None. down_bias: [E, H] or None.
         interleaved: rows of gate and up take turns; else gate's come first.
-        alpha, limit: of gpt-oss's clamped SwiGLU, see `activated`; None: the plain one.
+        alpha, limit: parameters of gpt-oss's clamped SwiGLU, see `activated`; None: plain SwiGLU.
     """
     scales, biases = (gate_up_scale, down_scale), (gate_up_bias, down_bias)
     if x.is_cuda:
@@ -103,7 +103,7 @@ def dequantised_mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Te
 
 MOST_EXPERTS = 1024
 SUM, SOFTMAX = "sum", "softmax"
-"""What the chosen ones' scores are divided by: their sum; or they are the logits of a softmax among them."""
+"""How the chosen experts' scores are normalised: divided by their sum, or as logits of a softmax among them."""
 
 
 def _empty(
@@ -122,7 +122,7 @@ def best_experts(
     Of equal scores the first is chosen, a NaN before all others. Everything is computed in float32.
 
     Args:
-        softmax: of all scores, before they are chosen. normalise: "", `SUM` or `SOFTMAX`, of the chosen.
+        softmax: apply softmax to all scores before choosing. normalise: "", `SUM` or `SOFTMAX`, over the chosen.
     """
     if scores.is_cuda:
         from specdec.ops.routed_kernel import launch_best_experts

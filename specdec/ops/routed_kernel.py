@@ -50,7 +50,7 @@ def _expert_of(index_ptr, offset_ptr, active_ptr, GROUPED: tl.constexpr):  # typ
 def _mxfp4_tile(  # type: ignore[no-untyped-def]
     packed_ptr, exponent_ptr, k, there, width, EVEN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Columns k to k + WIDTH of a tile of rows [N, WIDTH] in float32; the pointers [N, 1] are those of the rows."""
+    """Columns k to k + WIDTH of a tile of rows, [N, WIDTH] float32, by pointers [N, 1] to the rows."""
     byte, block = tl.arange(0, WIDTH // 2), tl.arange(0, WIDTH // 32)
     if EVEN:
         packed = tl.load(packed_ptr + k // 2 + byte[None, :]).to(tl.int32)
