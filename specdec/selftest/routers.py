@@ -35,7 +35,7 @@ _JUMP = 0.25
 
 @dataclass(frozen=True)
 class Routed:
-    """What one mixture of experts was called with, for T tokens of a row.
+    """Arguments of one call of a mixture of experts, for T tokens of a row.
 
     states: [T, H], its input. index: [T, k] int64, the chosen experts. weights: their factors, [T, k].
     """
@@ -64,9 +64,9 @@ class Routed:
 
 
 class RoutedReader:
-    """What mixtures of experts were called with for each token, when a paged forward read it last.
+    """Arguments of the mixtures of experts for each token, from the paged forward that read it last.
 
-    rows: row -> the calls of mixtures in the order of a forward, of all of its tokens that stand read.
+    rows: row -> the calls of mixtures in the order of a forward, for all of its tokens that count as read.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ def _mixtures(model: nn.Module) -> Iterator[nn.Module]:
 def _calls(model: nn.Module, given: list[Routed] | None = None) -> Iterator[list[Routed]]:
     """The calls of mixtures inside, as the routers made them.
 
-    given: of each call the choices that take the place of the router's, for the tokens of which any has moved.
+    given: for each call the choices that replace the router's, for tokens with a changed choice.
     """
     seen: list[Routed] = []
 
