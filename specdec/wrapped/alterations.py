@@ -1,7 +1,7 @@
 """Alterations of a user's model while it is wrapped, each with the function that undoes it.
 
-What stays on a model between two forwards of ours is registered here: hooks, the handles by which attention modules
-find their cache, fused projections of compiled code. Context managers put back what is changed during one forward.
+Changes that stay on a model between two specdec forwards are registered here: hooks, the handles by which attention
+modules find their cache, fused projections of compiled code. Changes during one forward are undone by context managers.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _Mark = tuple[str, tuple[int, ...], str, int, list[int]]
 """Of a tensor: name, shape, dtype, sum of all elements' bits, some elements' bits."""
 _SAMPLES = 64
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
-"""Configuration keys that say where a model came from or how it is run, not what it computes."""
+"""Configuration keys about a model's origin or about how it is run, which do not change its results."""
 
 
 @torch.no_grad()

@@ -1,9 +1,10 @@
-"""Layers in FP8 as ours, and whether quantised layers of any library round their activations to 8 bits.
+"""FP8 layers served by specdec's operators, and whether quantised layers of any library round their activations to 8
+bits.
 
 They do not in the self-test of logits, which compares attentions: there two forwards differ by last bits, each such bit
 can move a rounding to 8 bits by a whole step, and over 32 layers that comes to a third of the logits. So the test
-compares the same model without that rounding. Our own layers ask `are_rounded`; those of compressed-tensors round in a
-forward of their own, which calls that of their class; weights of torchao say how their inputs are rounded.
+compares the same model without that rounding. specdec's layers call `are_rounded`; compressed-tensors sets a forward on
+the instance that rounds and calls the class's; torchao's weights carry the rounding of their inputs.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ def are_rounded() -> bool:
 def unrounded_activations(model: nn.Module | None = None) -> Iterator[None]:
     """Inside, layers that run eagerly on this thread do not round their activations to 8 bits.
 
-    Each layer multiplies its weight out, in the dtype of its input, while it runs. model: of whose layers those of
-    compressed-tensors and torchao are meant; None: our own FP8 layers alone. What other libraries round (quanto's
-    activations, LLM.int8) is rounded all the same.
+    Each layer dequantises its weight to the dtype of its input while it runs. model: also switch off rounding in its
+    compressed-tensors and torchao layers; None: only in specdec's FP8 layers. Other libraries (quanto's activations,
+    LLM.int8) round anyway.
     """
     before = _ROUNDS.set(False)
     layers = () if model is None else tuple(model.modules())
@@ -111,7 +112,7 @@ class Fp8Linear(FP8Linear):
 
 
 class Fp8Experts(FP8Experts):
-    """A mixture of experts of transformers in FP8 whose forward is our operator, in whatever form it is asked for."""
+    """A transformers FP8 mixture of experts whose forward is specdec's operator, for any experts implementation."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -169,7 +170,7 @@ class Scheme:
 class Fp8Layers:
     """The FP8 layers of a model, run by our operators until `release`, or until this is garbage.
 
-    scheme: of all of them. linear, experts: the modules, by name.
+    scheme: common to all of them. linear, experts: the modules, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -195,7 +196,7 @@ class Fp8Layers:
         self._finalizer.atexit = False
 
     def release(self) -> None:
-        """Let the modules be what they were, unless another engine still runs them. Idempotent."""
+        """Restore the modules, unless another engine still runs them. Idempotent."""
         self._finalizer()
 
 
@@ -279,7 +280,7 @@ def _check_experts(name: str, module: Any) -> None:
 
 
 def _check_device(what: str, device: torch.device) -> None:
-    """Refuse a GPU without 8-bit floats; on a CPU, say what it costs."""
+    """Refuse a GPU without 8-bit floats; on a CPU, warn of the cost."""
     if device.type == "cpu":
         warn_user(
             f"{what} is quantised in FP8 and runs on a CPU, which cannot multiply in 8 bits: weights are multiplied "
@@ -296,8 +297,8 @@ _FP8 = "fp8"
 
 
 class Fp8Quantizer(FineGrainedFP8HfQuantizer):
-    """transformers' quantizer for weights that stay in FP8, on any device (`specdec.wrapped.fp8` runs them). Its own
-    needs accelerate, and multiplies the weights out silently where there is no GPU."""
+    """transformers' quantizer for weights that stay in FP8, on any device (`specdec.wrapped.fp8` runs them).
+    transformers' own needs accelerate, and dequantises the weights silently without a GPU."""
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is needed."""

@@ -80,7 +80,7 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
         """Nothing is needed."""
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """None does: names and shapes are those of the checkpoint."""
+        """False for all: names and shapes equal the checkpoint's."""
         return False
 
     def get_weight_conversions(self) -> list[Any]:
@@ -94,7 +94,7 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
         keep_in_mxfp4(model, model.config, self.modules_to_not_convert)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state as it is: it is that of the checkpoint."""
+        """The state unchanged: it has the checkpoint's format."""
         return model.state_dict(), {}
 
 

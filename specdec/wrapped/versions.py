@@ -1,4 +1,4 @@
-"""Detects changes of a model, and state that cannot be seen: in the user's hooks, parametrizations, forwards."""
+"""Detects changes of a model, and state that cannot be tracked: in the user's hooks, parametrizations, forwards."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def unseen_state(model: nn.Module) -> str:
 
 
 def hook_tables(modules: Iterable[nn.Module]) -> tuple[dict[int, Any], ...]:
-    """Where the forward hooks of these modules, and those of every module, are registered."""
+    """The tables of the forward hooks of these modules, and torch's tables of global forward hooks."""
     own = (table for module in modules for table in (module._forward_hooks, module._forward_pre_hooks))
     return (*own, of_every_module._global_forward_hooks, of_every_module._global_forward_pre_hooks)
 
 
 def hook_ids(tables: tuple[dict[int, Any], ...]) -> list[int]:
-    """Of the hooks that are registered; torch gives each a number of its own."""
+    """The registered hooks' ids; torch numbers each hook uniquely."""
     return [hook for table in tables if table for hook in table]
 
 
@@ -133,12 +133,13 @@ class WeightVersions:
     on a module count as other weights.
 
     Attributes:
-        unseen: the first hook, parametrization or forward of the target whose state nobody can see, in words; "" where
-            there is none, and with graphs, which are not captured over such.
+        unseen: a description of the target's first hook, parametrization or forward that may read state that specdec
+            cannot track; "" if it has none, and with graphs, which are not captured in that case.
     """
 
     def __init__(self, *parts: object, captured: bool = False, settings: Settings | None = None) -> None:
-        """parts: modules, the target first; anything else has no weights. settings: of these; default as they are.
+        """parts: modules, the target first; anything else has no weights. settings: their settings; default: the
+        current ones.
 
         captured: graphs read the tensors that are there now, whatever is assigned in their place: only values count.
         """
