@@ -29,6 +29,7 @@ def _weights(p):  # type: ignore[no-untyped-def]
 @triton.jit
 def _target(total, uniform):  # type: ignore[no-untyped-def]
     """The place in a cumulative sum of integers at which to draw, below total."""
+    # float64: totals reach 2**63, of which float32's 24 bits could address only every 2**39th place.
     return (uniform.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
 
 
@@ -230,9 +231,11 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
         return
     stats = load_stats(stats_ptr + row * stats_stride)
     tl.store(sums_ptr + row * parts + part, tl.sum(_draft_weights(x, column, stats, temperature, min_p, vocab), 0))
+    # acq_rel: releases this program's sum, and acquires the others' for the program that is done last.
     if tl.atomic_add(done_ptr + row, 1, sem="acq_rel") < parts - 1:
         return
     each = tl.arange(0, PARTS)
+    # .cg: from L2, because other multiprocessors wrote these and L1 caches are not coherent.
     sums = tl.load(sums_ptr + row * parts + each, mask=each < parts, other=0, cache_modifier=".cg")
     part, place = _pick_part(sums, uniform)
     column = part * PART + tl.arange(0, PART)

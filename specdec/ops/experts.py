@@ -125,6 +125,7 @@ def expert_matmul(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> 
     tokens = LAUNCH_PAIRS // index.shape[1]
     for start in range(0, len(index), tokens):
         part = slice(start, start + tokens)
+        # Contiguous: the kernel takes flat rows of x and a flat index, and strides only for the stack.
         launch_expert_matmul(x[part].contiguous(), stack, index[part].contiguous(), out[part])
     return out
 

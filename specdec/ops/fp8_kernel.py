@@ -211,6 +211,7 @@ def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
             start = (step + i) * _GROUP
             # Tokens past the end are zeros, not the last one again: all programs would read it from one place in L2.
             if WHOLE:
+                # evict_first: weights are read once, and should not displace x, which every program reads, from L2.
                 w = tl.load(weights + start, eviction_policy="evict_first")  # [N, K]
                 x = tl.load(xs + start, mask=real_token[:, None], other=0.0)  # [M, K]
             else:

@@ -100,9 +100,10 @@ class Matmul:
         preference = lt.matmul_preference_create()
         try:
             self._prefer(preference, "MAX_WORKSPACE_BYTES", workspace)
+            # Split-K may sum partial results only in the compute type, float32, not rounded to half precision.
             self._prefer(preference, "REDUCTION_SCHEME_MASK", int(lt.ReductionScheme.COMPUTE_TYPE))
             for operand in "ABCD":
-                self._prefer(preference, f"MIN_ALIGNMENT_{operand}_BYTES", 16)
+                self._prefer(preference, f"MIN_ALIGNMENT_{operand}_BYTES", 16)  # `gemm_choice.aligned` checks it
             layouts = (self._weight, self._x, self._out, self._out)
             places = (results.ctypes.data, count.ctypes.data)
             lt.matmul_algo_get_heuristic(self._library.handle, self._operation, *layouts, preference, _ASKED, *places)
@@ -134,6 +135,8 @@ class _Launcher:
     ) -> None:
         """fixed: handle, operation and the layouts of weight, input and output; size [T, O] is the output's."""
         self._matmul, self._fixed, self._size = matmul, fixed, size
+        # Arrays kept on this object, because the library gets their raw addresses: the algorithm, and alpha = 1, beta =
+        # 0.
         self._data = np.frombuffer(algorithm.data, np.uint8).copy()
         self._factors = np.array([1, 0], np.float32)
         self._algorithm, self._one = self._data.ctypes.data, self._factors.ctypes.data

@@ -39,12 +39,14 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     token = tl.arange(0, TILE_TOKENS)  # [N]
     column = tl.arange(0, TILE_WIDTH)  # [K]
     inside = row < rows  # [M]
+    # int64: a large weight, such as an lm_head of 256k rows of 16k, has more elements than int32 counts.
     weight_row = weight_ptr + tl.minimum(row, rows - 1).to(tl.int64) * weight_stride
     wait_for_predecessor(DEPENDENT)
     weights = weight_row[:, None] + column[None, :]
     x_columns = x_ptr + token[None, :] * x_stride + column[:, None]
     acc = tl.zeros((TILE_ROWS, TILE_TOKENS), tl.float32)  # [M, N]
     for start in range(0, width, TILE_WIDTH):
+        # evict_first: weights are read once, and should not displace x, which every program reads, from L2.
         w = tl.load(weights + start, mask=inside[:, None], other=0.0, eviction_policy="evict_first")  # [M, K]
         x = tl.load(x_columns + start, mask=token[None, :] < tokens, other=0.0)  # [K, N]
         acc = tl.dot(w, x, acc)

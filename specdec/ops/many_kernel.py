@@ -136,6 +136,7 @@ def better_by_many(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, p
         return False
     if packed:
         return 4 * gate_up.numel() <= _MOST_MULTIPLIED_OUT
+    # The tensor memory accelerator needs addresses and rows of a multiple of 16 bytes, eight half-precision numbers.
     aligned = all(s.dtype == x.dtype and s.shape[-1] % 8 == 0 and s.data_ptr() % 16 == 0 for s in stacks)
     return aligned and not gating.interleaved
 
@@ -165,7 +166,7 @@ def launch_many(
         gating.limit or 0.0, CLAMPED=gating.limit is not None, EVEN=width % _COLUMNS == 0, PAIRS=TILE, ROWS=_ROWS,
         COLUMNS=_COLUMNS, num_warps=8, num_stages=4, **dependent,
     )  # fmt: skip
-    del stack  # the other may lie where it lay
+    del stack  # its memory may be reused for the next stack
     stack = down if scales[1] is None else launch_dequantise(down, scales[1], x.dtype)
     _down_kernel[(_programs(x.device),)](
         _by_tiles(inner, TILE), _by_tiles(stack, _DOWN_ROWS), biases[1], *sent, out, most_tiles, width, rows,

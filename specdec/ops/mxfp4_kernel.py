@@ -292,6 +292,7 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     there = block < blocks
     packed = tl.load(packed_ptr + 16 * block[:, None] + tl.arange(0, 16)[None, :], mask=there[:, None], other=0)
+    # An MXFP4 exponent has float32's bias of 127, so its byte in float32's exponent field is the scale; 0 gives 0.0.
     scale = (tl.load(exponent_ptr + block, mask=there, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
     packed = packed.to(tl.int32)
     values = tl.interleave(unpacked(packed), unpacked(packed >> 4)) * scale[:, None]
@@ -310,7 +311,7 @@ def launch_dequantise(
 
     apart: rows 0, 2, 4, … of every expert come first, then the others.
     """
-    stack, scale = stack.contiguous(), scale.contiguous()
+    stack, scale = stack.contiguous(), scale.contiguous()  # the kernel addresses blocks by one flat index
     out = torch.empty(*stack.shape[:-1], 2 * stack.shape[-1], dtype=dtype, device=stack.device)
     _dequantise_kernel[(triton.cdiv(scale.numel(), _BLOCKS),)](
         stack, scale, out, scale.numel(), *scale.shape[1:], APART=apart, BLOCKS=_BLOCKS

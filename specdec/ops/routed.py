@@ -130,10 +130,11 @@ def best_experts(
         return launch_best_experts(scores, chosen, softmax, normalise, dtype)
     wide = scores.float()
     wide = wide.softmax(-1) if softmax else wide
+    # Not topk: of equal scores the lowest expert comes first, as in the kernel; topk leaves that open.
     sorted_scores, places = torch.sort(wide, dim=-1, descending=True, stable=True)
     best = sorted_scores[:, :chosen]
     if normalise == SUM:
         best = best / best.sum(-1, keepdim=True)
     elif normalise == SOFTMAX:
         best = F.softmax(best, -1)
-    return best.to(dtype), places[:, :chosen].contiguous()
+    return best.to(dtype), places[:, :chosen].contiguous()  # as the operator's fake promises

@@ -193,6 +193,8 @@ def launch_routed(
     if tilings is None and better_by_many(x, gate_up, down, index.numel(), gating):
         return launch_many(x, gate_up, down, index, scales, biases, gating, padding)
     grouped, dependent = tokens > 1, dependent_launch(x.device)
+    # One token needs no grouping: its pairs have distinct experts. Launches need pointers, so `index` fills unread
+    # fields.
     groups = group_pairs(index, experts, padding) if grouped else Groups(index, index, index)
     form = {torch.uint8: "mxfp4", torch.float8_e4m3fn: "fp8"}.get(down.dtype, "half")
     sent = index, groups.order, groups.offsets, groups.active
