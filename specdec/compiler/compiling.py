@@ -216,9 +216,10 @@ def unwrapped(kind: type[SpecdecError]) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # any class of the compiler's: it wraps errors of the code that it traces or calls
         found: BaseException | None = error
         while found is not None and not isinstance(found, kind):
+            # Dynamo's BackendCompilerFailed keeps the original as `inner_exception`, not as its cause.
             found = getattr(found, "inner_exception", None) or found.__cause__ or found.__context__
         if found is None or found is error:
             raise

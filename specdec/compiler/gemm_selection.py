@@ -67,6 +67,7 @@ class ChoiceStore:
                 both = self.read() | {str(shape): choice for shape, choice in choices.items()}
                 entries = {name: _entry(choice) for name, choice in sorted(both.items())}
                 content = {"format": _FORMAT, "gpu": self._gpu, "library": self._version, "choices": entries}
+                # Written aside and renamed: `read` takes no lock and must never see half a file.
                 new = self.path.with_suffix(f".{os.getpid()}.new")
                 new.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
                 os.replace(new, self.path)
@@ -144,7 +145,7 @@ class GpuTimer:
 
     def _span(self, launch: Launch, calls: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._long.sum()
+        self._long.sum()  # the long read of the class's docstring; its result is not used
         start.record()
         for weight in islice(self._weights, calls):
             launch(self._x, weight)

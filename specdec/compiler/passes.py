@@ -45,6 +45,8 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the compiler's graph."""
+        # Equal matmuls are merged first, while they are matmuls: siblings compute the whole fused one each. Quantising
+        # is fused last, into the operators that the other rewritings make.
         for each in GRAPH_PASSES:
             each(graph)
         leave_one_matmul(graph)
@@ -58,6 +60,7 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of the compiler cache's key."""
+        # Change a number with every change of a rewriting: the compiler would reuse cached code of the old one.
         return f"specdec-rewriting-6{'-batch-invariant' if self._batch_invariant else ''}-fp8-1"
 
 

@@ -75,6 +75,7 @@ class _Sibling(nn.Module):
     def part(self) -> None:
         """Make it a plain layer again, with its current values in separate memory."""
         for own, part in self.parts():
+            # Otherwise the model was moved or got other parameters, which lie in separate memory already.
             if own.untyped_storage().data_ptr() == part.untyped_storage().data_ptr():
                 own.data = own.data.clone()
         del self.rows, self.holders, self.fused_weight, self.fused_bias, self.fused_scale
