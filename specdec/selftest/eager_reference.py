@@ -158,6 +158,7 @@ def read_eager(model: PreTrainedModel, ids: list[torch.Tensor]) -> list[torch.Te
 
 def relative_errors(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """[T] float64: rms error of each token's logits [T, V] over their rms. Equal infinities are no error."""
+    # where: inf - inf would be NaN for logits that both sides mask.
     off = torch.where(ours == right, 0.0, ours - right).double()
     size = torch.where(right.isfinite(), right, 0.0).double()
     return off.pow(2).mean(-1).sqrt() / size.pow(2).mean(-1).sqrt().clamp_min(torch.finfo(torch.float32).tiny)

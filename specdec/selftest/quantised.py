@@ -59,7 +59,7 @@ def neighbour_test(model: PreTrainedModel) -> None:
             with errors_named(model, f"{name} ({type(layer).__name__}) reads {_BATCH_TOKENS} tokens"):
                 results.append(run(batch)[0].double())
         difference = _relative(results[1], results[0])
-        if not difference <= _SAME:
+        if not difference <= _SAME:  # "not <=": NaN is an error, too
             raise UnsupportedModelError(
                 f"{type(model).__name__} is quantised so that a token's result depends on what else is in the batch: "
                 f"{name} ({type(layer).__name__}) gives a token another output (off by {difference:.2g}) beside large "

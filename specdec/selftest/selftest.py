@@ -109,10 +109,11 @@ def self_test(target: Target, longest: int = 0) -> float:
     """Read three ragged dummy prompts, then four more tokens each, and compare all logits with the eager forward.
 
     The verification is read once more as a batch of one row with logits for its last token alone. A recurrent target is
-    verified twice, so that drafts are rejected and replayed (`rollback.py`), and then a row is read from its start.
-    Layers do not round their activations to 8 bits here, where that can be switched off (`unrounded_activations`), so
-    that the comparison is about attention; `fp8_self_test` tests specdec's FP8 layers. longest: tokens of the longest
-    row, at least 23 (26 for a recurrent target), more where no other test reads long rows.
+    verified twice, so that drafts are rejected and replayed (`eager_reference.Rollback`), and then a row is read from
+    its start. Layers do not round their activations to 8 bits here, where that can be switched off
+    (`unrounded_activations`), so that the comparison is about attention; `fp8_self_test` tests specdec's FP8 layers.
+    longest: tokens of the longest row, at least 23 (26 for a recurrent target), more where no other test reads long
+    rows.
 
     Returns:
         The largest error of the pieces, a piece being one row's prompt or its verification, see `_error`: a flipped
@@ -264,7 +265,7 @@ def invariance_test(target: Target, model: Callable[..., Any]) -> None:
     no_tokens = np.zeros(len(ids), np.int64)
     whole = read_paged(target, ids, no_tokens, ends, table, model)
     error = max(float(_error(own, right)) for own, right in zip(whole, read_eager(target.hf_model, ids), strict=True))
-    if not error <= _TOLERANCE[target.hf_model.dtype]:
+    if not error <= _TOLERANCE[target.hf_model.dtype]:  # "not <=": NaN is an error, too
         raise UnsupportedModelError(
             f"{type(target.hf_model).__name__} comes out wrong when compiled: error {error:.2g}"
         )

@@ -147,7 +147,7 @@ def _build(probed: TargetProbe, low: Sequence[str], seed: int) -> TargetProbe:
         _NoTwin: its class cannot be built so small, does not run then, or lacks a variant of attention.
     """
     reason: Exception | None = None
-    for towers in (True, False):
+    for towers in (True, False):  # second, if that fails: image and sound parts keep their widths
         try:
             twin = _constructed(probed.model, low, towers)
             enlarge(twin, seed)
@@ -169,6 +169,7 @@ def _build(probed: TargetProbe, low: Sequence[str], seed: int) -> TargetProbe:
 
 def _constructed(model: PreTrainedModel, low: Sequence[str], towers: bool) -> PreTrainedModel:
     config = miniature(model.config, low, towers)
+    # Weights are drawn at construction: the user's generator is restored. devices=[]: the twin draws on the CPU only.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), _quiet_transformers(), torch.no_grad():
         return type(model)(config).float().eval()
 
