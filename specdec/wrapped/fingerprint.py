@@ -53,6 +53,7 @@ def _marks(module: torch.nn.Module) -> list[_Mark]:
     for name, tensor in sorted(parts, key=lambda part: part[0]):
         bits = _bits(tensor)
         total = sum(int(chunk.sum(dtype=torch.int64)) for chunk in bits.split(_CHUNK))
+        # float64: float32 has no exact places beyond 2**24.
         places = torch.linspace(0, max(len(bits) - 1, 0), min(_SAMPLES, len(bits)), dtype=torch.float64).long()
         sample = bits[places.to(bits.device)].tolist()
         found.append((name, tuple(tensor.shape), str(tensor.dtype), total, sample))

@@ -1,5 +1,4 @@
-"""FP8 layers served by specdec's operators, and whether quantised layers of any library round their activations to 8
-bits.
+"""FP8 layers on specdec's operators, and whether quantised layers of any library round activations to 8 bits.
 
 They do not in the self-test of logits, which compares attentions: there two forwards differ by last bits, each such bit
 can move a rounding to 8 bits by a whole step, and over 32 layers that comes to a third of the logits. So the test
@@ -193,7 +192,7 @@ class Fp8Layers:
             _set_class(module, _OURS)
             vars(module).setdefault(_HOLDERS, set()).add(holder)
         self._finalizer = weakref.finalize(self, _let_go, modules, holder)
-        self._finalizer.atexit = False
+        self._finalizer.atexit = False  # at the interpreter's exit the model ends as well
 
     def release(self) -> None:
         """Restore the modules, unless another engine still runs them. Idempotent."""
@@ -219,6 +218,7 @@ def _let_go(modules: tuple[Any, ...], holder: object) -> None:
 
 
 def _set_class(module: Any, classes: Mapping[type, type]) -> None:
+    # The class is swapped, not the module: hooks, references and parameters stay the user's.
     module.__class__ = classes.get(type(module), type(module))
 
 
@@ -325,6 +325,7 @@ def fp8_checkpoint(config: Any, name: str) -> Iterator[None]:
         raise UnsupportedModelError(f"{name} is quantised in FP8 with fmt={kind!r}; supported is 'e4m3'")
     _scheme(values).check(name)
     before = AUTO_QUANTIZER_MAPPING[_FP8]
+    # In transformers' own table: `register_quantizer` refuses a method that exists.
     AUTO_QUANTIZER_MAPPING[_FP8] = Fp8Quantizer
     try:
         yield

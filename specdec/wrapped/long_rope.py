@@ -113,6 +113,7 @@ def _original_of(module: nn.Module) -> int | None:
 def _drops_its_cache(model: PreTrainedModel) -> bool:
     """Whether the model's own way of preparing a step of `generate` looks at the length at which factors change."""
     prepare: Any = getattr(type(model), "prepare_inputs_for_generation", None)  # no model without `generate` has one
+    # By a name in its bytecode: such models mark this behaviour nowhere else.
     return prepare is not None and _ORIGINAL in inspect.unwrap(prepare).__code__.co_names
 
 

@@ -43,6 +43,7 @@ def unseen_state(model: nn.Module) -> str:
 def hook_tables(modules: Iterable[nn.Module]) -> tuple[dict[int, Any], ...]:
     """The tables of the forward hooks of these modules, and torch's tables of global forward hooks."""
     own = (table for module in modules for table in (module._forward_hooks, module._forward_pre_hooks))
+    # Private names: torch has no public list of registered hooks.
     return (*own, of_every_module._global_forward_hooks, of_every_module._global_forward_pre_hooks)
 
 
@@ -157,7 +158,7 @@ class WeightVersions:
         if not self._captured:
             return self._looks_different()
         before = self._count
-        self._count = sum(tensor._version for tensor in self._counted)  # first tokens wait
+        self._count = sum(tensor._version for tensor in self._counted)  # only a sum: the first token waits for this
         return before != self._count
 
     def _looks_different(self) -> bool:
@@ -211,8 +212,8 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 def writes_to(tensors: list[torch.Tensor]) -> list[int]:
     """torch's counts of writes to them; 0 for inference tensors, which have none."""
     try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
+        return [tensor._version for tensor in tensors]  # torch's count of in-place writes has no public name
+    except RuntimeError:  # of an inference tensor, which has no count
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
