@@ -99,9 +99,10 @@ class Tiles:
         )
 
     def arrays(self, host: HostBatch, num_pages: int) -> list[np.ndarray]:
-        """What the device needs, all int32: counts [n] and pages [n, W] of partly and of wholly visible blocks; for the
-        rows' pages their place in [rows, num_pages] and their logical page; row start and position, token and head of
-        each packed query; place. W is one number: torch 2.11's kernel reads both lists of pages by one's strides."""
+        """The arrays that the device needs, all int32: counts [n] and pages [n, W] of partly and of wholly visible
+        blocks; for the rows' pages their place in [rows, num_pages] and their logical page; row start and position,
+        token and head of each packed query; place. W is one number: torch 2.11's kernel reads both lists of pages by
+        one's strides."""
         before, whole = self.whole_begin - self.begin, self.whole_end - self.whole_begin
         partly = before + self.end - self.whole_end
         at = np.arange(max(_LEAST, int(partly.max(initial=0)), int(whole.max(initial=0))))

@@ -279,7 +279,7 @@ def page_counts_of(seq_lens: np.ndarray, page_size: int) -> np.ndarray:
 
 
 class PageLayout(NamedTuple):
-    """Where the pages of B rows lie on their list.
+    """The layout of the pages of B rows on their list.
 
     Attributes:
         counts: [..., B] pages of each row. indptr: [..., B+1] int32, row i's are indptr[i] … indptr[i+1]-1 on the list.

@@ -145,7 +145,7 @@ class BlockTables:
         self.allocator.release(list(pages))
 
     def keep_detached(self, pages: Sequence[int]) -> None:
-        """In tables that replace others: these pages were detached there, and are here."""
+        """Take over detached pages from tables that these replace."""
         self.allocator.claim(pages)
         self._detached.update(pages)
 

@@ -293,7 +293,7 @@ class PrefixCache:
         return most
 
     def _windowed_pages(self, taken: Sequence[_Entry]) -> tuple[tuple[int, ...], ...]:
-        """Of each group the pages that the token after these sees."""
+        """For each group the pages that the token after these sees."""
         firsts = (first_needed_page(reach, len(taken) * self.page_size, self.page_size) for reach in self._reaches)
         return tuple(tuple(e.node.windowed[g] for e in taken[first:]) for g, first in enumerate(firsts))
 
@@ -346,7 +346,7 @@ class PrefixCache:
             self.head_pages.withdraw(entry.head)
 
     def _forget(self, entry: _Entry) -> None:
-        """Evict a pair: to a request that drafts neither is of use without the other."""
+        """Evict a pair, because a request that drafts can use neither page without the other."""
         self._drop(entry)
         if not entry.node.entries:
             for group, page in enumerate(entry.node.windowed):

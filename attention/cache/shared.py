@@ -47,7 +47,7 @@ class SharedPages(PageAllocator):
 
     def release(self, pages: list[int]) -> None:
         """Let go of a row's pages, in the order of its tokens: of idle pages the last ones of a row are evicted first,
-        because what comes before them is found without them, and not the other way round."""
+        because earlier pages are found without later ones, and not the other way round."""
         for page in reversed(pages):
             self._holders[page] -= 1
             if self._holders[page]:

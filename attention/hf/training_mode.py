@@ -70,7 +70,7 @@ def evaluating(root: nn.Module, modules: tuple[Trainable, ...]) -> Iterator[None
     Where `root.train()` or `eval()` is called meanwhile, on another thread, the modules follow it in the end.
 
     Raises:
-        SpecdecError: modules came into training mode on the way, so what was computed is of no use.
+        SpecdecError: modules were switched to training mode meanwhile, so the results are invalid.
     """
     mode, looked_at = root.training, [own.module for own in modules if own.computes_otherwise]
     switched = [module for module in looked_at if module is not None]

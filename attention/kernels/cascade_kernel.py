@@ -165,7 +165,7 @@ def _prefix_kernel(  # type: ignore[no-untyped-def]
 
 
 def sum_shapes(key: AttentionSpec, tokens: int, tiling: PrefixTiling) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of `SharedKeys.sums` and `SharedKeys.stats`, for a batch of so many tokens."""
+    """Shapes of `SharedKeys.sums` and `SharedKeys.stats`, for a batch of this many tokens."""
     places = (tiling.parts, tokens, key.num_q_heads)
     return (*places, key.head_dim_v), (*places, 2)
 

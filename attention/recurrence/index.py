@@ -86,7 +86,7 @@ class StateIndex(StateArrays[np.ndarray]):
         """Check the arrays against the rows' tokens [B], and the rule where it is given.
 
         Raises:
-            InvariantError: two rows share a state, or a row replays or commits what cannot be.
+            InvariantError: two rows share a state, or a row's numbers of replayed or committed tokens are impossible.
         """
         own = self.slots[self.slots != NULL_SLOT]
         require(len(np.unique(own)) == len(own), "two rows share a state")
@@ -103,7 +103,7 @@ class StateIndex(StateArrays[np.ndarray]):
 
 
 MOST_INPUTS = 16
-"""Of a row that decodes, replayed and own ones, that the gated delta rule reads as one chunk."""
+"""Most tokens of a decoding row, replayed and new, that the gated delta rule reads as one chunk."""
 
 
 @dataclass(frozen=True)

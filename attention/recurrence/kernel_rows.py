@@ -108,9 +108,9 @@ def state_tiling(units: int, rows: int, columns: int) -> StateTiling:
     """The tiling for so many rows times heads, whose states have so many rows and columns, read token by token.
 
     With 8 lanes to a row of the state, 8 warps hold 32 rows of it, and fetch keys and queries of up to 128 numbers
-    straight into the registers that use them: Triton exchanges through shared memory what has at least as many numbers
-    as the program has threads. With 80 registers a multiprocessor of 65,536 holds three programs; Triton 3.6 and its
-    ptxas spill 28 bytes of the larger, none of the smaller.
+    straight into the registers that use them: Triton exchanges through shared memory tensors that have at least as many
+    numbers as the program has threads. With 80 registers a multiprocessor of 65,536 holds three programs; Triton 3.6
+    and its ptxas spill 28 bytes of the larger, none of the smaller.
     """
     width, most = triton.next_power_of_2(columns), triton.next_power_of_2(rows)
     block = min(32 if units <= _FEW_UNITS else 64, most)

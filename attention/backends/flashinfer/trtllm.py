@@ -231,7 +231,7 @@ def tables_of(metadata: CommonAttentionMetadata) -> torch.Tensor:
 
 
 def keys_of(metadata: CommonAttentionMetadata) -> torch.Tensor:
-    """[B] int32 keys on each row's list of pages, on the device: of a windowed group fewer than the row has."""
+    """[B] int32 keys on each row's list of pages, on the device; fewer than the row has in a windowed group."""
     starts = metadata.page_indptr
     return (starts[1:] - starts[:-1] - 1) * metadata.host.page_size + metadata.last_page_len
 

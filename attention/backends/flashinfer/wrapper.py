@@ -1,4 +1,4 @@
-"""One FlashInfer paged-attention wrapper: which kernel it runs, how that is built, and planning it from host arrays.
+"""One FlashInfer paged-attention wrapper: its kernel, the build of the kernel, and planning from host arrays.
 
 FlashInfer builds a module of eight large files, of which specdec launches one: causal, paged. Here a module has that
 file, unchanged, and the host code without the other kernels (a call for one raises), under a different name.
@@ -129,7 +129,7 @@ class FixedShape:
 
     @property
     def num_tokens(self) -> int:
-        """Of the batch."""
+        """Tokens of the batch."""
         return self.rows * self.query_len if self.tokens is None else self.tokens
 
     @property
@@ -159,7 +159,7 @@ class Part:
         return int(lens[0]) if len(lens) and (lens == lens[0]).all() else None
 
     def at(self, host: HostBatch) -> Part:
-        """As many rows of other lengths, planned from a whole batch; its device arrays lie where these do."""
+        """The same part for rows of other lengths from a whole batch whose device arrays have the same addresses."""
         return Part(
             host.query_start_loc, host.page_indptr, host.seq_lens, self.device_query_start_loc, self.device_page_indptr,
             self.device_last_page_len, self.device_page_indices, self.start, self.stop,

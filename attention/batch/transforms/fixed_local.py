@@ -127,7 +127,7 @@ class FixedLocalRows:
         return virtual, self._arena.end(self._bucket)
 
     def metadata(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """A batch of the shape in its virtual rows, whose arrays are what every later `send` overwrites.
+        """A batch of the shape in its virtual rows, with the arrays that every later `send` overwrites.
 
         It has no block table: kernels read the flat list of pages.
         """
