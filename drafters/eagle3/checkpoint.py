@@ -44,7 +44,7 @@ class Opened(Generic[S]):
     fields: tuple[Field, ...]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, by parameter."""
+        """Shapes of all tensors, by parameter."""
         return {parameter: self.folder.tensors[full].shape for parameter, full in self.names.items()}
 
     def load(self) -> dict[str, torch.Tensor]:

@@ -78,8 +78,8 @@ def export_eagle3(
         verifier: the target; only the speculators layout names it, and needs it.
         dtype: for the stored weights; None keeps the head's.
         num_speculative_tokens: K that a speculators configuration proposes.
-        with_target_tensors: write what the head shares with its target (embedding, lm_head) in the speculators layout,
-            as that package does, which leaves missing tensors uninitialised. False: the file is smaller, and serves
+        with_target_tensors: write tensors shared with the target (embedding, lm_head) in the speculators layout, as
+            that package does, which leaves missing tensors uninitialised. False: the file is smaller, and serves
             engines that share these tensors themselves (vLLM, this library). The specforge layout never has them.
 
     Returns:

@@ -194,7 +194,7 @@ def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tup
 def _changes(
     spec: Eagle3Spec, num_layers: int, rope_theta: float | None
 ) -> Iterator[tuple[str, str, Any, dict[str, Any], str]]:
-    """Of each change: its name, the field of the spec, its other value, the `head_overrides` for it, and the cause."""
+    """For each change its name, the field of the spec, its other value, the `head_overrides` for it, and the cause."""
     for name, layers, cause in _aux_layers(spec.aux_layers, num_layers):
         yield name, "aux_layers", layers, {"aux_layers": list(layers)}, cause
     feedback = "pre_norm" if spec.feedback == "post_norm" else "post_norm"

@@ -56,7 +56,7 @@ class Eagle3Overrides:
 
     Attributes:
         aux_layers: numbered as ours, or None for the checkpoint's.
-        feedback: which state is fed back, or None for the checkpoint's.
+        feedback: the state that is fed back, or None for the checkpoint's.
         config: (key of config.json, value), the key dotted where it is nested; None as value removes the key.
     """
 

@@ -275,7 +275,7 @@ class StepSection:
 
     @staticmethod
     def sizes(rows: int, pages: int, steps: int, entries: int | None = None) -> dict[str, int]:
-        """Sizes for these most rows, pages a row and steps; entries: of a page list, default rows · pages."""
+        """Sizes for at most these rows, pages a row and steps; entries: length of a page list, default rows · pages."""
         own = {"step.rows": rows, "step.rows_plus_1": rows + 1, "step.pages": pages, "steps": steps}
         return own | {"step.entries": rows * pages if entries is None else entries}
 

@@ -103,7 +103,7 @@ class TokenIndex:
         return found[: found.index(END)] if END in found else found
 
     def _key_of(self, text: Sequence[int]) -> int:
-        """Of the last n-gram, as `extend` makes it."""
+        """The key of the last n-gram, as `extend` makes it."""
         key = 0
         for token in text[-self._least :]:
             key = key * _BASE + token

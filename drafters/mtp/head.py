@@ -306,7 +306,7 @@ class MtpStack(nn.Module):
 
     @property
     def draft_rows(self) -> torch.Tensor | None:
-        """Of all modules."""
+        """Shared by all modules, see `MtpHead`."""
         return self.module(0).draft_rows
 
     def renew_draft_rows(self, lm_head: torch.Tensor) -> None:
