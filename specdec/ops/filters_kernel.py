@@ -126,7 +126,8 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     scale = LOG2E / temperature
     column = tl.arange(0, WIDTH)
     if LEVEL == 0:
-        # what lies farther has, all together, less than 1 - p of the mass: each has less than (1 - p) / V of the peak's
+        # logits farther away have, all together, less than 1 - p of the mass: each has less than (1 - p) / V of the
+        # peak's
         reach = tl.where(counting, _REACH, temperature * tl.log(vocab / tl.maximum(1 - top_p, 1e-8)))
         fraction = (column + 1) / EDGES
         edges = tl.where(column < EDGES, reach * fraction * fraction * fraction, float("inf"))
@@ -142,7 +143,7 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     if start == 0:
         tl.store(edges_ptr + row * WIDTH + column, edges)
     for part in range(start, tl.minimum(start + repeat, parts)):
-        if copy_ptr is not None:  # at once: a load after a store would wait for what is stored
+        if copy_ptr is not None:  # at once: a load after a store would wait for the store
             index = part * PART + tl.arange(0, PART)
             whole = load_logits(logits_ptr + index, index < vocab)  # [PART]
             tl.store(copy_ptr + row * copy_stride + index, whole, mask=index < vocab)

@@ -167,6 +167,6 @@ def silu_product_fp8(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _empty(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of [1, T, H] or [T, H]."""
+    """Empty results for x [1, T, H] or [T, H]."""
     tokens, width = x.shape[-2:]
     return x.new_empty(tokens, width, dtype=FP8), x.new_empty(tokens, -(-width // BLOCK), dtype=torch.float32)

@@ -38,7 +38,7 @@ class Tiling:
         warps, stages: per program; stages are loop steps in flight at once. splits: programs that share the columns of
             a row, see `share`.
         at_once: blocks of columns of a step. Their scales are loaded a step ahead: one is read from memory as slowly as
-            a tile of the weight, and Triton pipelines only what the tensor cores read.
+            a tile of the weight, and Triton pipelines only the tensor cores' operands.
     """
 
     tokens: int
@@ -50,7 +50,7 @@ class Tiling:
     splits: int = 1
 
     def share(self, blocks: int) -> int:
-        """Blocks of columns of a program, of so many: in whole steps, by which there may be fewer programs."""
+        """A program's share of this many blocks of columns, in whole steps, so that fewer programs may suffice."""
         return _ceil(_ceil(blocks, self.splits), self.at_once) * self.at_once
 
 
@@ -160,7 +160,7 @@ def launch_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _scales(  # type: ignore[no-untyped-def]
     x_scale, x_scale_group, weight_scale, weight_scale_group, real_token, first, last, AT_ONCE: tl.constexpr
 ):
-    """For blocks first … first + AT_ONCE of columns the scales of tokens [M] and of the weight in turn.
+    """The scales of tokens [M] and of the weight, in turn, for blocks first … first + AT_ONCE of columns.
 
     Blocks from `last` on, which are zeros or unused, get the scales of the block before. The caller multiplies the
     scales where it uses them, because multiplying here would wait for the loads.

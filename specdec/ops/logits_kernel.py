@@ -75,8 +75,8 @@ def load_row(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Where a row of logits begins, its largest one, and temperature, top-k, top-p and min-p of its request.
 
-    All that can be loaded at once is: what is loaded one after the other takes longer than these kernels compute. Of a
-    greedy row only the parameters are, since the rest may be any number: where the kernels are built, all rows are
+    Everything that can be loaded at once is loaded at once: dependent loads take longer than these kernels compute. Of
+    a greedy row only the parameters are, since the rest may be any number: where the kernels are built, all rows are
     greedy, and some launches may be missing before this one (`attention.kernels.launch`).
 
     index_ptr: the row's index into the logits; None: the row itself.

@@ -2,9 +2,9 @@
 into the product. For many all weights are multiplied out into memory. Imported on CUDA only.
 
 In the kernel for few, where each number lies is chosen so that nothing is exchanged between threads, and no program
-waits for another warp. The sum of a product may take its columns in any order, so a thread unpacks what it has read (a
-block of 32 numbers of a row) into the places where the tensor core takes its columns from, and reads the same columns
-of x.
+waits for another warp. The sum of a product may take its columns in any order, so a thread unpacks the words that it
+has read (a block of 32 numbers of a row) into the places where the tensor core takes its columns from, and reads the
+same columns of x.
 
 The numbers are described in `specdec.ops.routed`. Source: NVIDIA's PTX ISA, "Matrix Fragments for mma.m16n8k16 with
 floating point type", for which numbers a thread holds.
@@ -35,7 +35,7 @@ class Gating:
 
 PLAIN = Gating()
 _KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
-"""Of a minimum or a maximum, as torch's are."""
+"""NaN handling of a minimum or a maximum, as in torch."""
 
 
 @triton.jit

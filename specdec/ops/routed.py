@@ -39,7 +39,7 @@ def routed_experts(
 ) -> torch.Tensor:
     """The chosen experts' results, not yet weighted: [T, k, H], dtype of x.
 
-    down · activated(gate_up · x + bias) + bias, summed in float32; gate, up and what is made of them are rounded to the
+    down · activated(gate_up · x + bias) + bias, summed in float32; gate, up and their activation are rounded to the
     dtype of x, as layers of a model do. In FP8 the inputs of both matmuls are rounded to 8 bits as `fp8_quantise` does.
 
     Args:

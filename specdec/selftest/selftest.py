@@ -174,7 +174,7 @@ class _Rows:
 
 
 def _errors(target: Target, rows: _Rows) -> list[torch.Tensor]:
-    """Of each piece, against the model's own eager forward."""
+    """The error of each piece against the model's own eager forward."""
     with errors_named(target.hf_model, "its own eager forward reads one row of dummy tokens"):
         right = read_eager(target.hf_model, rows.ids)
     errors = _piece_errors(_read_pieces(target, rows, read_paged), right)
@@ -221,13 +221,13 @@ def _piece_errors(pieces: list[_Piece], right: list[torch.Tensor]) -> list[torch
 
 
 def _alone(target: Target, rows: _Rows) -> tuple[np.ndarray, torch.Tensor]:
-    """Where the first row is read from as a batch of one, [1], and the token of that batch whose logits count, [1]."""
+    """First position of the first row as a batch of one, [1], and the token of that batch whose logits count, [1]."""
     start = np.zeros(1, np.int64) if target.states is not None else rows.prompts[:1]  # a state is at its row's end
     return start, torch.tensor([int((rows.lens[:1] - start)[0]) - 1], device=target.hf_model.device)
 
 
 def _read_alone(target: Target, rows: _Rows, start: np.ndarray, last: torch.Tensor) -> torch.Tensor:
-    """With the aux hidden states that a head gets in rounds, where their buffer has room for so many tokens."""
+    """Logits of the batch of one, keeping aux hidden states as rounds do, if their buffer has room for its tokens."""
     num_tokens = int((rows.lens[:1] - start)[0])
     keep = len(target.aux_hidden_states(num_tokens)) == num_tokens
     with errors_named(target.hf_model, "a batch of one row is read through the paged attention"):

@@ -50,7 +50,7 @@ _PAGE_SIZE = 4
 _TOLERANCE = 1e-3
 """Largest rms error of any token's logits over their rms. Right models stay below 1e-5."""
 _SEEDS = (0, 1)
-"""Of the weights. Rounding may flip an expert of one token with one of them; a wrong model is wrong with both."""
+"""Seeds of the weights. Rounding may flip an expert of one token with one seed; a wrong model is wrong with both."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
 def _states(
     target: Target, rows: np.ndarray, start: np.ndarray, stop: np.ndarray, replay: np.ndarray | None
 ) -> StateIndex | None:
-    """Of tokens that are all committed, or with `replay` of a verification."""
+    """States for tokens that are all committed or, with `replay`, for a verification."""
     if target.states is None:
         return None
     if replay is None:

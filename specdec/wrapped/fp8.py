@@ -29,7 +29,7 @@ from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, unrounded_linear
 from specdec.user_warnings import warn_user
 
 _ROUNDS: ContextVar[bool] = ContextVar("specdec_rounds", default=True)
-"""Of this thread, so that other engines over the same modules go on."""
+"""Per thread, so that other engines over the same modules are unaffected."""
 _INPUTS_OF_TORCHAO = ("act_quant_kwargs", "activation_quantization")
 """Attributes of torchao's weights that are not None where a matmul by them rounds its input."""
 

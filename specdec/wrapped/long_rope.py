@@ -46,7 +46,7 @@ class LongRopeRule(NamedTuple):
     rereads: bool = False
 
     def is_long(self, prompt_len: int, num_committed: int) -> bool:
-        """Of a request that begins to read, or begins again after a preemption.
+        """Whether a request that begins to read, or begins again after a preemption, has the long factors.
 
         >>> LongRopeRule(8).is_long(8, 12), LongRopeRule(8, rereads=True).is_long(8, 12), LongRopeRule(8).is_long(9, 9)
         (False, True, True)
@@ -87,7 +87,7 @@ class LongRope:
 
 
 def find_long_rope(model: PreTrainedModel) -> LongRope | None:
-    """The longrope modules of a model; None where it has none, or where it is not certain what `generate` would do.
+    """The longrope modules of a model; None where it has none, or where the behaviour of `generate` is uncertain.
 
     The latter are modules of other code than transformers' or with factors by type of layer, and a model that drops its
     cache at another length than that at which its factors change.

@@ -146,7 +146,7 @@ class LiveModel:
     Attributes:
         parts: the fixed properties of every module; kinds: dtypes and devices of its parameters; vocabulary: rows of
             its input and output embeddings; addresses: its parameters' addresses, () if no graph holds them.
-        snapshot: to see quickly that nothing has changed. attention: the name of its attention function.
+        snapshot: shows quickly that nothing has changed. attention: the name of its attention function.
         adapted: layers of peft in it, () for most models; adapters: how they computed.
         settings: values besides weights that its modules compute with and that are not read again (with graphs: all).
         uncalled: modules that rounds do not call; with graphs all modules. hook_tables, hooks: the hooks of these.

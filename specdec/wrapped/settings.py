@@ -2,7 +2,7 @@
 and configurations, functions of their classes and of the files that define them.
 
 Rounds call the modules, so a changed setting counts from the next round on, and cached results of earlier ones are
-stale. Some settings are read only at loading: by the plan of attention some, by a graph all.
+stale. Some settings are read only at loading: the plan of attention reads some then, a graph all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OF_EVERY_MODEL = frozenset(
     ("all_tied_weights_keys", "name_or_path", "loss_type", "generation_config", "kernel_config")
 )
 _SIZES = frozenset(("in_features", "out_features", "num_embeddings", "embedding_dim"))
-"""Of torch's layers, whose forwards take sizes from the weight."""
+"""Sizes of torch's layers, whose forwards take them from the weight."""
 _MOVING = frozenset(("gradient_checkpointing", "max_seq_len_cached"))
 """Names that training and forwards change themselves."""
 _OURS = frozenset(("rows", "fused_weight", "fused_bias", "holders"))
@@ -56,7 +56,7 @@ _MOST_ITEMS = 256
 
 
 class _Place(NamedTuple):
-    """Where a setting lies. built_in: it was read at loading, and rounds do not read it again."""
+    """The place of a setting. built_in: it was read at loading, and rounds do not read it again."""
 
     owner: str
     held_by: Mapping[str, Any]
@@ -117,7 +117,7 @@ class Settings:
 
     @classmethod
     def of(cls, *roots: nn.Module, moving: frozenset[tuple[str, str]] = frozenset()) -> Settings:
-        """As they are now."""
+        """The current settings."""
         named = [
             (f"{type(root).__name__} {name}" if number else name, module)
             for number, root in enumerate(roots)
@@ -141,7 +141,7 @@ class Settings:
         return Settings.of(*self.roots, moving=frozenset(moving))
 
     def read_at_loading(self) -> Settings:
-        """Those that rounds do not read again."""
+        """The settings that rounds do not read again."""
         here = [place.built_in for place in self.places]
         inside = [place.built_in for place in self.deep]
         return replace(
@@ -153,7 +153,7 @@ class Settings:
         )
 
     def renewed(self) -> Settings:
-        """As they are now, new ones among them."""
+        """The current settings, including new ones."""
         return Settings.of(*self.roots, moving=self.moving)
 
     @property

@@ -126,12 +126,12 @@ class WeightVersions:
     """Whether a model has changed since the last look: other values in place, as far as torch counts that, and, but
     for graphs, other tensors in their place, other settings and other hooks.
 
-    It counts what is written to a parameter (`load_state_dict`, an optimiser's step, an adapter merged in place), and
-    not what is written through `.data`, `.detach()` or `.numpy()`: `SpeculativeModel.refresh()` is for those. For
-    inference tensors it counts nothing. Another tensor is one that was assigned (`layer.weight = …`, `weight.data = …`,
-    `load_state_dict(assign=True)`, another linear layer of the same sizes): rounds without graphs read it from then
-    on. They call modules and run hooks, so other settings (`specdec.wrapped.settings`), other hooks and a forward set
-    on a module count as other weights.
+    It counts writes to a parameter (`load_state_dict`, an optimiser's step, an adapter merged in place), but not writes
+    through `.data`, `.detach()` or `.numpy()`, for which `SpeculativeModel.refresh()` exists. For inference tensors it
+    counts nothing. Another tensor is one that was assigned (`layer.weight = …`, `weight.data = …`,
+    `load_state_dict(assign=True)`, another linear layer of the same sizes): rounds without graphs read it from then on.
+    They call modules and run hooks, so other settings (`specdec.wrapped.settings`), other hooks and a forward set on a
+    module count as other weights.
 
     Attributes:
         unseen: a description of the target's first hook, parametrization or forward that may read state that specdec
