@@ -86,7 +86,7 @@ class Section(Generic[S]):
         self.fields = tuple(_place(f, name, own, before.get(f.name)) for f in declared)
 
     def values(self, source: Any) -> dict[str, np.ndarray]:
-        """Arrays by their names in the arena, from an object with such attributes, without those that are None."""
+        """Arrays by their names in the arena, from an object's attributes of these names, without None."""
         if source is None:
             return {}
         found = {full: getattr(source, name) for name, full in self._names}

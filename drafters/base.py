@@ -80,7 +80,7 @@ class Head(Protocol):
 
 @runtime_checkable
 class DraftsOnSome(Protocol):
-    """A head that reads the target's lm_head, and can draft on some of its tokens alone."""
+    """A head that reads the target's lm_head, and can draft on a subset of its tokens."""
 
     @property
     def draft_rows(self) -> torch.Tensor | None:

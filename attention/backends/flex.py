@@ -150,7 +150,7 @@ def _pages(
 
 
 _LEAST_DIM = 16
-"""Triton's matmuls have at least so many columns."""
+"""Fewest columns of Triton's matmuls."""
 _WIDEST_HEAD = 256
 _FP8_CAPABILITY = (8, 9)
 
@@ -274,7 +274,7 @@ class FlexBackend:
 
     @staticmethod
     def _write(layer_kv: LayerKV, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        if not keys.is_cuda or torch.version.hip is not None:  # our kernels are not tested on ROCm
+        if not keys.is_cuda or torch.version.hip is not None:  # Triton kernels are not tested on ROCm
             write(layer_kv, keys, values, slots)
             return
         from attention.kernels.cache_write import write_kv

@@ -19,7 +19,7 @@ from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
 
 LEAST_KEYS = 16
-"""Triton's matmuls have at least so many keys."""
+"""Fewest keys of Triton's matmuls."""
 _TILE_BYTES = 16 << 10
 """Most bytes of a tile of keys, so that keys, values and two stages of loading fit any GPU's shared memory."""
 _DIRECT = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"

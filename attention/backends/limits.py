@@ -15,7 +15,7 @@ WIDEST_HEAD = 512
 
 
 def has_flashinfer_heads(key: AttentionSpec) -> bool:
-    """Whether FlashInfer has a paged kernel for heads of this width; all others take our own kernel."""
+    """Whether FlashInfer has a paged kernel for heads of this width; all others take specdec's kernel."""
     return key.head_dim_k == key.head_dim_v and key.head_dim_k in HEAD_DIMS
 
 

@@ -57,7 +57,7 @@ class WindowedTables(BlockTables):
         return pages
 
     def attach(self, row: int, pages: Sequence[int], num_tokens: int) -> None:
-        """See `BlockTables.attach`: the last pages of so many tokens, all before them freed."""
+        """See `BlockTables.attach`; the last pages of `num_tokens` tokens, all earlier pages freed."""
         self._detached -= Counter(pages)
         self.begin_behind(row, pages, self.pages_for(num_tokens))
 

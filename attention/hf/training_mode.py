@@ -1,4 +1,5 @@
-"""Modules that compute otherwise in training mode (dropout, noise of routers) are in evaluation mode in our forwards.
+"""Modules that compute otherwise in training mode (dropout, noise of routers) run specdec's forwards in evaluation
+mode.
 
 A model that is trained between two generations is in training mode now and then. Most modules compute the same in both
 modes and stay as they are. The others are switched while the gate of the model is held, so a forward of the user's on

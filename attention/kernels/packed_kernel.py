@@ -51,7 +51,7 @@ class Tiling:
 
 
 def tiling(units: int, width: int, dim: int, multiprocessors: int, shared_bytes: int) -> Tiling:
-    """The tiling for so many rows times KV heads, with tiles of `width` queries and heads of `dim` numbers.
+    """The tiling for `units` (rows times KV heads), with tiles of `width` queries and heads of `dim` numbers.
 
     Few units: one program a multiprocessor, which reads far ahead where it has the memory: the best of a hundred
     choices on an H200 or near it (32 query heads over 8, one row of 640 keys and 4 tokens: 7.1 µs, FlashInfer 10.4).
@@ -91,8 +91,7 @@ class Scratch:
 
     @classmethod
     def on(cls, device: torch.device, most_queries: int, most_dim: int) -> Scratch:
-        """Buffers for `most_queries` queries (a row's tokens times query heads per KV head) of up to `most_dim`
-        numbers."""
+        """Buffers for `most_queries` queries (a row's tokens times query heads per KV head) of width `most_dim`."""
         multiprocessors, shared_bytes = _facts(device)
         places = _MOST_HEADS + 2 * _MOST_EACH * multiprocessors
         new, width = partial(torch.empty, dtype=torch.float32, device=device), _width(most_queries)

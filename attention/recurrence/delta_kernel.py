@@ -67,7 +67,7 @@ class ShortTiling:
 
 
 def short_tiling(dim_v: int) -> ShortTiling:
-    """The tiling for so many rows of a head's state: 32 x 32 with 3 pieces in flight, the best of eight tilings.
+    """The tiling for this many rows of a head's state: 32 x 32 with 3 pieces in flight, the best of eight tilings.
 
     On an H200 at 1, 8, 32 and 128 rows (K = 3, Qwen3.5-9B's heads, a third of the rows storing their states) both
     launches took 7.6, 15.4, 39.6 and 138.7 µs; with 2 pieces 7.9, 16.4, 43.3, 155.0; with 4 warps 7.9, 19.9, 55.4,

@@ -148,7 +148,7 @@ class FoldRule:
         return self.most_replayed + self.num_drafts + 1
 
     def num_new(self, replay: np.ndarray, committed: np.ndarray, decodes: np.ndarray) -> np.ndarray:
-        """[B] `StateIndex.num_new` of rows that replay so many tokens and read so many committed ones.
+        """[B] `StateIndex.num_new` of rows that replay and commit these numbers of tokens.
 
         decodes: [B] bool; what a row leaves that has just read its prompt is all in its state, so that it may move.
         """
@@ -176,7 +176,7 @@ def slots_of_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def conv_ring_size(width: int, num_drafts: int) -> int:
-    """Inputs a row keeps for a convolution of so many taps: width-1 before a launch, its root and K drafts.
+    """Inputs that a row keeps for a convolution of `width` taps: width-1 before a launch, its root and K drafts.
 
     >>> conv_ring_size(4, 3)
     7

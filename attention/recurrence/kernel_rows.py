@@ -105,7 +105,7 @@ _FEW_UNITS = 256
 
 
 def state_tiling(units: int, rows: int, columns: int) -> StateTiling:
-    """The tiling for so many rows times heads, whose states have so many rows and columns, read token by token.
+    """The tiling for `units` (rows times heads), whose states have these rows and columns, read token by token.
 
     With 8 lanes to a row of the state, 8 warps hold 32 rows of it, and fetch keys and queries of up to 128 numbers
     straight into the registers that use them: Triton exchanges through shared memory tensors that have at least as many
@@ -151,7 +151,7 @@ def stages(device: torch.device, width: int) -> int:
 
 
 def most_chunks(tokens: int, rows: int) -> int:
-    """At least as many as the chunks of all rows."""
+    """An upper bound of the number of chunks of all rows."""
     return tokens // CHUNK + 2 * rows
 
 

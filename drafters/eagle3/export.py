@@ -209,7 +209,7 @@ def _config(spec: Eagle3Spec, verifier: Verifier, dtype: torch.dtype, num_specul
         "fc_norm": spec.fc_norm,
         "norm_output": spec.feedback == "post_norm",
         "embed_requires_grad": False,
-        "eagle_aux_hidden_state_layer_ids": list(spec.aux_layers),  # numbered as ours
+        "eagle_aux_hidden_state_layer_ids": list(spec.aux_layers),  # numbered as in specdec
         "tie_word_embeddings": False,
         "transformer_layer_config": _layer_config(spec),
         "speculators_config": {

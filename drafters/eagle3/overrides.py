@@ -55,7 +55,7 @@ class Eagle3Overrides:
     """Choices that a user makes against a checkpoint's own configuration (older exporters wrote them wrong).
 
     Attributes:
-        aux_layers: numbered as ours, or None for the checkpoint's.
+        aux_layers: numbered as in specdec, or None for the checkpoint's.
         feedback: the state that is fed back, or None for the checkpoint's.
         config: (key of config.json, value), the key dotted where it is nested; None as value removes the key.
     """

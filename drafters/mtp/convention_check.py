@@ -24,7 +24,7 @@ from drafters.mtp.spec import MtpSpec
 from drafters.unroll import TttAttend, shift_left, unroll
 
 _MARGIN, _SIGMAS = 0.1, 4.0
-"""The other convention must be better by so many nats per token, and by so many standard errors."""
+"""The other convention must be better by this many nats per token, and by this many standard errors."""
 _LEAST = 16
 """Fewest tokens of a text for a comparison."""
 _KNOWS = 0.7

@@ -3,8 +3,9 @@
     x = blocks(proj([enorm(embedding of t_{p+1}), hnorm(h_p)]))     logits = lm_head(norm(x)) predict t_{p+2}
 
 h_p is the target's state after its final norm in the draft prefill, the module's own fed-back state later. The blocks
-are decoder layers of the target's own class, run one after the other by transformers' code with our attention: one of
-attention and an MLP, or of a target whose layers have one mixer each, several (Nemotron-H: attention, then experts).
+are decoder layers of the target's own class, run one after the other by transformers' code with specdec's attention:
+one of attention and an MLP, or of a target whose layers have one mixer each, several (Nemotron-H: attention, then
+experts).
 
 Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; the order [embedding, hidden] and the fed-back state follow the
 released code (huggingface/transformers, modeling_layers.py MtpLayer; sgl-project/sglang, deepseek_nextn.py; of

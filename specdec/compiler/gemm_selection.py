@@ -47,7 +47,7 @@ class ChoiceStore:
         self.path = (cache_folder() / "products" if folder is None else folder) / f"{name}.json"
 
     def read(self) -> dict[str, Choice]:
-        """Choices by the name of their shape; those that are damaged are left out."""
+        """Choices by the name of their shape, without damaged entries."""
         try:
             found = json.loads(self.path.read_text("utf-8"))
             same = (found["format"], found["gpu"], found["library"]) == (_FORMAT, self._gpu, self._version)
@@ -96,7 +96,7 @@ def _choice(entry: Any) -> Choice | None:
 
 
 _CACHES = 3
-"""The weights of one turn are so many times as large as the L2 cache."""
+"""Size of one turn's weights in L2 caches."""
 _MOST_WEIGHTS = 32
 
 

@@ -27,7 +27,7 @@ from specdec.ops.routed import routed_experts
 CAPTURABLE = "specdec"
 _SILU = (nn.SiLU, SiLUActivation)
 MOST_PAIRS = 1024
-"""Up to so many the paired form of other experts is faster than transformers' grouped matmul.
+"""Up to this many pairs the paired form of other experts is faster than transformers' grouped matmul.
 
 DeepSeek-V2-Lite's experts in bfloat16 on an H200, µs per layer at 1, 4, 8, 32 and 128 tokens of 6 experts: SwiGLU
 experts 31, 95, 153, 254, 277, grouping included; paired 33, 98, 157, 261, 371, its two matmuls alone; transformers'

@@ -62,11 +62,11 @@ _PROGRAMS = 264
 """Programs that keep a GPU of 132 multiprocessors busy: two each."""
 _MOST_SPLITS, _LEAST_BLOCKS = 8, 4
 _FEW_ROWS = 10_240
-"""Up to so many rows of a weight, programs of 128 rows would leave part of a GPU without work."""
+"""Up to this many rows of a weight, programs of 128 rows would leave part of a GPU idle."""
 
 
 def tiling_of(tokens: int, rows: int, width: int) -> Tiling:
-    """The tiling of a matmul of so many tokens with a weight of so many rows and columns.
+    """The tiling of a matmul of `tokens` tokens with a weight of this many rows and columns.
 
     From a sweep on an H200 with 1, 8 and 48 tokens (benchmarks/results/fp8-h200-2026-11-22.jsonl), without splits and
     with steps of one block: wide weights take its fastest. Narrow ones took 0.3 µs a step in 64 programs, whatever was

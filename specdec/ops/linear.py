@@ -14,7 +14,7 @@ from specdec.ops.gemm_choice import chosen_launch
 MOST_TOKENS = 16
 """Most tokens of the kernel in `linear_kernel`."""
 MOST_TOKENS_BIASED = 96
-"""Up to so many tokens, and where the sum is at least as long as the output is wide, a bias of zeros is added: torch
+"""Up to this many tokens, and where the sum is at least as long as the output is wide, a bias of zeros is added: torch
 then calls cuBLASLt, where cuBLAS would use split-K with a second kernel for the reduction. µs on an H200 with 48
 tokens: 4,096 x 14,336 32.5 against 36.6, 4,096 x 12,288 30.3 and 34.1, 4,096 x 4,096 12.5 and 13.8; with 128 tokens
 40.1 and 37.9, 37.9 and 33.6, 15.0 and 14.9. Wide matmuls take as long either way."""

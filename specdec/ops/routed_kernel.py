@@ -22,8 +22,8 @@ from specdec.ops.mxfp4_kernel import PLAIN, Gating, activated, few_mxfp4, launch
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of a program's tiles: pairs, rows of a result (of gate and of up so many each), columns; warps, and stages
-    of its pipeline. A tile of weights is the left factor of the product, and pairs are its columns."""
+    """Sizes of a program's tiles: pairs, rows of a result (of gate and of up each), columns; warps, and stages of its
+    pipeline. A tile of weights is the left factor of the product, and pairs are its columns."""
 
     pairs: int
     rows: int
@@ -34,7 +34,7 @@ class Tiling:
 
 @triton.jit
 def _expert_of(index_ptr, offset_ptr, active_ptr, GROUPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The expert of a program, and its first place and the one after its last in the order; -1 where it has none."""
+    """A program's expert (-1: none), its first place in the order, and the place after its last."""
     place = tl.program_id(1)
     if GROUPED:
         expert = tl.load(active_ptr + place)

@@ -308,7 +308,7 @@ def matmul_test(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, num_drafts: int) -> None:
-    """Read a short text with the target and check on it how the head is read, unless it has no such check or K is 0.
+    """Read a short text with the target and check the head's input convention on it, unless it has no check or K is 0.
 
     Raises:
         HeadLoadError: see `drafters.base.HasInputConvention`.
@@ -322,7 +322,7 @@ def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, tor
 
     Raises:
         InvalidInputError: the tokenizer makes ids that the model has no embedding for.
-        UnsupportedModelError: the model does not give such states, see `decoder_of`.
+        UnsupportedModelError: the model does not return these states, see `decoder_of`.
     """
     (ids,) = encode_prompts(SELF_TEST_TEXT, tokenizer)
     rows = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]

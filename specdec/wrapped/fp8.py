@@ -101,7 +101,7 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 class Fp8Linear(FP8Linear):
-    """A linear layer of transformers in FP8 whose forward is our operator."""
+    """A transformers FP8 linear layer whose forward is specdec's operator."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -167,17 +167,16 @@ class Scheme:
 
 
 class Fp8Layers:
-    """The FP8 layers of a model, run by our operators until `release`, or until this is garbage.
+    """The FP8 layers of a model, run by specdec's operators until `release`, or until this object is garbage.
 
     scheme: common to all of them. linear, experts: the modules, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """`model` has such layers, see `fp8_layers`.
+        """model: has FP8 layers, see `fp8_layers`.
 
         Raises:
-            UnsupportedModelError: layers that our operators do not serve, or scales that are no scales; nothing is
-                changed then.
+            UnsupportedModelError: layers that no operator serves, or invalid scales; nothing is changed then.
         """
         found = {name: m for name, m in model.named_modules() if isinstance(m, _KINDS)}
         what = type(model).__name__
@@ -200,7 +199,7 @@ class Fp8Layers:
 
 
 def fp8_layers(model: nn.Module) -> Fp8Layers | None:
-    """The FP8 layers of a model, from now on run by our operators; None for a model without.
+    """The FP8 layers of a model, from now on run by specdec's operators; None for a model without.
 
     Raises:
         UnsupportedModelError: see `Fp8Layers`.

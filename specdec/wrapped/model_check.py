@@ -27,8 +27,8 @@ _EQUAL_ATTENTION = (
     *(None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
     ATTENTION_NAME,
 )
-"""transformers' own attention functions: they differ by rounding. Ours is named for a moment longer where an interrupt
-strikes while a forward puts the user's back."""
+"""transformers' own attention functions: they differ by rounding. specdec's is named for a moment longer where an
+interrupt strikes while a forward puts the user's back."""
 _SAME_IN_TRAINING = (nn.Linear, nn.ModuleList, nn.ModuleDict)
 _MOVING_FREQUENCIES = ("dynamic", "longrope")
 _OR_AGAIN = ", or wrap it again with SpeculativeModel.from_pretrained(model, …)"
@@ -48,7 +48,7 @@ class AdapterState:
     """The state of a peft layer, apart from its weights, that decides its output.
 
     Attributes:
-        active: names of the adapters in use; merged: those that are in the weights. disabled: none is used.
+        active: names of the adapters in use; merged: adapters merged into the weights. disabled: none is used.
         scaling: (name, factor) of each adapter.
     """
 

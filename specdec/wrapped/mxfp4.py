@@ -64,7 +64,7 @@ def keep_in_mxfp4(model: nn.Module, config: Any, left_out: list[str] | None = No
 def stays_in_mxfp4(
     config: PreTrainedConfig, method: str | None, dtype: torch.dtype | str, device: torch.device, alone: bool
 ) -> bool:
-    """Whether such a target's experts stay in 4 bits: our kernels take half precision, on one GPU with all experts.
+    """Whether an MXFP4 target's experts stay in 4 bits: the kernels take half precision, on one GPU with all experts.
 
     alone: this process loads the whole model.
     """
@@ -100,7 +100,7 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
 
 @contextmanager
 def kept_in_mxfp4() -> Iterator[None]:
-    """Inside, from_pretrained of such a checkpoint keeps its experts in 4 bits."""
+    """Inside, from_pretrained of an MXFP4 checkpoint keeps its experts in 4 bits."""
     before = AUTO_QUANTIZER_MAPPING[MXFP4]
     AUTO_QUANTIZER_MAPPING[MXFP4] = Mxfp4Quantizer
     try:

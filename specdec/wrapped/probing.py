@@ -52,7 +52,7 @@ class TargetProbe:
         layers: the decoder layers; without recurrent calls each has as many calls.
         vocab_size: V, width of the logits (padded vocabularies included). selects_rows: see `attention.hf.probe.Probe`.
         recurrent_calls: the calls of recurrences in the order of a forward; () for a model of attention alone.
-        fp8: the model's FP8 layers, which run our operators; None for a model without.
+        fp8: the model's FP8 layers, which run specdec's operators; None for a model without.
     """
 
     model: PreTrainedModel
@@ -179,7 +179,7 @@ def _knows_the_interface(model: PreTrainedModel) -> bool:
 
 
 def _check_attention_alone(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> None:
-    """Refuse a model without recurrent calls in which anything but attention that we serve may mix tokens.
+    """Refuse a model without recurrent calls in which anything but served attention may mix tokens.
 
     A hybrid class whose configuration has attention layers only is a plain model.
     """

@@ -1,4 +1,4 @@
-"""The target: an unmodified AutoModelForCausalLM whose attention reads and writes our paged cache."""
+"""The target: an unmodified AutoModelForCausalLM whose attention reads and writes the paged cache."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def _at_least_two(x: torch.Tensor) -> torch.Tensor:
 
 
 def _once(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Attention of the only token of a batch, to which another was added: the cache gets the one."""
+    """Attention of a batch's only token, to which a second was added; only the first is written to the cache."""
 
     def first(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sinks: Any) -> torch.Tensor:
         return attend(layer, query[:1], key[:1], value[:1], *sinks).repeat(2, 1, 1)

@@ -95,7 +95,7 @@ def _patched_classes(model: nn.Module) -> dict[type, str]:
 
 
 def _first_foreign(functions: Iterable[Any]) -> str:
-    """The first that no known package has written, in words; "" for none."""
+    """A description of the first function that no known package has written; "" for none."""
     for function in functions:
         if _package(function) not in _KNOWN:
             return _words(function)

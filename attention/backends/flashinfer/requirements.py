@@ -40,7 +40,7 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
         raise UnsupportedAttentionError(f"{where} has no {dtype} attention, only {names}{elsewhere}")
     check_heads(key, where, elsewhere)
     if not has_flashinfer_heads(key):
-        return  # our own kernel, which has no further limits
+        return  # specdec's kernel, which has no further limits
     if group.page_size not in PAGE_SIZES:
         raise UnsupportedAttentionError(f"{where} takes page sizes {PAGE_SIZES}; given {group.page_size}")
     if key.has_sinks and key.softcap is not None:

@@ -1,4 +1,4 @@
-"""Short queries of one length, as in a verification: attended by our packed kernel, apart from prompt chunks.
+"""Short queries of one length, as in a verification: attended by specdec's packed kernel, apart from prompt chunks.
 
 FlashInfer's fa2 gives the query heads of a KV head, times the tokens of a row, a tile of 16, 64 or 128: Llama-3.1-8B's
 verification with K = 5 has 24 such queries, so almost two thirds of a tile of 64 are padding, which costs time on a GPU

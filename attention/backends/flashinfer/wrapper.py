@@ -191,7 +191,7 @@ def _rows_of_a_page(fixed: FixedShape | None, device: torch.device) -> dict[str,
 class Kernel:
     """One FlashInfer wrapper: holds one plan at a time.
 
-    A plan with split-KV depends on lengths. A fixed batch with so many rows that the planner would not split gets a
+    A plan with split-KV depends on lengths. A fixed batch with enough rows that the planner would not split gets a
     kernel without split-KV and its reduction, planned once.
 
     It serves any batch, or batches of one shape (then a captured graph may hold its launches).
@@ -282,7 +282,7 @@ class Kernel:
         """Every row is attended by itself here, whatever pages rows of the planned batch share."""
 
     def keeps(self, host: HostBatch) -> bool:
-        """Whether the last plan serves this batch as it does the one that it was made for.
+        """Whether the last plan serves this batch as well as the batch that it was made for.
 
         The fa2 planner divides work by page counts and ignores exact lengths (flashinfer-ai/flashinfer,
         csrc/batch_prefill.cu: kv_len_arr is not read). A plan without split-KV serves any lengths of the keys.

@@ -30,8 +30,8 @@ from attention.errors import InvalidInputError
 from attention.spec import Reach
 
 TILE_KEYS = 128
-"""Kernels walk over keys in tiles of at most so many. A list that begins where a tile of the whole row would gives the
-kernels the same tiles, so that roundings, and with the batch-invariant kernel every bit, stay the same."""
+"""Largest tile of keys of any kernel. A list that begins where a tile of the whole row would gives the kernels the same
+tiles, so that roundings, and with the batch-invariant kernel every bit, stay the same."""
 
 
 def first_listed(start: np.ndarray, reach: Reach, page_size: int) -> np.ndarray:
