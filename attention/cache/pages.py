@@ -41,7 +41,7 @@ class PageAllocator:
 
     def release(self, pages: list[int]) -> None:
         """Return pages to the free list."""
-        self._free.extend(reversed(pages))
+        self._free.extend(reversed(pages))  # `allocate` takes from the end, and so hands them out in this order
 
     def claim(self, pages: Sequence[int]) -> None:
         """Take these free pages, in an allocator that replaces another in which they had an owner."""

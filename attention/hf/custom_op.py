@@ -21,6 +21,7 @@ LayerAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 """(layer, query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None) -> [T, Hq, Dv]."""
 
 _numbers = count()
+# Weak: compiled code holds only a channel's number, so that it keeps no engine alive.
 _channels: WeakValueDictionary[int, Channel[Any]] = WeakValueDictionary()
 Served = TypeVar("Served")
 

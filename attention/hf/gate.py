@@ -97,6 +97,7 @@ def guard(root: torch.nn.Module) -> tuple[RemovableHandle, ...]:
     if config is None:
         return ()
     if id(config) not in _gates:
+        # By id, as configurations are not hashable; the finalizer drops the entry before another object can get the id.
         _gates[id(config)] = ForwardGate()
         weakref.finalize(config, _gates.pop, id(config), None)
     return (

@@ -87,6 +87,7 @@ class Transport(Protocol):
         """Stop serving and reading. Idempotent."""
 
 
+# Weak: an engine that is garbage without having been closed is not open.
 _open: weakref.WeakValueDictionary[str, LocalTransport] = weakref.WeakValueDictionary()
 
 
