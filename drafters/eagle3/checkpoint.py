@@ -118,7 +118,7 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None 
     partial = folder / "model.safetensors.partial"
     save_file(weights | maps, partial, metadata={"format": "pt"})  # which transformers checks when it loads
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / "model.safetensors")
+    os.replace(partial, folder / "model.safetensors")  # last: a folder with weights is complete
     return folder
 
 

@@ -262,5 +262,5 @@ def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[st
     partial = folder / "model.safetensors.partial"
     save_file(dict(tensors), partial, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / "model.safetensors")
+    os.replace(partial, folder / "model.safetensors")  # last: a folder with weights is complete
     return folder

@@ -127,7 +127,7 @@ def recipe(
         aux_layers=spec.aux_layers,
         settings={name: getattr(spec, name) for name in ("draft_vocab_size", "intermediate_size", "aux_layers")},
         start=lambda counts: fresh_eagle3(spec, target, counts(spec.vocab_size), seed),
-        finished=lambda head: copy.deepcopy(head).to(model.dtype).eval(),
+        finished=lambda head: copy.deepcopy(head).to(model.dtype).eval(),  # a copy: .to() casts a module in place
         save=save_eagle3,
     )
 

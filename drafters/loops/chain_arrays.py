@@ -228,6 +228,8 @@ def step_arrays(rows: DraftingRows) -> StepArrays:
             positions=steps.positions[step],
             page_size=page_size,
         )
+        # Fills HostBatch's cached properties, which were computed for all steps at once; a frozen dataclass takes no
+        # attributes.
         vars(batch).update(query_lens=query_lens, page_counts=own, page_indices=pages[step, :used])
         vars(batch).update(page_indptr=indptr[step], last_page_len=last_page_len[step])
         batches.append(batch)

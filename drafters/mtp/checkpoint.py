@@ -162,7 +162,7 @@ def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
     config.save_pretrained(folder)
     partial = folder / "model.safetensors.partial"
     save_file(weights, partial, metadata={"format": "pt"})
-    os.replace(partial, folder / "model.safetensors")
+    os.replace(partial, folder / "model.safetensors")  # last: a folder with weights is complete
     return folder
 
 
