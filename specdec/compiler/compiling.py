@@ -119,7 +119,7 @@ def form_of(region: _Region) -> str:
 
 
 def _name_of(target: Any) -> str:
-    return target if isinstance(target, str) else f"{target!r} {id(target)}"
+    return target if isinstance(target, str) else f"{target!r} {id(target)}"  # two functions may have one repr
 
 
 def _layout(value: Any) -> str:

@@ -31,6 +31,7 @@ _LOCK_SECONDS = 10
 def cache_folder() -> Path:
     """The folder of files that specdec keeps between starts: specdec in $XDG_CACHE_HOME, or in ~/.cache."""
     given = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: relative paths are invalid and ignored.
     return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "specdec"
 
 

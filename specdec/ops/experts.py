@@ -151,6 +151,7 @@ def mixtures(*roots: nn.Module) -> list[Any]:
 @contextmanager
 def using_capturable_experts(*roots: nn.Module) -> Iterator[None]:
     """Run the mixtures under `roots` in a form that a graph can hold; the models' own comes back after."""
+    # By id: configurations are not hashable, and equal ones of two models are both set.
     configs = list({id(m.config): m.config for m in mixtures(*roots)}.values())
     before = [config._experts_implementation for config in configs]
     try:

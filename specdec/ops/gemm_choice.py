@@ -45,8 +45,8 @@ Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 FINALISTS = 4
 NEAR = 1.08
-"""What a first look finds slower than the best by more is no finalist. More finalists, or slower ones, changed none of
-192 choices on an H200 (docs/log.md)."""
+"""Algorithms that are slower than the best by more in a brief timing are no finalists. More or slower finalists changed
+none of 192 choices on an H200 (docs/log.md)."""
 _SPAN_US, _MOST_CALLS = 400, 4
 """A long timing is this many microseconds of calls, but at most this many calls: more calls of a long matmul add
 nothing."""

@@ -66,6 +66,7 @@ def _group_kernel(  # type: ignore[no-untyped-def]
     tl.store(active_ptr + expert, -1, mask=expert < num_active)
     tl.debug_barrier()
     chosen, real = _expert_of(index_ptr, slot_ptr, pair, num_pairs, num_experts, top_k, page_size)
+    # relaxed: the barriers around order the counts for this one program.
     rank = tl.atomic_add(count_ptr + chosen, 1, mask=real, sem="relaxed")
     tl.debug_barrier()
     count = tl.load(count_ptr + expert, mask=there, other=0)

@@ -262,7 +262,7 @@ def launch_few(
     sent: index, order, offsets, active.
     """
     (tokens, top_k), rows, experts = sent[0].shape, out.shape[-1], len(stack)
-    stack = stack.view(torch.int32)
+    stack = stack.view(torch.int32)  # words of eight 4-bit weights
     grid = (triton.cdiv(rows, 32 if gated else 64), min(tokens * top_k, experts) if grouped else top_k)
     _few_kernel[grid](
         x.view(torch.int32), stack, scale, scale if bias is None else bias, *sent, out, top_k, rows, 8 * stack.shape[2],

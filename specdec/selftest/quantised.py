@@ -157,6 +157,7 @@ def _test_packed(name: str, module: Any, run: Callable[..., torch.Tensor]) -> No
     """Compare packed experts with their operator's results on a CPU, for the first and the last expert."""
     ends, small = [0, module.num_experts - 1], copy.copy(module)
     device = next(module.parameters()).device
+    # A new dict: the shallow copy shares the module's own, into which assigned parameters would go.
     small._parameters = {n: None if p is None else p[ends].cpu() for n, p in module._parameters.items()}
     x = torch.randn(_BATCH_TOKENS, module.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
     index, weights = torch.arange(_BATCH_TOKENS)[:, None] % 2, torch.ones(_BATCH_TOKENS, 1, dtype=x.dtype)

@@ -92,7 +92,7 @@ class RoutedReader:
         table: np.ndarray,
         states: StateIndex | None = None,
     ) -> list[torch.Tensor]:
-        """As `rereading.read_paged`."""
+        """As `eager_reference.read_paged`."""
         with self.reading(target.hf_model, start, stop):
             return read_paged(target, ids, start, stop, table, states=states)
 

@@ -102,6 +102,7 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
 def kept_in_mxfp4() -> Iterator[None]:
     """Inside, from_pretrained of an MXFP4 checkpoint keeps its experts in 4 bits."""
     before = AUTO_QUANTIZER_MAPPING[MXFP4]
+    # In transformers' own table: `register_quantizer` refuses a method that exists.
     AUTO_QUANTIZER_MAPPING[MXFP4] = Mxfp4Quantizer
     try:
         yield

@@ -186,7 +186,7 @@ def _check_attention_alone(model: PreTrainedModel, calls: tuple[AttentionCall, .
     name, config = type(model).__name__, model.config.get_text_config()
     num_layers = int(config.num_hidden_layers)
     plain = len(calls) == num_layers and bool(modeling_files(list(model.modules())))
-    if getattr(model, "_is_stateful", False) and not plain:
+    if getattr(model, "_is_stateful", False) and not plain:  # transformers' flag of models with further state
         raise UnsupportedModelError(
             f"{name} keeps state beside its KV cache, and not by functions that specdec can serve "
             f"({', '.join(MIXING_FUNCTIONS)})"
