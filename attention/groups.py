@@ -34,7 +34,7 @@ def reaches_of(specs: Sequence[AttentionSpec], longest: int) -> tuple[Reach, ...
     layers with the largest reach.
 
     Args:
-        longest: most tokens of a request; a reach that covers them all is none.
+        longest: most tokens of a request; a reach that covers all of them does not count.
 
     >>> full = AttentionSpec(1, 1, 8, 8, 1.0)
     >>> near, far = AttentionSpec(1, 1, 8, 8, 1.0, window=16), AttentionSpec(1, 1, 8, 8, 1.0, chunk_size=64)

@@ -215,7 +215,7 @@ class StagingArena:
         return Staged(device_views, self._transfer(place, slot), self)
 
     def begin(self) -> int:
-        """Which of `hosts(bucket)` is to be written in place now, its last copy being done; `end` sends it."""
+        """Index of the buffer of `hosts(bucket)` to write in place now, once its last copy is done; `end` sends it."""
         slot = self.generation % _RING
         if self._on_cuda:
             _wait(self._events[slot])

@@ -146,7 +146,7 @@ class Recipe(Generic[TrainedHead]):
         settings: the choices made for the head, by name.
         start: the head to train; it is given a function V -> [V] int64, how often the target wrote each token.
         finished: a trained head as an engine loads it. save: writes one.
-        initial: the trained head that training goes on from, or None.
+        initial: the trained head to continue from, or None.
     """
 
     aux_layers: tuple[int, ...]

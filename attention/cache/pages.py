@@ -169,7 +169,7 @@ class BlockTables:
         """Every page has the holders that its allocator knows of, and page 0 has none.
 
         Raises:
-            InvariantError: a page is owned twice, lost, or an entry that is none of its row's pages is not 0.
+            InvariantError: a page is owned twice or lost, or an entry past its row's pages is not 0.
         """
         held = Counter(page for row in np.flatnonzero(self._counts).tolist() for page in self._held_by(row))
         self.allocator.check_holders(held + self._detached if self._detached else held)

@@ -247,7 +247,7 @@ class PrefixCache:
         """Whether tree and allocators agree.
 
         Raises:
-            InvariantError: a registered page has no entry, a node is not reached from the root, or is of no use.
+            InvariantError: a registered page has no entry, or a node is unreachable from the root or unused.
         """
         reached: list[_Node] = []
         stack = [child for root in self._roots.values() for child in root.children.values()]
@@ -309,7 +309,7 @@ class PrefixCache:
         return [data[at : at + width] for at in range(step, (num_pages + 1) * step, step)]
 
     def _read_again(self, node: _Node, keys: Sequence[bytes], with_head: bool) -> int:
-        """How many of the next pages were found as well, and only go on differently, or with no token left."""
+        """Number of further pages found that cannot be reused: they continue differently, or leave no token to read."""
         count, most = 0, -(-self.num_following // self.page_size) if with_head else 1
         for key in keys[:most]:
             child = node.children.get(key)

@@ -40,7 +40,7 @@ class Channel(Generic[Served]):
 
     @contextmanager
     def carrying(self, served: Served) -> Iterator[None]:
-        """Serve the operators' calls on this channel by `served`, for a while."""
+        """Serve the operators' calls on this channel by `served` inside a block."""
         self.served = served
         try:
             yield

@@ -119,7 +119,7 @@ def unguard(configs: Sequence[Any], hooks: Sequence[RemovableHandle]) -> None:
 
 @contextmanager
 def guarded(root: torch.nn.Module) -> Iterator[None]:
-    """`guard`, for a while."""
+    """`guard` as a context manager."""
     hooks = guard(root)
     try:
         yield

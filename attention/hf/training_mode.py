@@ -66,7 +66,7 @@ def trainable_modules(root: nn.Module) -> tuple[Trainable, ...]:
 
 @contextmanager
 def evaluating(root: nn.Module, modules: tuple[Trainable, ...]) -> Iterator[None]:
-    """Run these modules of `root` as in evaluation mode. The gate of the model is to be held.
+    """Run these modules of `root` as in evaluation mode. The caller must hold the model's gate.
 
     Where `root.train()` or `eval()` is called meanwhile, on another thread, the modules follow it in the end.
 

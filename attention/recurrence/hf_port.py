@@ -42,7 +42,7 @@ class _Entered:
         """The channel, and the number of the call that is being made.
 
         Raises:
-            UnsupportedAttentionError: it is none of the layer's: it would be served by another call's states.
+            UnsupportedAttentionError: no probed layer makes this call, which would use another call's states.
         """
         if self.place is None or self.calls == self.place[2]:
             raise UnsupportedAttentionError(

@@ -127,7 +127,7 @@ def zeros_from(at, count, step, mask, DTYPE: tl.constexpr):  # type: ignore[no-u
 
 @triton.jit
 def times(S, x):  # type: ignore[no-untyped-def]
-    """S [J, B, L] times x [J, 1, L], summed over J and L -> [1, B, 1]; first what a thread has by itself."""
+    """S [J, B, L] times x [J, 1, L], summed over J and L -> [1, B, 1]; each thread first reduces its own elements."""
     return tl.sum(tl.sum(S * x, 0, keep_dims=True), 2, keep_dims=True)
 
 

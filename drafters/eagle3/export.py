@@ -112,7 +112,7 @@ def shares_embedding(head: Eagle3Head, embedding: torch.Tensor, stored: torch.dt
     """Whether a head's own embedding is a copy of its target's, as the speculators layout has it.
 
     Args:
-        embedding: [V, H] the target's. stored: dtype of the head's files, to which such a copy was rounded.
+        embedding: [V, H] the target's. stored: dtype of the head's files, to which a copy of it was rounded.
     """
     own = head.embed_tokens.weight if head.spec.own_embed else None
     return own is not None and own.shape == embedding.shape and torch.equal(own, embedding.to(stored).to(own))

@@ -57,7 +57,7 @@ def load_eagle(
 
 
 def describe_eagle(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
-    """Resolve such a head without loading its weights.
+    """Resolve an EAGLE head without loading its weights.
 
     Raises:
         HeadLoadError, HeadMismatchError: as `load_eagle`, except for what only the values show.
@@ -119,7 +119,7 @@ def recipe(
             2, N//2, N-3).
 
     Raises:
-        InvalidInputError: no head can have such a shape. HeadLoadError: the target has no output embedding.
+        InvalidInputError: no head can have this shape. HeadLoadError: the target has no output embedding.
     """
     target = facts()
     spec = new_spec(model, target.vocab_size, longest, options)

@@ -27,7 +27,8 @@ class Match(NamedTuple):
 
     Attributes:
         place: index of its last token; -1 for none. length: number of equal tokens, at most `longest`.
-        agreeing: how many of the places that match so far go on alike, this one included; 1 where `longest` match.
+        agreeing: number of places with this match length that continue with the same token, including this one; 1 where
+            `longest` match.
     """
 
     place: int

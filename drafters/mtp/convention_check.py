@@ -34,7 +34,7 @@ _FIRST, _FED_BACK = range(1, 2), range(2, 5)
 
 
 class CheckedModule(Head, Protocol):
-    """One module, as far as its input convention matters; copies of it are run with another one."""
+    """The parts of a module that its input convention concerns; copies of it are run with the other convention."""
 
     spec: MtpSpec
     target_lm_head: torch.Tensor

@@ -159,7 +159,7 @@ class MtpHead(nn.Module):
             return self.run_block(token_ids, hidden, positions)
 
     def attending(self, attend: Attend) -> AbstractContextManager[None]:
-        """Serve the blocks' attention with `attend`, for a while."""
+        """Serve the blocks' attention with `attend` inside a block."""
         return self._port.using(lambda layer, query, key, value, sinks: attend(layer, query, key, value))
 
     def run_block(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -244,7 +244,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 class MtpStack(nn.Module):
     """M modules over one target, a `ModuleStack`. Layer m of their cache group is module m's.
 
-    Taken as a plain `drafters.base.Head` it is its first module, which drafts by itself as well.
+    As a plain `drafters.base.Head` it is its first module, which can also draft without the others.
     """
 
     def __init__(self, modules: Sequence[MtpHead]) -> None:

@@ -68,7 +68,7 @@ class ChoiceStore:
                 both = self.read() | {str(shape): choice for shape, choice in choices.items()}
                 entries = {name: _entry(choice) for name, choice in sorted(both.items())}
                 content = {"format": _FORMAT, "gpu": self._gpu, "library": self._version, "choices": entries}
-                # Written aside and renamed: `read` takes no lock and must never see half a file.
+                # Written to a temporary file and renamed: `read` takes no lock and must never see half a file.
                 new = self.path.with_suffix(f".{os.getpid()}.new")
                 new.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
                 os.replace(new, self.path)

@@ -27,7 +27,7 @@ from specdec.wrapped.fp8 import Fp8Linear
 class _Sibling(nn.Module):
     """A layer whose parameters are slices of tensors that it shares with its siblings.
 
-    The user's own module of another class for a while: the module and its parameters stay the same objects, so that
+    The user's own module, temporarily of another class: the module and its parameters stay the same objects, so that
     hooks, optimisers and adapters keep their references; only the parameters' memory moves.
 
     Attributes:
@@ -122,7 +122,7 @@ def fuse_siblings(root: nn.Module, run: Callable[[], object], alterations: Alter
     """Find linear layers of one parent that read one tensor while `run` runs, fuse their weights, count new groups.
 
     Weights that belong to two modules (tied) are left alone. Layers that are fused already, for another engine, stay so
-    until the last of these engines lets go; layers that were moved since are fused anew.
+    until the last of these engines releases them; layers that were moved since are fused again.
     """
     fused_before = [module for module in root.modules() if isinstance(module, _Sibling)]
     for module in fused_before:

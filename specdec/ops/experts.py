@@ -150,7 +150,7 @@ def mixtures(*roots: nn.Module) -> list[Any]:
 
 @contextmanager
 def using_capturable_experts(*roots: nn.Module) -> Iterator[None]:
-    """Run the mixtures under `roots` in a form that a graph can hold; the models' own comes back after."""
+    """Run the mixtures under `roots` in a form that a graph can hold; the models' own form is restored afterwards."""
     # By id: configurations are not hashable, and equal ones of two models are both set.
     configs = list({id(m.config): m.config for m in mixtures(*roots)}.values())
     before = [config._experts_implementation for config in configs]

@@ -56,7 +56,7 @@ def fp8_linear(
 def unrounded_linear(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As `fp8_linear`, of activations that are not rounded to 8 bits: the weight is multiplied out in the dtype of x.
+    """As `fp8_linear`, but activations are not rounded to 8 bits: the weight is dequantised to the dtype of x.
 
     For tests of the code between layers. A last bit of half precision moves some roundings to 8 bits, each by 6 % or
     more, and each such change moves further roundings in the next layer.
@@ -92,7 +92,7 @@ def fp8_matmul(
 ) -> torch.Tensor:
     """x [T, I], weight [O, I] e4m3; x_scale [T, ⌈I/128⌉], weight_scale [⌈O/128⌉, ⌈I/128⌉] float32 -> [T, O] of dtype.
 
-    On a GPU the weight is read once and stays in 8 bits; elsewhere it is multiplied out in float32 at every call.
+    On a GPU the weight is read once and stays in 8 bits; elsewhere it is dequantised to float32 at every call.
     """
     if x.is_cuda:
         from specdec.ops.fp8_kernel import launch_fp8_matmul
@@ -108,7 +108,7 @@ def reference_matmul(
     weight_scale: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """As `fp8_matmul`, of weights and activations multiplied out in float32, or in float64 where that is the dtype."""
+    """As `fp8_matmul`, with weights and activations dequantised to float32, or to float64 if that is the dtype."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     activations = (_grouped(x.to(wide)) * x_scale[..., None]).flatten(1)[:, : x.shape[1]]
     return (activations @ dequantised(weight, weight_scale, wide).t()).to(dtype)

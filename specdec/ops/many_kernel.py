@@ -125,9 +125,9 @@ def better_by_many(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, p
     """Whether `launch_many` supports these matrices, and is faster for this many pairs.
 
     µs of Qwen3-30B-A3B's experts on an H200 at 1,024, 2,048 and 8,192 tokens: 354, 437 and 1,167; by tiles of
-    `specdec.ops.routed_kernel` 410, 614 and 1,800; each read once 284, all multiplied 99, 198 and 793. Numbers in MXFP4
-    are multiplied out into memory first, one matrix of all experts at a time: gpt-oss-20b's 1.0 GiB. So at 2,048 and
-    8,192 tokens 1,326 and 3,077 µs; by tiles 1,690 and 5,967; gpt-oss-120b's would take 4 GiB, and are not.
+    `specdec.ops.routed_kernel` 410, 614 and 1,800; each read once 284, all multiplied 99, 198 and 793. MXFP4 weights
+    are dequantised into memory first, one matrix of all experts at a time: gpt-oss-20b's 1.0 GiB. So at 2,048 and 8,192
+    tokens 1,326 and 3,077 µs; by tiles 1,690 and 5,967; gpt-oss-120b's would take 4 GiB, and are not.
     """
     packed, stacks = down.dtype == torch.uint8, (gate_up, down)
     if pairs <= (_FROM_MXFP4 if packed else _FROM) * len(down) or not all(stack.is_contiguous() for stack in stacks):

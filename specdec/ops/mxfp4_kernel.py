@@ -1,5 +1,5 @@
 """Experts in MXFP4. For few tokens in Gluon, Triton's language of layouts: a weight goes from memory through registers
-into the product. For many all weights are multiplied out into memory. Imported on CUDA only.
+into the product. For many all weights are dequantised into memory. Imported on CUDA only.
 
 In the kernel for few, where each number lies is chosen so that nothing is exchanged between threads, and no program
 waits for another warp. The sum of a product may take its columns in any order, so a thread unpacks the words that it
@@ -257,7 +257,7 @@ def launch_few(
     gated: bool,
     grouped: bool,
 ) -> None:
-    """One of both launches of `specdec.ops.routed_kernel.launch_routed`; the other has to be this one, too.
+    """One of both launches of `specdec.ops.routed_kernel.launch_routed`; the other must be this function, too.
 
     sent: index, order, offsets, active.
     """

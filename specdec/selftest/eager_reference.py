@@ -1,9 +1,9 @@
 """Rows of tokens read through the paged cache and by the model's own eager forward, compared by the self-tests.
 
-A row is read up to its bonus token, verified with drafts of which the last is wrong where there are two or more, and
-verified again from the token after the accepted ones. The second verification shows whether rejected drafts have left a
-trace in a state, and whether each accepted draft is replayed exactly once. Where storing states may be deferred, the
-first verification defers it, the second does not, and a third follows.
+A row is read up to its bonus token, verified with drafts of which, if two or more, the last is wrong, and verified
+again from the token after the accepted ones. The second verification shows whether rejected drafts have left a trace in
+a state, and whether each accepted draft is replayed exactly once. Where storing states may be deferred, the first
+verification defers it, the second does not, and a third follows.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def relative_errors(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def likely_cause(model: PreTrainedModel) -> str:
-    """Why a model probably comes out wrong through the paged attention, in brackets; "" where nothing is known.
+    """The probable cause of wrong results through the paged attention, in brackets; "" if unknown.
 
     The model's own eager forward shows which positions it gives a text, and whether it reads those passed to it.
     """

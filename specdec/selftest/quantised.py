@@ -132,7 +132,7 @@ def fp8_self_test(layers: Fp8Layers) -> None:
     """Multiply by one layer of every shape.
 
     Raises:
-        UnsupportedModelError: an operator comes out wrong on this device; the message names the layer.
+        UnsupportedModelError: an operator's results are wrong on this device; the message names the layer.
     """
     linear = {(m.weight.shape, m.activation_scale is None): (n, m) for n, m in layers.linear.items()}
     for name, module in linear.values():

@@ -41,7 +41,7 @@ def recurrence_self_test(states: StateRunner) -> None:
     """Run each of the model's recurrences over a few launches; nothing where torch functions compute them anyway.
 
     Raises:
-        UnsupportedModelError: a recurrence comes out wrong on this device; the message names it.
+        UnsupportedModelError: a recurrence's results are wrong on this device; the message names it.
     """
     if states.functions == REFERENCE:
         return

@@ -74,7 +74,7 @@ class RoutedReader:
 
     @contextmanager
     def reading(self, model: nn.Module, start: np.ndarray, stop: np.ndarray) -> Iterator[None]:
-        """Inside, one forward reads the tokens start … stop [B] of rows 0 … B-1, those from `start` on anew."""
+        """Inside, one forward reads the tokens start … stop [B] of rows 0 … B-1, replacing records from `start` on."""
         with _calls(model) as seen:
             yield
         begin = 0
@@ -126,7 +126,7 @@ def has_mixtures(model: nn.Module) -> bool:
 
 
 def _mixtures(model: nn.Module) -> Iterator[nn.Module]:
-    """transformers calls them (states [T, H], index [T, k], weights [T, k]); a call of another form is left alone."""
+    """transformers calls them (states [T, H], index [T, k], weights [T, k]); calls of another form are ignored."""
     return (module for name, module in model.named_modules() if name.endswith(".experts"))
 
 

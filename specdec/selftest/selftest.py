@@ -47,7 +47,8 @@ _LONG_ROW, _LONGEST_ROW = 256, 512
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.2, torch.bfloat16: 0.2}
 """Largest rms error of a token's logits relative to their rms, by dtype; wrong logits are off by about 1."""
 _EIGHT_BIT_TOLERANCE = 0.5
-"""The same with a cache in 8 bits, which rounds every key and value by 2.6 % rms; cut-off ones come out wrong."""
+"""The same with a cache in 8 bits, which rounds every key and value by 2.6 % rms; errors by clipped values exceed
+it."""
 _ROUNDED_TOLERANCE = 0.1
 """The same of a model whose layers round their activations to 8 bits: a value between two steps goes to either by an
 error of 1e-7, and so do those that are computed from it. Measured: 0.004 to 0.009 (tests/public/test_quantised.py)."""
@@ -77,7 +78,7 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int, report
 
     Raises:
         UnsupportedModelError, CacheTooSmallError: as `self_test`; the former also of a quantised target whose results
-            depend on the batch, and of a kernel of recurrent layers that comes out wrong.
+            depend on the batch, and of recurrent layers' kernels with wrong results.
     """
     room, half = min(max_model_len, _room(target)), probed.model.dtype in HALF
     if has_quantised(probed.model):
@@ -120,7 +121,7 @@ def self_test(target: Target, longest: int = 0) -> float:
         expert of one token does not count, a wrong row or a wrong verification does.
 
     Raises:
-        UnsupportedModelError: the target comes out wrong through the paged attention, fails in it, or has NaN.
+        UnsupportedModelError: the target's results through the paged attention are wrong or NaN, or it fails there.
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
     with _unrounded(target.hf_model):

@@ -82,8 +82,8 @@ def twin_test(probed: TargetProbe, max_model_len: int) -> TwinReport:
     Thresholds from `max_model_len` on, a request's longest row, stay beyond the twin's rows.
 
     Raises:
-        UnsupportedModelError: the twin comes out wrong, or only fails through the paged attention; the message names
-            the thresholds past which it does.
+        UnsupportedModelError: the twin's results are wrong, or it fails only through the paged attention; the message
+            names the thresholds past which this happens.
     """
     model = probed.model
     reach = thresholds(model.config, max_model_len)

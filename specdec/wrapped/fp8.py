@@ -86,7 +86,7 @@ def _rounds_by_its_weight(weight: Any) -> bool:
 
 
 class _WeightsMultipliedOut(TorchFunctionMode):
-    """On this thread, linear(x, weight) of a weight that rounds its input is linear(x, weight multiplied out).
+    """On this thread, linear(x, weight) of a weight that rounds its input becomes linear(x, dequantised weight).
 
     Source: torchao/quantization/quantize_/workflows/float8/float8_tensor.py and int8/int8_tensor.py, `linear`.
     """

@@ -200,8 +200,8 @@ class LiveModel:
     def begin_check(self) -> Callable[[], None] | None:
         """Do the part of `check` that must precede a round; returns the rest, which may run while the device does.
 
-        Rounds from graphs call no module of the model: they only need its weights to lie where they lay, which is seen
-        at once. The rest only decides whether a call is refused. None: no graph holds the weights, all was checked.
+        Rounds from graphs call no module of the model: they only need its weights at the same addresses, which is quick
+        to check. The rest only decides whether a call is refused. None: no graph holds the weights, all was checked.
 
         Raises:
             ModelChangedError: see `check`.
@@ -299,7 +299,7 @@ class LiveModel:
 def _buffers(modules: Iterable[nn.Module], read_once: bool) -> Iterator[_Buffer]:
     """read_once: new values in place are not read either."""
     for module in modules:
-        moving = getattr(module, "rope_type", "") in _MOVING_FREQUENCIES  # chosen anew by the length of a forward
+        moving = getattr(module, "rope_type", "") in _MOVING_FREQUENCIES  # recomputed for the length of each forward
         for key, buffer in module._buffers.items():
             if buffer is not None and not (moving and key == "inv_freq"):
                 count = writes_to([buffer])[0] if read_once else None

@@ -78,7 +78,7 @@ def _fp8_layers(model: PreTrainedModel) -> Fp8Layers | None:
 
 
 def probe_target(model: PreTrainedModel) -> TargetProbe:
-    """Probe a model and refuse it when paged attention would make it come out wrong.
+    """Probe a model and refuse it if its results on paged attention would be wrong.
 
     Raises:
         UnsupportedModelError: state other than the KV cache, unknown attention arguments, layers without attention,

@@ -218,7 +218,7 @@ def writes_to(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def equal_buffers(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether another buffer has the same values: some forwards make their rotary one anew."""
+    """Whether another buffer has the same values: some forwards recreate their rotary buffer."""
     if before is now or isinstance(before, nn.Parameter) or isinstance(now, nn.Parameter):
         return False
     return before.device == now.device and before.dtype == now.dtype and torch.equal(before, now)

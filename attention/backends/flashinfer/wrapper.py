@@ -82,7 +82,7 @@ def _causal(generate: Any) -> Any:
 def write_causal(sources: Iterable[Path], folder: Path) -> list[Path]:
     """Write the sources of a causal-only module, made from FlashInfer's full module and its headers, into `folder`.
 
-    Files that are already correct are left untouched. Returns the sources to compile.
+    Files with the right content are left untouched. Returns the sources to compile.
 
     Raises:
         ValueError: the sources differ from the FlashInfer version that this function edits.
@@ -113,7 +113,7 @@ def write_causal(sources: Iterable[Path], folder: Path) -> list[Path]:
 Route = Literal["fa2", "fa3"]
 _INT_WORKSPACE_BYTES = 2 << 20
 _SPLIT_SHARE = 0.9
-"""Share of the most tiles with split-KV, see `splits_kv`, from which on it gains next to nothing."""
+"""Share of the most tiles with split-KV, see `splits_kv`, above which it gains almost nothing."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class Kernel:
         self.generation += 1
 
     def share(self, batch: HostBatch) -> None:
-        """Every row is attended by itself here, whatever pages rows of the planned batch share."""
+        """Does nothing: every row is attended separately here, even if rows of the planned batch share pages."""
 
     def keeps(self, host: HostBatch) -> bool:
         """Whether the last plan serves this batch as well as the batch that it was made for.
@@ -308,8 +308,7 @@ class Kernel:
             self._wrapper.run(query, pages, out=out, k_scale=scales[0], v_scale=scales[1])
         else:
             assert sinks is not None
-            # float32, as `_sink_variant` declares the sinks. Custom kernels get no k_scale, so it goes into the softmax
-            # scale.
+            # float32, as `_sink_variant` declares the sinks; the keys' scale is part of the softmax scale here.
             self._wrapper.run(query, pages, sinks.float(), self._scale * scales[0], out=out, v_scale=scales[1])
 
 
