@@ -116,7 +116,7 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None 
     maps = {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}
     config = spec_to_config(head.spec, str(stored).removeprefix("torch."))
     partial = folder / "model.safetensors.partial"
-    save_file(weights | maps, partial, metadata={"format": "pt"})  # which transformers checks when it loads
+    save_file(weights | maps, partial, metadata={"format": "pt"})  # as save_pretrained writes it
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, folder / "model.safetensors")  # last: a folder with weights is complete
     return folder
