@@ -20,7 +20,7 @@ CHECKS = _Checks()
 
 @contextmanager
 def check_mode(enabled: bool) -> Iterator[None]:
-    """Turn the validators on or off for a while."""
+    """Turn the validators on or off inside a block."""
     before, CHECKS.on = CHECKS.on, enabled
     try:
         yield

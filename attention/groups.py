@@ -30,11 +30,11 @@ from attention.spec import AttentionSpec, Reach
 def reaches_of(specs: Sequence[AttentionSpec], longest: int) -> tuple[Reach, ...]:
     """The reaches whose layers get a windowed group, largest first.
 
-    The layers that reach furthest get none, they are the first group: those that see everything, and without such
-    layers those with the largest reach.
+    The layers that reach furthest get none, they are the first group: layers that see everything, or without these,
+    layers with the largest reach.
 
     Args:
-        longest: most tokens of a request; a reach that covers them all is none.
+        longest: most tokens of a request; a reach that covers all of them does not count.
 
     >>> full = AttentionSpec(1, 1, 8, 8, 1.0)
     >>> near, far = AttentionSpec(1, 1, 8, 8, 1.0, window=16), AttentionSpec(1, 1, 8, 8, 1.0, chunk_size=64)

@@ -34,7 +34,7 @@ class PlannedBatch:
         plans: the backend's plan for each spec; None for a batch without attention, see `GroupRunner.blank`.
         rows: the batch in the rows that each spec's layers attend, where some attend in chunks; {} where none do.
         temperatures: [T', 1, 1] float32 factors of the queries, padding included, for layers with temperature tuning.
-            The first such layer of a launch computes them, so that a captured launch does with every round's positions.
+            A launch's first tuned layer computes them, so that a captured launch does so with every round's positions.
     """
 
     metadata: CommonAttentionMetadata

@@ -15,7 +15,7 @@ _Positions = TypeVar("_Positions", int, "np.ndarray")
 
 
 class Reach(NamedTuple):
-    """How far back queries see: from the first multiple of `step` on that is less than `tokens` positions before them.
+    """How far back queries see: from the first multiple of `step` that is less than `tokens` positions before them.
 
     A sliding window of w positions is Reach(w), and chunks of c positions are Reach(c, c):
 
@@ -33,7 +33,7 @@ class Reach(NamedTuple):
         return first if self.step == 1 else first // self.step * self.step
 
     def __str__(self) -> str:
-        """In messages and names of groups."""
+        """The name in messages and names of groups."""
         return f"window {self.tokens}" if self.step == 1 else f"chunks of {self.tokens}"
 
 

@@ -92,7 +92,7 @@ class Section(Generic[S]):
         self.fields = tuple(_place(f, name, own, before.get(f.name)) for f in declared)
 
     def values(self, source: Any) -> dict[str, np.ndarray]:
-        """Arrays by their names in the arena, from an object with such attributes, without those that are None."""
+        """Arrays by their names in the arena, from an object's attributes of these names, without None."""
         if source is None:
             return {}
         found = {full: getattr(source, name) for name, full in self._names}
@@ -221,7 +221,7 @@ class StagingArena:
         return Staged(device_views, self._transfer(place, slot), self)
 
     def begin(self) -> int:
-        """Which of `hosts(bucket)` is to be written in place now, its last copy being done; `end` sends it."""
+        """Index of the buffer of `hosts(bucket)` to write in place now, once its last copy is done; `end` sends it."""
         slot = self.generation % _RING
         if self._on_cuda:
             _wait(self._events[slot])

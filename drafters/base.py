@@ -80,7 +80,7 @@ class Head(Protocol):
 
 @runtime_checkable
 class DraftsOnSome(Protocol):
-    """A head that reads the target's lm_head, and can draft on some of its tokens alone."""
+    """A head that reads the target's lm_head, and can draft on a subset of its tokens."""
 
     @property
     def draft_rows(self) -> torch.Tensor | None:
@@ -146,7 +146,7 @@ class Recipe(Generic[TrainedHead]):
         settings: the choices made for the head, by name.
         start: the head to train; it is given a function V -> [V] int64, how often the target wrote each token.
         finished: a trained head as an engine loads it. save: writes one.
-        initial: the trained head that training goes on from, or None.
+        initial: the trained head to continue from, or None.
     """
 
     aux_layers: tuple[int, ...]

@@ -108,7 +108,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "eagle3": Family("an EAGLE head", ("head_overrides",), frozenset(Layout) - _MTP_LAYOUTS, _eagle),
 }
-"""By the name of `specdec train NAME`. EAGLE's reader also names the layouts that are not supported."""
+"""Families by the name of `specdec train NAME`. EAGLE's reader also names the layouts that are not supported."""
 
 
 def family_of(path: str | Path) -> Family:

@@ -38,7 +38,7 @@ def oracle_drafts(
         token_ids: [L+1] int64: the prefix t_0 … t_L, t_L being the bonus token (sampled, not yet read by the target).
         aux_hidden_states: [L, A·Ht] true target states at positions 0 … L-1.
         num_drafts: how many drafts to make. choose: how; sampled drafts are drawn with the uniform of their position.
-        only_last: attend for the last position alone, in L steps instead of L². Of a head with one attention layer no
+        only_last: attend only for the last position, in L steps instead of L². Of a head with one attention layer no
             other position's attention reaches a draft; for prefixes too long for an [L, L] mask.
 
     Returns:

@@ -21,7 +21,7 @@ class RopeSpec:
         max_positions: the head's `max_position_embeddings`; only scaled kinds read it, it is no limit on positions.
         scaling: the kind's further keys under their configuration names, e.g. (("factor", 8.0), ...).
         first_position: the position that the head's own code rotates position 0 with: 0, or 1 for heads of speculators.
-            Only "dynamic" reads it: everywhere else attention sees differences of positions alone.
+            Only "dynamic" reads it: with all other kinds attention depends only on differences of positions.
     """
 
     theta: float = 10000.0

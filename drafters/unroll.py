@@ -81,7 +81,7 @@ def unroll(head: Head, token_ids: torch.Tensor, aux_hidden_states: torch.Tensor,
         aux_hidden_states: [B, S, A·Ht] true target states of the same positions.
 
     Returns:
-        Block outputs of each step, [B·S, H]. Rows whose token lies past the end hold nothing of meaning.
+        Block outputs of each step, [B·S, H]. Rows whose token lies past the end are meaningless.
     """
     batch_size, length = token_ids.shape
     attend = TttAttend(head.attention_specs, batch_size, length)

@@ -100,9 +100,10 @@ class Tiles:
         )
 
     def arrays(self, host: HostBatch, num_pages: int) -> list[np.ndarray]:
-        """What the device needs, all int32: counts [n] and pages [n, W] of partly and of wholly visible blocks; for the
-        rows' pages their place in [rows, num_pages] and their logical page; row start and position, token and head of
-        each packed query; place. W is one number: torch 2.11's kernel reads both lists of pages by one's strides."""
+        """The arrays that the device needs, all int32: counts [n] and pages [n, W] of partly and of wholly visible
+        blocks; for the rows' pages their place in [rows, num_pages] and their logical page; row start and position,
+        token and head of each packed query; place. W is one number: torch 2.11's kernel reads both lists of pages by
+        one's strides."""
         before, whole = self.whole_begin - self.begin, self.whole_end - self.whole_begin
         partly = before + self.end - self.whole_end
         at = np.arange(max(_LEAST, int(partly.max(initial=0)), int(whole.max(initial=0))))
@@ -150,7 +151,7 @@ def _pages(
 
 
 _LEAST_DIM = 16
-"""Triton's matmuls have at least so many columns."""
+"""Fewest columns of Triton's matmuls."""
 _WIDEST_HEAD = 256
 _FP8_CAPABILITY = (8, 9)
 
@@ -274,7 +275,7 @@ class FlexBackend:
 
     @staticmethod
     def _write(layer_kv: LayerKV, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        if not keys.is_cuda or torch.version.hip is not None:  # our kernels are not tested on ROCm
+        if not keys.is_cuda or torch.version.hip is not None:  # Triton kernels are not tested on ROCm
             write(layer_kv, keys, values, slots)
             return
         from attention.kernels.cache_write import write_kv

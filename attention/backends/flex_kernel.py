@@ -19,9 +19,9 @@ from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
 
 LEAST_KEYS = 16
-"""Triton's matmuls have at least so many keys."""
+"""Fewest keys of Triton's matmuls."""
 _TILE_BYTES = 16 << 10
-"""Of a tile of keys, so that keys, values and two stages of loading fit any GPU's shared memory."""
+"""Most bytes of a tile of keys, so that keys, values and two stages of loading fit any GPU's shared memory."""
 _DIRECT = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 """torch's switch for the eager form (torch 2.11 to 2.13)."""
 Compiler = str | Callable[..., Any]

@@ -41,7 +41,7 @@ class InvariantBuilder:
 
 
 def own_kernel(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
-    """What the kernel is compiled for, in words.
+    """Describe the layer that the kernel is compiled for.
 
     >>> group = CacheGroup("target", (), 4, 16)
     >>> own_kernel(group, AttentionSpec(8, 2, 192, 128, 1.0), torch.bfloat16)

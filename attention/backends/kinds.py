@@ -1,4 +1,4 @@
-"""Attention backends by name: what each needs, and how it is made. Another one joins by `register`."""
+"""Attention backends by name, with requirements and constructors. Further backends are added by `register`."""
 
 from __future__ import annotations
 

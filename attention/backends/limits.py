@@ -9,13 +9,13 @@ from attention.spec import AttentionSpec
 
 HALF = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-"""Of FlashInfer's paged kernels, equal for keys and values."""
+"""Head dims of FlashInfer's paged kernels, equal for keys and values."""
 WIDEST_HEAD = 512
-"""Of our own kernel (`attention/kernels/invariant_kernel.py`), keys and values each."""
+"""Widest head of specdec's own kernel (`attention/kernels/invariant_kernel.py`), of keys and of values."""
 
 
 def has_flashinfer_heads(key: AttentionSpec) -> bool:
-    """Whether FlashInfer has a paged kernel for heads of this width; all others take our own kernel."""
+    """Whether FlashInfer has a paged kernel for heads of this width; all others take specdec's kernel."""
     return key.head_dim_k == key.head_dim_v and key.head_dim_k in HEAD_DIMS
 
 
@@ -28,7 +28,7 @@ def check_causal(key: AttentionSpec, group: str, backend: str) -> None:
 
 
 def check_heads(key: AttentionSpec, where: str, elsewhere: str = "") -> None:
-    """Refuse heads that no kernel is built for. `where` begins the message, what `elsewhere` recommends ends it.
+    """Refuse heads that no kernel is built for. `where` begins the message, the advice `elsewhere` ends it.
 
     Raises:
         UnsupportedAttentionError: head counts or head dims, or slopes by distance, which no kernel here adds.

@@ -141,8 +141,8 @@ class TorchBackend:
     batch_invariant = False
 
     def __init__(self, device: torch.device, cascades: bool = False) -> None:
-        """cascades: attend in two levels where rows begin with the same pages. It is what kernels that do are compared
-        with; here it gains nothing."""
+        """cascades: attend in two levels where rows begin with the same pages. Kernels that do so are compared with;
+        here it gains nothing."""
         self._device = device
         self._cascades = cascades
 
@@ -153,7 +153,7 @@ class TorchBackend:
         """A builder for `key`, any floating dtype.
 
         Raises:
-            UnsupportedAttentionError: Hq is not a multiple of Hkv, or two levels of what has none.
+            UnsupportedAttentionError: Hq is not a multiple of Hkv, or two levels of a variant that has none.
         """
         check_causal(key, group.name, "torch")
         if key.num_q_heads % key.num_kv_heads:

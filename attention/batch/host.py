@@ -149,7 +149,7 @@ class HostBatch:
             extra.validate(self.query_lens)
 
     def validate_pages(self, num_pages: int) -> None:
-        """Check that the rows' pages are in a pool of so many, the null page included.
+        """Check that the rows' pages are in a pool of this many, including the null page.
 
         Raises:
             InvariantError: a row lists another page.
@@ -270,7 +270,7 @@ def slots_at(
 
 
 def page_counts_of(seq_lens: np.ndarray, page_size: int) -> np.ndarray:
-    """Pages that hold so many keys, of any shape.
+    """Pages that hold these numbers of keys, an array of any shape.
 
     >>> page_counts_of(np.array([1, 16, 17]), 16).tolist()
     [1, 1, 2]
@@ -279,7 +279,7 @@ def page_counts_of(seq_lens: np.ndarray, page_size: int) -> np.ndarray:
 
 
 class PageLayout(NamedTuple):
-    """Where the pages of B rows lie on their list.
+    """The layout of the pages of B rows on their list.
 
     Attributes:
         counts: [..., B] pages of each row. indptr: [..., B+1] int32, row i's are indptr[i] … indptr[i+1]-1 on the list.
@@ -292,7 +292,7 @@ class PageLayout(NamedTuple):
 
 
 def page_layout(seq_lens: np.ndarray, page_size: int) -> PageLayout:
-    """The layout of rows with so many keys [..., B].
+    """The layout of rows with these numbers of keys [..., B].
 
     >>> counts, indptr, last_lens = page_layout(np.array([1, 16, 17]), 16)
     >>> counts.tolist(), indptr.tolist(), last_lens.tolist()

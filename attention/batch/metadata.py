@@ -190,7 +190,7 @@ class BatchSection:
 def batch_sizes(
     name: str, rows: int, tokens: int, pages: int, entries: int | None = None, groups: Sequence[int] = ()
 ) -> dict[str, int]:
-    """Sizes of the dimensions of a `BatchSection` of this name for at most so many rows, tokens and pages a row.
+    """Sizes of the dimensions of a `BatchSection` of this name for at most these rows, tokens and pages per row.
 
     Args:
         entries: length of the list of pages; default rows · pages. groups: the same for each further cache group.

@@ -60,7 +60,7 @@ class LiveBatch(HostBatch):
 
         This runs several times a round, on the way to the next launch, so the fields are not copied.
         """
-        batch = object.__new__(LiveBatch)  # not __init__, which would assign every field anew
+        batch = object.__new__(LiveBatch)  # not __init__, which would assign every field again
         vars(batch).update(vars(self), block_table=block_table, other_groups=other_groups)
         return batch
 

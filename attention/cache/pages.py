@@ -41,7 +41,7 @@ class PageAllocator:
 
     def release(self, pages: list[int]) -> None:
         """Return pages to the free list."""
-        self._free.extend(reversed(pages))
+        self._free.extend(reversed(pages))  # `allocate` takes from the end, and so hands them out in this order
 
     def claim(self, pages: Sequence[int]) -> None:
         """Take these free pages, in an allocator that replaces another in which they had an owner."""
@@ -145,7 +145,7 @@ class BlockTables:
         self.allocator.release(list(pages))
 
     def keep_detached(self, pages: Sequence[int]) -> None:
-        """In tables that replace others: these pages were detached there, and are here."""
+        """Take over detached pages from tables that these replace."""
         self.allocator.claim(pages)
         self._detached.update(pages)
 
@@ -169,7 +169,7 @@ class BlockTables:
         """Every page has the holders that its allocator knows of, and page 0 has none.
 
         Raises:
-            InvariantError: a page is owned twice, lost, or an entry that is none of its row's pages is not 0.
+            InvariantError: a page is owned twice or lost, or an entry past its row's pages is not 0.
         """
         held = Counter(page for row in np.flatnonzero(self._counts).tolist() for page in self._held_by(row))
         self.allocator.check_holders(held + self._detached if self._detached else held)

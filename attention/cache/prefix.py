@@ -247,7 +247,7 @@ class PrefixCache:
         """Whether tree and allocators agree.
 
         Raises:
-            InvariantError: a registered page has no entry, a node is not reached from the root, or is of no use.
+            InvariantError: a registered page has no entry, or a node is unreachable from the root or unused.
         """
         reached: list[_Node] = []
         stack = [child for root in self._roots.values() for child in root.children.values()]
@@ -293,7 +293,7 @@ class PrefixCache:
         return most
 
     def _windowed_pages(self, taken: Sequence[_Entry]) -> tuple[tuple[int, ...], ...]:
-        """Of each group the pages that the token after these sees."""
+        """For each group the pages that the token after these sees."""
         firsts = (first_needed_page(reach, len(taken) * self.page_size, self.page_size) for reach in self._reaches)
         return tuple(tuple(e.node.windowed[g] for e in taken[first:]) for g, first in enumerate(firsts))
 
@@ -309,7 +309,7 @@ class PrefixCache:
         return [data[at : at + width] for at in range(step, (num_pages + 1) * step, step)]
 
     def _read_again(self, node: _Node, keys: Sequence[bytes], with_head: bool) -> int:
-        """How many of the next pages were found as well, and only go on differently, or with no token left."""
+        """Number of further pages found that cannot be reused: they continue differently, or leave no token to read."""
         count, most = 0, -(-self.num_following // self.page_size) if with_head else 1
         for key in keys[:most]:
             child = node.children.get(key)
@@ -346,7 +346,7 @@ class PrefixCache:
             self.head_pages.withdraw(entry.head)
 
     def _forget(self, entry: _Entry) -> None:
-        """Evict a pair: to a request that drafts neither is of use without the other."""
+        """Evict a pair, because a request that drafts can use neither page without the other."""
         self._drop(entry)
         if not entry.node.entries:
             for group, page in enumerate(entry.node.windowed):

@@ -46,8 +46,8 @@ class SharedPages(PageAllocator):
         return taken
 
     def release(self, pages: list[int]) -> None:
-        """Let go of a row's pages, in the order of its tokens: of idle pages the last ones of a row are evicted first,
-        because what comes before them is found without them, and not the other way round."""
+        """Release a row's pages, in the order of its tokens: of idle pages the last ones of a row are evicted first,
+        because earlier pages are found without later ones, and not the other way round."""
         for page in reversed(pages):
             self._holders[page] -= 1
             if self._holders[page]:
@@ -71,7 +71,7 @@ class SharedPages(PageAllocator):
             self._holders[page] += 1
 
     def register(self, page: int) -> None:
-        """Keep a held page when its last holder lets go of it."""
+        """Keep a held page when its last holder releases it."""
         self._registered.add(page)
 
     def withdraw(self, page: int) -> None:

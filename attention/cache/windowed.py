@@ -15,10 +15,10 @@ from attention.spec import Reach
 
 
 class WindowedTables(BlockTables):
-    """Block tables whose rows own a contiguous range of their logical pages: what is before it is freed.
+    """Block tables whose rows own a contiguous range of their logical pages; earlier pages are freed.
 
     `table` keeps its index by logical page. A freed entry is the null page, so who owns which page can be read from
-    the table alone. reach: what the group's layers see, see `AttentionSpec.reach`.
+    the table alone. reach: how far back the group's layers see, see `AttentionSpec.reach`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class WindowedTables(BlockTables):
         self._counts[row], self._first[row] = num_pages, first
 
     def to_be_freed(self, row: int, computed: int) -> tuple[int, list[int]]:
-        """What `free_behind` will free of a row: the first logical page of it, and the pages."""
+        """The pages of a row that `free_behind` will free, preceded by the logical index of the first."""
         first = int(self._first[row])
         pages: list[int] = self.table[row, first : max(self.first_needed(computed), first)].tolist()
         return first, pages
@@ -57,7 +57,7 @@ class WindowedTables(BlockTables):
         return pages
 
     def attach(self, row: int, pages: Sequence[int], num_tokens: int) -> None:
-        """See `BlockTables.attach`: the last pages of so many tokens, all before them freed."""
+        """See `BlockTables.attach`; the last pages of `num_tokens` tokens, all earlier pages freed."""
         self._detached -= Counter(pages)
         self.begin_behind(row, pages, self.pages_for(num_tokens))
 

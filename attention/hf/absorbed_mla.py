@@ -77,8 +77,8 @@ def absorbed_attention(module: nn.Module) -> AbsorbedAttention | None:
 def unexpanded(layers: Iterable[AbsorbedAttention]) -> tuple[Value, ...]:
     """Attributes that make the modules return the latent instead of expanded K and V, to be `borrowed` for one forward.
 
-    The module's own `expand_kv` is shadowed on the instance and uncovered after, so that the model's own `generate`
-    is what it was.
+    The module's own `expand_kv` is shadowed on the instance and visible again afterwards, so that the model's own
+    `generate` is unchanged.
     """
     return tuple((layer.module, "expand_kv", _keep_latent) for layer in layers)
 

@@ -21,6 +21,7 @@ LayerAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 """(layer, query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None) -> [T, Hq, Dv]."""
 
 _numbers = count()
+# Weak: compiled code holds only a channel's number, so that it keeps no engine alive.
 _channels: WeakValueDictionary[int, Channel[Any]] = WeakValueDictionary()
 Served = TypeVar("Served")
 
@@ -39,7 +40,7 @@ class Channel(Generic[Served]):
 
     @contextmanager
     def carrying(self, served: Served) -> Iterator[None]:
-        """Serve the operators' calls on this channel by `served`, for a while."""
+        """Serve the operators' calls on this channel by `served` inside a block."""
         self.served = served
         try:
             yield

@@ -97,6 +97,7 @@ def guard(root: torch.nn.Module) -> tuple[RemovableHandle, ...]:
     if config is None:
         return ()
     if id(config) not in _gates:
+        # By id, as configurations are not hashable; the finalizer drops the entry before another object can get the id.
         _gates[id(config)] = ForwardGate()
         weakref.finalize(config, _gates.pop, id(config), None)
     return (
@@ -118,7 +119,7 @@ def unguard(configs: Sequence[Any], hooks: Sequence[RemovableHandle]) -> None:
 
 @contextmanager
 def guarded(root: torch.nn.Module) -> Iterator[None]:
-    """`guard`, for a while."""
+    """`guard` as a context manager."""
     hooks = guard(root)
     try:
         yield

@@ -97,7 +97,7 @@ def probe(model: PreTrainedModel, num_tokens: int = 4) -> Probe:
 
 
 def _recorded_recurrences(model: PreTrainedModel) -> AbstractContextManager[list[RecurrentCall]]:
-    """See `attention.recurrence.hf_port`, which is imported for models that may have recurrent layers alone."""
+    """See `attention.recurrence.hf_port`, which is imported only for models that may have recurrent layers."""
     if not modeling_files(list(model.modules())):
         return nullcontext([])
     try:

@@ -1,4 +1,5 @@
-"""Modules that compute otherwise in training mode (dropout, noise of routers) are in evaluation mode in our forwards.
+"""Modules that compute otherwise in training mode (dropout, noise of routers) run specdec's forwards in evaluation
+mode.
 
 A model that is trained between two generations is in training mode now and then. Most modules compute the same in both
 modes and stay as they are. The others are switched while the gate of the model is held, so a forward of the user's on
@@ -65,12 +66,12 @@ def trainable_modules(root: nn.Module) -> tuple[Trainable, ...]:
 
 @contextmanager
 def evaluating(root: nn.Module, modules: tuple[Trainable, ...]) -> Iterator[None]:
-    """Run these modules of `root` as in evaluation mode. The gate of the model is to be held.
+    """Run these modules of `root` as in evaluation mode. The caller must hold the model's gate.
 
     Where `root.train()` or `eval()` is called meanwhile, on another thread, the modules follow it in the end.
 
     Raises:
-        SpecdecError: modules came into training mode on the way, so what was computed is of no use.
+        SpecdecError: modules were switched to training mode meanwhile, so the results are invalid.
     """
     mode, looked_at = root.training, [own.module for own in modules if own.computes_otherwise]
     switched = [module for module in looked_at if module is not None]

@@ -140,7 +140,7 @@ def _mxfp4_memory(experts: Any) -> Iterator[torch.Tensor]:
 
 
 def dense_weight(module: nn.Module) -> torch.Tensor | None:
-    """A layer's weight as a matrix of floating-point numbers, a copy where it is quantised; None where it has no such.
+    """A layer's weight as a matrix of floating-point numbers, a copy where it is quantised; None if impossible.
 
     Source: torchao's and optimum-quanto's tensors offer `dequantize`.
     """

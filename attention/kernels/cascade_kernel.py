@@ -72,7 +72,7 @@ class PrefixTiling:
 
 
 def prefix_tiling(queries: int, heads: int, multiprocessors: int, shared_bytes: int) -> PrefixTiling:
-    """The tiling for so many queries of each of `heads` KV heads: as many parts as programs run at the same time.
+    """The tiling for this many queries of each of `heads` KV heads: as many parts as programs run concurrently.
 
     >>> [prefix_tiling(rows * q * 4, 8, 132, 232_448).parts for rows, q in ((32, 6), (32, 1), (128, 8))]
     [2, 8, 1]
@@ -165,7 +165,7 @@ def _prefix_kernel(  # type: ignore[no-untyped-def]
 
 
 def sum_shapes(key: AttentionSpec, tokens: int, tiling: PrefixTiling) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of `SharedKeys.sums` and `SharedKeys.stats`, for a batch of so many tokens."""
+    """Shapes of `SharedKeys.sums` and `SharedKeys.stats`, for a batch of this many tokens."""
     places = (tiling.parts, tokens, key.num_q_heads)
     return (*places, key.head_dim_v), (*places, 2)
 

@@ -5,7 +5,7 @@ begin at fixed positions. The tile has the same form for every query, KV is neve
 change nothing: the same bits alone, with drafts, in a chunk of a prompt, next to any other rows.
 
 Heads of any width from 8 to 512: a tile is as wide as the next power of two, and its last columns are zeros that are
-never in memory. Caches in 8 bits are read as what they hold, and their scales are factors of scores and of the result.
+never in memory. Caches in 8 bits are read unscaled, and their scales are factors of scores and of the result.
 
 Letters in the kernel: M query rows of a tile (TILE_QUERIES: tokens times the query heads of one KV head), N keys of a
 tile (TILE_KEYS), Dk and Dv head dimensions (DIM_K, DIM_V), Wk and Wv the next powers of two (WIDTH_K, WIDTH_V).

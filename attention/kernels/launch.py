@@ -1,8 +1,10 @@
-"""How our Triton kernels are launched: dependent launches, and compiling several side by side. Imported on CUDA only.
+"""How specdec's Triton kernels are launched: dependent launches, and compiling several in parallel. Imported on CUDA
+only.
 
 Programmatic dependent launch sets a kernel up while the one before it still runs. Every kernel launched so waits, in
 all its programs, before it stores anything or loads what its predecessor stores, and only then lets the next one be
-launched. So what was complete before the predecessor may be loaded at once (tests/interpreter_memory.py checks this).
+launched. So results that were complete before the predecessor may be loaded at once (tests/interpreter_memory.py checks
+this).
 
 Inside `compiled_together` the launch of a kernel that is not compiled only hands it to a pool of threads, so that a
 rehearsal waits for the slowest compilation instead of a dozen in turn. Its results are undefined; a kernel whose result
@@ -60,7 +62,7 @@ class _Together:
     def submit(self, key: str, compile_: Callable[[], Any], keep: Callable[[Any], None], *_: Any) -> None:
         """Begin to compile a kernel, once; `keep` puts it where its launches find it. Without a result none is run.
 
-        What goes wrong is raised by the kernel's next launch, which compiles it by itself.
+        Errors are raised by the kernel's next launch, which compiles it again.
         """
         if key not in self._begun:
             self._begun[key] = self._pool.submit(lambda: keep(compile_()))
@@ -74,7 +76,7 @@ def compiled_together() -> Iterator[None]:
     token = active_mode.set(_Together(pool))
     try:
         yield
-    except BaseException:  # also on Ctrl-C: drop what is queued; the shutdown below waits for running compilations
+    except BaseException:  # also on Ctrl-C: drop queued compilations; the shutdown below waits for running ones
         pool.shutdown(wait=False, cancel_futures=True)
         raise
     finally:

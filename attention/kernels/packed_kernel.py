@@ -51,7 +51,7 @@ class Tiling:
 
 
 def tiling(units: int, width: int, dim: int, multiprocessors: int, shared_bytes: int) -> Tiling:
-    """The tiling for so many rows times KV heads, with tiles of `width` queries and heads of `dim` numbers.
+    """The tiling for `units` (rows times KV heads), with tiles of `width` queries and heads of `dim` numbers.
 
     Few units: one program a multiprocessor, which reads far ahead where it has the memory: the best of a hundred
     choices on an H200 or near it (32 query heads over 8, one row of 640 keys and 4 tokens: 7.1 µs, FlashInfer 10.4).
@@ -76,7 +76,7 @@ def tiling(units: int, width: int, dim: int, multiprocessors: int, shared_bytes:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Where the programs of a row leave their parts, on one device. One launch at a time may use it.
+    """Buffers for partial sums of a row's programs, on one device. One launch at a time may use them.
 
     Attributes:
         sums, stats: float32, of any content. arrived: int32, zeros between launches.
@@ -91,7 +91,7 @@ class Scratch:
 
     @classmethod
     def on(cls, device: torch.device, most_queries: int, most_dim: int) -> Scratch:
-        """For up to `most_queries` query heads of a KV head times tokens of a row, of up to `most_dim` numbers each."""
+        """Buffers for `most_queries` queries (a row's tokens times query heads per KV head) of width `most_dim`."""
         multiprocessors, shared_bytes = _facts(device)
         places = _MOST_HEADS + 2 * _MOST_EACH * multiprocessors
         new, width = partial(torch.empty, dtype=torch.float32, device=device), _width(most_queries)
@@ -244,6 +244,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
                 l_of = tl.load(stats_at + (other_place * 2 + 1) * TILE_QUERIES, cache_modifier=".cg")  # [M]
                 sums = tl.load(sums_at + other_place * TILE_QUERIES * DIM, cache_modifier=".cg")  # [M, D]
                 m, l, acc = _added(m, l, acc, m_of, l_of, sums)  # noqa: E741
+            # Back to zero, as the next launch expects it.
             tl.store(arrived_ptr + first_place, 0)
     if arrived == parts - 1:
         tl.store(to, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=own)

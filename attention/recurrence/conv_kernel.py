@@ -2,8 +2,8 @@
 
 A token needs its k - 1 predecessors. They are among the launch's tokens, or, before a row's first token, in the row's
 ring: position p at p mod R. A rejected draft's input lies where the next launch writes the token that takes its
-position, so a rollback needs nothing but `start`. The programs of a row's first tokens read the ring, then they alone
-write it; so a prompt of any length is one launch. Imported on CUDA only.
+position, so a rollback only needs `start`. The programs of a row's first tokens read the ring, then they alone write
+it; so a prompt of any length is one launch. Imported on CUDA only.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
     more replayed, or a gate    more: in chunks of 64                                   (delta_chunks_kernel)
     of every key dimension
 
-The device decides for each row, by its lengths; the host launches what the longest row may need, which is the same for
-every replay of a CUDA graph.
+The device decides for each row, by its lengths; the host launches the kernels that the longest row may need, the same
+for every replay of a CUDA graph.
 
-One chunk: what depends on tokens alone is solved for all of them first, by matmuls of 16 x 16, and the state takes part
-in three matmuls, for any number of tokens (32 rows of Qwen3.5-9B on an H200: 52 to 54 µs; token by token 13 µs for
+One chunk: terms that depend only on tokens are solved for all of them first, by matmuls of 16 x 16, and the state takes
+part in three matmuls, for any number of tokens (32 rows of Qwen3.5-9B on an H200: 52 to 54 µs; token by token 13 µs for
 each). With Γ the sums of the gates, K, Q, V the row's keys, queries and values as columns, and S the stored state:
 
     u (I + A) = β (V - exp(Γ) S K)       A[i, j] = β_j exp(Γ_j - Γ_i) (k_i · k_j), i < j
@@ -67,11 +67,11 @@ class ShortTiling:
 
 
 def short_tiling(dim_v: int) -> ShortTiling:
-    """The tiling for so many rows of a head's state: 32 x 32 with 3 pieces in flight, the best of eight tilings.
+    """The tiling for this many rows of a head's state: 32 x 32 with 3 pieces in flight, the best of eight tilings.
 
     On an H200 at 1, 8, 32 and 128 rows (K = 3, Qwen3.5-9B's heads, a third of the rows storing their states) both
     launches took 7.6, 15.4, 39.6 and 138.7 µs; with 2 pieces 7.9, 16.4, 43.3, 155.0; with 4 warps 7.9, 19.9, 55.4,
-    206.1. Registers (96 a thread) are for 10 programs a multiprocessor, which is what counts.
+    206.1. Registers (96 a thread) allow 10 programs a multiprocessor, which decides.
     """
     return ShortTiling(min(32, max(16, triton.next_power_of_2(dim_v))), 32, (3, 3), 2)
 
@@ -157,7 +157,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
             in_k = begin + lane < DIM_K
             before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
             k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, (i < count) & in_k, REPLAY)  # [C, L]
-            # by fma: as the sum of a matmul, the state would lose its last bits downward, tensor cores do not round
+            # by fma: as a matmul's accumulator the state would lose its last bits, because tensor cores truncate
             update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)
             after = tl.fma(before, tl.broadcast_to(kept, before.shape), update)
             tl.store(state_at + begin, after, mask=in_v & in_k)

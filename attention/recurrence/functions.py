@@ -255,7 +255,7 @@ REFERENCE = Recurrences("torch", short_conv, gated_delta, ssd_scan, selective_sc
 
 
 def recurrences_of(device: torch.device) -> Recurrences:
-    """Our Triton kernels on an NVIDIA GPU, torch elsewhere: on ROCm the kernels are not tested."""
+    """Triton kernels on an NVIDIA GPU, torch elsewhere, because on ROCm the kernels are not tested."""
     if device.type != "cuda" or torch.version.hip is not None:
         return REFERENCE
     from attention.recurrence.conv_kernel import short_conv

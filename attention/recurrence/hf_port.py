@@ -42,7 +42,7 @@ class _Entered:
         """The channel, and the number of the call that is being made.
 
         Raises:
-            UnsupportedAttentionError: it is none of the layer's: it would be served by another call's states.
+            UnsupportedAttentionError: no probed layer makes this call, which would use another call's states.
         """
         if self.place is None or self.calls == self.place[2]:
             raise UnsupportedAttentionError(
@@ -63,7 +63,7 @@ _serving: dict[int, Callable[[], Mixing]] = {}
 
 
 class RecurrentPort:
-    """Gives a model's recurrent layers, if it has any, our states while one of our forwards runs."""
+    """Gives a model's recurrent layers, if it has any, specdec's states during a specdec forward."""
 
     def __init__(self, calls: Sequence[RecurrentCall]) -> None:
         self._channel = RecurrenceChannel()
@@ -116,7 +116,7 @@ _lock = RLock()
 
 
 class _Use:
-    """One of our forwards while functions are replaced; its frame's end ends it, even if an interrupt strikes then."""
+    """A specdec forward with replaced functions; it ends with its frame, even if an interrupt strikes then."""
 
     def __init__(self) -> None:
         self.thread = get_ident()

@@ -86,7 +86,7 @@ class StateIndex(StateArrays[np.ndarray]):
         """Check the arrays against the rows' tokens [B], and the rule where it is given.
 
         Raises:
-            InvariantError: two rows share a state, or a row replays or commits what cannot be.
+            InvariantError: two rows share a state, or a row's numbers of replayed or committed tokens are impossible.
         """
         own = self.slots[self.slots != NULL_SLOT]
         require(len(np.unique(own)) == len(own), "two rows share a state")
@@ -103,7 +103,7 @@ class StateIndex(StateArrays[np.ndarray]):
 
 
 MOST_INPUTS = 16
-"""Of a row that decodes, replayed and own ones, that the gated delta rule reads as one chunk."""
+"""Most tokens of a decoding row, replayed and new, that the gated delta rule reads as one chunk."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class FoldRule:
         return self.most_replayed + self.num_drafts + 1
 
     def num_new(self, replay: np.ndarray, committed: np.ndarray, decodes: np.ndarray) -> np.ndarray:
-        """[B] `StateIndex.num_new` of rows that replay so many tokens and read so many committed ones.
+        """[B] `StateIndex.num_new` of rows that replay and commit these numbers of tokens.
 
         decodes: [B] bool; what a row leaves that has just read its prompt is all in its state, so that it may move.
         """
@@ -176,7 +176,7 @@ def slots_of_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def conv_ring_size(width: int, num_drafts: int) -> int:
-    """Inputs a row keeps for a convolution of so many taps: width-1 before a launch, its root and K drafts.
+    """Inputs that a row keeps for a convolution of `width` taps: width-1 before a launch, its root and K drafts.
 
     >>> conv_ring_size(4, 3)
     7

@@ -105,12 +105,12 @@ _FEW_UNITS = 256
 
 
 def state_tiling(units: int, rows: int, columns: int) -> StateTiling:
-    """The tiling for so many rows times heads, whose states have so many rows and columns, read token by token.
+    """The tiling for `units` (rows times heads), whose states have these rows and columns, read token by token.
 
     With 8 lanes to a row of the state, 8 warps hold 32 rows of it, and fetch keys and queries of up to 128 numbers
-    straight into the registers that use them: Triton exchanges through shared memory what has at least as many numbers
-    as the program has threads. With 80 registers a multiprocessor of 65,536 holds three programs; Triton 3.6 and its
-    ptxas spill 28 bytes of the larger, none of the smaller.
+    straight into the registers that use them: Triton exchanges through shared memory tensors that have at least as many
+    numbers as the program has threads. With 80 registers a multiprocessor of 65,536 holds three programs; Triton 3.6
+    and its ptxas spill 28 bytes of the larger, none of the smaller.
     """
     width, most = triton.next_power_of_2(columns), triton.next_power_of_2(rows)
     block = min(32 if units <= _FEW_UNITS else 64, most)
@@ -127,7 +127,7 @@ def zeros_from(at, count, step, mask, DTYPE: tl.constexpr):  # type: ignore[no-u
 
 @triton.jit
 def times(S, x):  # type: ignore[no-untyped-def]
-    """S [J, B, L] times x [J, 1, L], summed over J and L -> [1, B, 1]; first what a thread has by itself."""
+    """S [J, B, L] times x [J, 1, L], summed over J and L -> [1, B, 1]; each thread first reduces its own elements."""
     return tl.sum(tl.sum(S * x, 0, keep_dims=True), 2, keep_dims=True)
 
 
@@ -151,7 +151,7 @@ def stages(device: torch.device, width: int) -> int:
 
 
 def most_chunks(tokens: int, rows: int) -> int:
-    """At least as many as the chunks of all rows."""
+    """An upper bound of the number of chunks of all rows."""
     return tokens // CHUNK + 2 * rows
 
 

@@ -144,7 +144,7 @@ OUTPUTS: dict[str, tuple[int, torch.dtype | None]] = {
     "ssd_scan": (0, torch.float32),
     "selective_scan": (0, torch.float32),
 }
-"""By the name of a recurrence: index of the input that has its output's shape, and its dtype if not that input's."""
+"""For each recurrence the index of the input with its output's shape, and the output's dtype if it differs."""
 
 
 def empty_output(name: str, inputs: tuple[Any, ...]) -> torch.Tensor:

@@ -41,7 +41,7 @@ _MOST_P = 64
 
 
 def warps_of(block_p: int, width: int) -> int:
-    """Warps of a program that holds so many rows and columns of a state.
+    """Warps of a program that holds these rows and columns of a state.
 
     Eight only for a tile as large as 64 x 128: of a small one Triton 3.6 compiles a float32 sum among eight warps that
     reads shared memory which is not there (compute-sanitizer on an H200, 16 x 16).

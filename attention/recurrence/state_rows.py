@@ -93,9 +93,9 @@ class Padded:
 def padded(
     rows: StateRows, members: torch.Tensor, replay: torch.Tensor, count: torch.Tensor, first: torch.Tensor | None = None
 ) -> Padded:
-    """Of these rows, `replay` [B] inputs before `start` from the ring, then `count` [B] tokens from its `first` [B] on.
+    """For these rows, `replay` [B] inputs before `start` from the ring, then `count` [B] tokens from `first` [B] on.
 
-    Reads lengths on the host: on a GPU this waits for the device, which only an oracle may.
+    Reads lengths on the host, which waits for a GPU, as only an oracle may.
     """
     replay, count = replay[members].long(), count[members].long()
     start, slots = rows.start[members].long(), rows.slots[members].long()

@@ -83,7 +83,7 @@ class NixlTransport:
         errors: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
         try:
             self._agent = self._api.nixl_agent(engine, self._api.nixl_agent_config(backends=self._backends))
-            regions = [bound.region for bound in bounds]  # each without what lies between its last block and the next
+            regions = [bound.region for bound in bounds]  # each without the gap after its last block
             whole = [(r.base, (r.num_blocks - 1) * r.block_stride + r.block_bytes, number, "") for r in regions]
             self._registered = self._agent.register_memory(whole, self._memory) if whole else None
             metadata = self._agent.get_agent_metadata()

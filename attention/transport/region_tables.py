@@ -99,7 +99,7 @@ class EngineTable:
     """The description that an engine sends to the engines that read from it.
 
     Attributes:
-        engine: a name that no other engine has, ever. transport: the name of its ranks' transport. ranks: by rank.
+        engine: a globally unique name. transport: the name of its ranks' transport. ranks: tables by rank.
         fingerprint: by name, the properties that must be equal in both engines: weights of the target and of the head,
             scales of an fp8 cache, how drafts are made.
     """
@@ -339,7 +339,7 @@ def _follows(last: Segment, next_: Segment, local: RankTable, ranks: Mapping[int
 class Descriptors:
     """A plan's descriptors on one side in one order: segment after segment, for each all blocks of its region.
 
-    What is registered, what a peer is added with and the indices of a transfer's descriptors all come from here.
+    Registration, the lists of a peer and the indices of a transfer's descriptors are all made here.
     """
 
     def __init__(self, segments: Sequence[Segment], table: RankTable, local: bool) -> None:

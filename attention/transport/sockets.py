@@ -57,7 +57,7 @@ class SocketTransport(Granting):
         """host: address to listen on, which peers can reach. port: 0 for any free port.
 
         Raises:
-            InvalidInputError: no such values.
+            InvalidInputError: values of another type, or outside their range.
         """
         if not isinstance(host, str):
             raise InvalidInputError(f"host={host!r}: allowed is a name or address of this host, a string")

@@ -72,7 +72,7 @@ class Transport(Protocol):
         """Allow readers that know the lease to read these blocks."""
 
     def revoke(self, lease: str) -> None:
-        """Forbid it again, as far as the transport can. Idempotent."""
+        """Forbid reading again, as far as the transport can. Idempotent."""
 
     def read(self, plan: ReadPlan) -> Read:
         """Start a read. Raises TransferError: the source cannot be reached."""
@@ -87,6 +87,7 @@ class Transport(Protocol):
         """Stop serving and reading. Idempotent."""
 
 
+# Weak: an engine that is garbage without having been closed is not open.
 _open: weakref.WeakValueDictionary[str, LocalTransport] = weakref.WeakValueDictionary()
 
 

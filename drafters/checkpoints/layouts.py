@@ -136,7 +136,7 @@ def _detect_eagle(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layo
 
 
 def require(found: Layout, wanted: Layout, config: Config, names: Iterable[str]) -> None:
-    """Refuse a checkpoint of another family. Raises HeadLoadError: the message names what the checkpoint is."""
+    """Refuse a checkpoint of another family. Raises HeadLoadError, which names the checkpoint's kind."""
     if found is wanted:
         return
     detail = f" of type {speculators_type(config)!r}" if found is Layout.SPECULATORS else ""

@@ -80,8 +80,8 @@ def locate(path: str | Path, revision: str | None = None) -> Path:
     revision: branch, tag or commit on the hub; a folder has none.
 
     Raises:
-        HeadLoadError: neither a folder nor a name on the hub (or in its local cache); or what lies in the folder under
-            the name of a file is none.
+        HeadLoadError: neither a folder nor a name on the hub (or in its local cache); or an entry of the folder with a
+            file's name is no file.
     """
     name = os.path.expanduser(path)
     if not name:
@@ -318,7 +318,7 @@ def filled(head: H, weights: Mapping[str, torch.Tensor]) -> H:
     """A head whose parameters are these tensors from now on, ready for inference.
 
     Raises:
-        HeadLoadError: tensors with NaN or infinity, all named (exporters leave what was never loaded as NaN).
+        HeadLoadError: tensors with NaN or infinity, all named (exporters leave unloaded weights as NaN).
     """
     broken = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
     if broken:

@@ -44,7 +44,7 @@ class Opened(Generic[S]):
     fields: tuple[Field, ...]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, by parameter."""
+        """Shapes of all tensors, by parameter."""
         return {parameter: self.folder.tensors[full].shape for parameter, full in self.names.items()}
 
     def load(self) -> dict[str, torch.Tensor]:
@@ -116,9 +116,9 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None 
     maps = {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}
     config = spec_to_config(head.spec, str(stored).removeprefix("torch."))
     partial = folder / "model.safetensors.partial"
-    save_file(weights | maps, partial, metadata={"format": "pt"})  # which transformers checks when it loads
+    save_file(weights | maps, partial, metadata={"format": "pt"})  # as save_pretrained writes it
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / "model.safetensors")
+    os.replace(partial, folder / "model.safetensors")  # last: a folder with weights is complete
     return folder
 
 

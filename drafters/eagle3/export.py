@@ -78,8 +78,8 @@ def export_eagle3(
         verifier: the target; only the speculators layout names it, and needs it.
         dtype: for the stored weights; None keeps the head's.
         num_speculative_tokens: K that a speculators configuration proposes.
-        with_target_tensors: write what the head shares with its target (embedding, lm_head) in the speculators layout,
-            as that package does, which leaves missing tensors uninitialised. False: the file is smaller, and serves
+        with_target_tensors: write tensors shared with the target (embedding, lm_head) in the speculators layout, as
+            that package does, which leaves missing tensors uninitialised. False: the file is smaller, and serves
             engines that share these tensors themselves (vLLM, this library). The specforge layout never has them.
 
     Returns:
@@ -112,7 +112,7 @@ def shares_embedding(head: Eagle3Head, embedding: torch.Tensor, stored: torch.dt
     """Whether a head's own embedding is a copy of its target's, as the speculators layout has it.
 
     Args:
-        embedding: [V, H] the target's. stored: dtype of the head's files, to which such a copy was rounded.
+        embedding: [V, H] the target's. stored: dtype of the head's files, to which a copy of it was rounded.
     """
     own = head.embed_tokens.weight if head.spec.own_embed else None
     return own is not None and own.shape == embedding.shape and torch.equal(own, embedding.to(stored).to(own))
@@ -209,7 +209,7 @@ def _config(spec: Eagle3Spec, verifier: Verifier, dtype: torch.dtype, num_specul
         "fc_norm": spec.fc_norm,
         "norm_output": spec.feedback == "post_norm",
         "embed_requires_grad": False,
-        "eagle_aux_hidden_state_layer_ids": list(spec.aux_layers),  # numbered as ours
+        "eagle_aux_hidden_state_layer_ids": list(spec.aux_layers),  # numbered as in specdec
         "tie_word_embeddings": False,
         "transformer_layer_config": _layer_config(spec),
         "speculators_config": {
@@ -262,5 +262,5 @@ def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[st
     partial = folder / "model.safetensors.partial"
     save_file(dict(tensors), partial, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / "model.safetensors")
+    os.replace(partial, folder / "model.safetensors")  # last: a folder with weights is complete
     return folder

@@ -57,7 +57,7 @@ def load_eagle(
 
 
 def describe_eagle(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
-    """Resolve such a head without loading its weights.
+    """Resolve an EAGLE head without loading its weights.
 
     Raises:
         HeadLoadError, HeadMismatchError: as `load_eagle`, except for what only the values show.
@@ -119,7 +119,7 @@ def recipe(
             2, N//2, N-3).
 
     Raises:
-        InvalidInputError: no head can have such a shape. HeadLoadError: the target has no output embedding.
+        InvalidInputError: no head can have this shape. HeadLoadError: the target has no output embedding.
     """
     target = facts()
     spec = new_spec(model, target.vocab_size, longest, options)
@@ -127,7 +127,7 @@ def recipe(
         aux_layers=spec.aux_layers,
         settings={name: getattr(spec, name) for name in ("draft_vocab_size", "intermediate_size", "aux_layers")},
         start=lambda counts: fresh_eagle3(spec, target, counts(spec.vocab_size), seed),
-        finished=lambda head: copy.deepcopy(head).to(model.dtype).eval(),
+        finished=lambda head: copy.deepcopy(head).to(model.dtype).eval(),  # a copy: .to() casts a module in place
         save=save_eagle3,
     )
 
@@ -194,7 +194,7 @@ def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tup
 def _changes(
     spec: Eagle3Spec, num_layers: int, rope_theta: float | None
 ) -> Iterator[tuple[str, str, Any, dict[str, Any], str]]:
-    """Of each change: its name, the field of the spec, its other value, the `head_overrides` for it, and the cause."""
+    """For each change its name, the field of the spec, its other value, the `head_overrides` for it, and the cause."""
     for name, layers, cause in _aux_layers(spec.aux_layers, num_layers):
         yield name, "aux_layers", layers, {"aux_layers": list(layers)}, cause
     feedback = "pre_norm" if spec.feedback == "post_norm" else "post_norm"

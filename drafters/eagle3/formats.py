@@ -39,7 +39,7 @@ class Format:
         keys: keys (dotted) that only this exporter writes.
         layer_config: the object that holds the decoder layer's own configuration without its class's default values;
             None: it lies at the top, complete.
-        layer_type: model_type of such an object that names none.
+        layer_type: model_type of a `layer_config` object that names none.
         target: key of the name of the target that the head was made for.
         deep_norm: the pre-attention norm of a further layer that has both norms.
         first_position: rotary position of the token at position 0 of the target's states; see `RopeSpec`.

@@ -242,7 +242,7 @@ class Eagle3Head(nn.Module):
             hidden: [T, H], `fuse`d aux hidden states at step 1, `feedback` afterwards.
             positions: [T] integers, p.
             attend: remembers K and V and attends.
-            rows: [R] int64, those whose output is computed, all by default. The others end at the last attention.
+            rows: [R] int64, rows whose output is computed, by default all. Other rows end at the last attention.
 
         Returns:
             The block output [T, H] or [R, H], before the final norm.

@@ -1,4 +1,4 @@
-"""What a user knows better than a head's config.json: keys of it that are given anew before it is read."""
+"""Overrides of a head's config.json by the user: keys that are replaced before the file is interpreted."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Eagle3Overrides:
     """Choices that a user makes against a checkpoint's own configuration (older exporters wrote them wrong).
 
     Attributes:
-        aux_layers: numbered as ours, or None for the checkpoint's.
-        feedback: which state is fed back, or None for the checkpoint's.
+        aux_layers: numbered as in specdec, or None for the checkpoint's.
+        feedback: the state that is fed back, or None for the checkpoint's.
         config: (key of config.json, value), the key dotted where it is nested; None as value removes the key.
     """
 
@@ -84,7 +84,7 @@ class Eagle3Overrides:
         )
 
     def applied(self, config: Config) -> dict[str, Any]:
-        """config.json with these keys given anew."""
+        """config.json with these keys replaced."""
         changed = dict(config)
         for key, value in self.config:
             place, (*parents, last) = changed, key.split(".")

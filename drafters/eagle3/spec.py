@@ -11,7 +11,7 @@ from drafters.base import FINAL_NORM
 from drafters.rope import RopeSpec
 
 _MOST_SIZE = 2**24
-"""Of each dimension: weights are compared with the file's before any is made, and their shapes must be countable."""
+"""Limit of each dimension: shapes are compared with the file's before any weight is made, and must be countable."""
 
 
 @dataclass(frozen=True, kw_only=True)

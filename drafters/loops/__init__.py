@@ -1,2 +1,1 @@
-"""Draft loops: which rows a head reads after a verification, and which steps follow. Each kind of loop has its own
-modules."""
+"""Draft loops: the rows that a head reads after a verification, and the steps that follow."""

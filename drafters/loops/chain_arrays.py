@@ -228,6 +228,8 @@ def step_arrays(rows: DraftingRows) -> StepArrays:
             positions=steps.positions[step],
             page_size=page_size,
         )
+        # Fills HostBatch's cached properties, which were computed for all steps at once; a frozen dataclass takes no
+        # attributes.
         vars(batch).update(query_lens=query_lens, page_counts=own, page_indices=pages[step, :used])
         vars(batch).update(page_indptr=indptr[step], last_page_len=last_page_len[step])
         batches.append(batch)
@@ -275,7 +277,7 @@ class StepSection:
 
     @staticmethod
     def sizes(rows: int, pages: int, steps: int, entries: int | None = None) -> dict[str, int]:
-        """Sizes for these most rows, pages a row and steps; entries: of a page list, default rows · pages."""
+        """Sizes for at most these rows, pages a row and steps; entries: length of a page list, default rows · pages."""
         own = {"step.rows": rows, "step.rows_plus_1": rows + 1, "step.pages": pages, "steps": steps}
         return own | {"step.entries": rows * pages if entries is None else entries}
 

@@ -1,6 +1,6 @@
 """Passes of a head as compilable functions of tensors, and their static form for CUDA graphs.
 
-The static draft prefill is launched right after the verification, before the host knows what was accepted: it reads
+The static draft prefill is launched right after the verification, before the host knows the accepted drafts: it reads
 every token row of the verification, and takes the output at each row's last accepted token. Cache entries of rejected
 tokens lie past the row's end and are overwritten. The arrays of the steps are written in place into the pinned buffers
 from which they are sent.

@@ -27,7 +27,8 @@ class Match(NamedTuple):
 
     Attributes:
         place: index of its last token; -1 for none. length: number of equal tokens, at most `longest`.
-        agreeing: how many of the places that match so far go on alike, this one included; 1 where `longest` match.
+        agreeing: number of places with this match length that continue with the same token, including this one; 1 where
+            `longest` match.
     """
 
     place: int
@@ -103,7 +104,7 @@ class TokenIndex:
         return found[: found.index(END)] if END in found else found
 
     def _key_of(self, text: Sequence[int]) -> int:
-        """Of the last n-gram, as `extend` makes it."""
+        """The key of the last n-gram, as `extend` makes it."""
         key = 0
         for token in text[-self._least :]:
             key = key * _BASE + token

@@ -2,9 +2,9 @@
 
 The draft prefill and every draft step run the same code, compiled once; it does not depend on the rows of a request.
 
-The draft prefill runs right after the verification, before the host knows what was accepted. A request's token row j is
-at position start+j in the target and at start+j-m in module m: there it combines the same token, the one at start+j+1,
-with module m-1's output at row j-1. For row 0 that is the vector carried over from the previous round:
+The draft prefill runs right after the verification, before the host knows the accepted drafts. A request's token row j
+is at position start+j in the target and at start+j-m in module m: there it combines the same token, the one at
+start+j+1, with module m-1's output at row j-1. For row 0 that is the vector carried over from the previous round:
 
     K = 3, M = 2, start 16, tokens t17 … t20 of the verification, 1 draft accepted (seq' 18)
     module 0 rows 16 17 | 18 19 with t17 t18 | t19 t20      module 1 rows 15 16 | 17 18 with t17 t18 | t19 t20

@@ -104,7 +104,7 @@ def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention 
 
 
 def _module_fields(folder: CheckpointFolder, form: Format, names: Mapping[str, str], start: str) -> list[Field]:
-    """Where a module's tensors lie, and which of them are taken from the target instead."""
+    """Fields with the files of a module's tensors, and the tensors that are taken from the target instead."""
     own = {rest: full for rest, full in names.items() if rest not in _SHARED}
     files = sorted({folder.tensors[full].file.name for full in own.values()})
     projection = next((full for rest, full in names.items() if form.rename(rest) == "eh_proj.weight"), "absent")
@@ -162,7 +162,7 @@ def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
     config.save_pretrained(folder)
     partial = folder / "model.safetensors.partial"
     save_file(weights, partial, metadata={"format": "pt"})
-    os.replace(partial, folder / "model.safetensors")
+    os.replace(partial, folder / "model.safetensors")  # last: a folder with weights is complete
     return folder
 
 
@@ -185,7 +185,7 @@ def _format_of(folder: CheckpointFolder) -> Format:
 
 
 def _modules(folder: CheckpointFolder, form: Format, num_layers: int) -> list[dict[str, str]]:
-    """Of every module, in order: its tensors' names inside it -> names in the files."""
+    """For every module, in order, its tensors' names inside it -> names in the files."""
     found: dict[int, dict[str, str]] = {}
     for full in folder.tensors:
         match = re.fullmatch(form.place, full)

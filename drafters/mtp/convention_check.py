@@ -24,7 +24,7 @@ from drafters.mtp.spec import MtpSpec
 from drafters.unroll import TttAttend, shift_left, unroll
 
 _MARGIN, _SIGMAS = 0.1, 4.0
-"""The other convention must be better by so many nats per token, and by so many standard errors."""
+"""The other convention must be better by this many nats per token, and by this many standard errors."""
 _LEAST = 16
 """Fewest tokens of a text for a comparison."""
 _KNOWS = 0.7
@@ -34,7 +34,7 @@ _FIRST, _FED_BACK = range(1, 2), range(2, 5)
 
 
 class CheckedModule(Head, Protocol):
-    """One module, as far as its input convention matters; copies of it are run with another one."""
+    """The parts of a module that its input convention concerns; copies of it are run with the other convention."""
 
     spec: MtpSpec
     target_lm_head: torch.Tensor

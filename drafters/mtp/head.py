@@ -3,8 +3,9 @@
     x = blocks(proj([enorm(embedding of t_{p+1}), hnorm(h_p)]))     logits = lm_head(norm(x)) predict t_{p+2}
 
 h_p is the target's state after its final norm in the draft prefill, the module's own fed-back state later. The blocks
-are decoder layers of the target's own class, run one after the other by transformers' code with our attention: one of
-attention and an MLP, or of a target whose layers have one mixer each, several (Nemotron-H: attention, then experts).
+are decoder layers of the target's own class, run one after the other by transformers' code with specdec's attention:
+one of attention and an MLP, or of a target whose layers have one mixer each, several (Nemotron-H: attention, then
+experts).
 
 Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; the order [embedding, hidden] and the fed-back state follow the
 released code (huggingface/transformers, modeling_layers.py MtpLayer; sgl-project/sglang, deepseek_nextn.py; of
@@ -158,7 +159,7 @@ class MtpHead(nn.Module):
             return self.run_block(token_ids, hidden, positions)
 
     def attending(self, attend: Attend) -> AbstractContextManager[None]:
-        """Serve the blocks' attention with `attend`, for a while."""
+        """Serve the blocks' attention with `attend` inside a block."""
         return self._port.using(lambda layer, query, key, value, sinks: attend(layer, query, key, value))
 
     def run_block(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -243,7 +244,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 class MtpStack(nn.Module):
     """M modules over one target, a `ModuleStack`. Layer m of their cache group is module m's.
 
-    Taken as a plain `drafters.base.Head` it is its first module, which drafts by itself as well.
+    As a plain `drafters.base.Head` it is its first module, which can also draft without the others.
     """
 
     def __init__(self, modules: Sequence[MtpHead]) -> None:
@@ -306,7 +307,7 @@ class MtpStack(nn.Module):
 
     @property
     def draft_rows(self) -> torch.Tensor | None:
-        """Of all modules."""
+        """Shared by all modules, see `MtpHead`."""
         return self.module(0).draft_rows
 
     def renew_draft_rows(self, lm_head: torch.Tensor) -> None:

@@ -1,1 +1,1 @@
-"""torch.compile of target and head. What varies: the patterns that are rewritten, and the compiler's settings."""
+"""torch.compile of target and head: the patterns that are rewritten in graphs, and the compiler's settings."""

@@ -1,6 +1,6 @@
 """torch.compile of target and head: the compiler's settings, and a backend that compiles equal layers once.
 
-The backend cuts a graph at its attentions, which the compiler cannot look into, and compiles what lies between two of
+The backend cuts a graph at its attentions, which the compiler cannot look into, and compiles the nodes between two of
 them the first time only. Parameters are inputs of such a region, so one region serves all layers that are alike; it
 crosses the border between two layers, so that a norm keeps the residual sum before it.
 
@@ -37,7 +37,7 @@ _GIVEN = ("placeholder", "get_attr")
 
 @dataclass(frozen=True)
 class _Region:
-    """Nodes in order; inputs: nodes outside that they read, by first use; outputs: those of them that others read."""
+    """Nodes in order; inputs: outside nodes that they read, by first use; outputs: own nodes that others read."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
@@ -89,11 +89,10 @@ def cut(graph: Graph) -> tuple[_Region, ...] | None:
 
 
 def _attentions() -> tuple[Any, ...]:
-    """The operators at which a graph is cut: attention, and those of recurrences where they are registered.
+    """The operators at which a graph is cut: attention, and recurrences' operators if registered.
 
-    They are looked up anew for each graph, and none is missed: a graph holds an operator only once it is registered,
-    which the file that calls it does (`attention.recurrence.hf_calls`); the probe imports that before a target with
-    recurrent layers is compiled.
+    They are looked up for each graph anew, so none is missed: an operator is registered by the file that calls it
+    (`attention.recurrence.hf_calls`), which the probe imports before a target with recurrent layers is compiled.
     """
     there = (name for name in ("attend", *MIXING_OPERATORS) if hasattr(torch.ops.specdec, name))
     return tuple(
@@ -109,7 +108,7 @@ def _region(nodes: list[Node]) -> _Region:
 
 
 def form_of(region: _Region) -> str:
-    """What two regions must have in common for the code of one to serve the other: operators, and inputs' layouts."""
+    """The key by which regions share compiled code: their operators and their inputs' layouts."""
     names: dict[Node, str] = {node: f"i{place}" for place, node in enumerate(region.inputs)}
     lines = [f"{names[node]}: {_layout(value_of(node))}" for node in region.inputs]
     for place, node in enumerate(region.nodes):
@@ -120,11 +119,11 @@ def form_of(region: _Region) -> str:
 
 
 def _name_of(target: Any) -> str:
-    return target if isinstance(target, str) else f"{target!r} {id(target)}"
+    return target if isinstance(target, str) else f"{target!r} {id(target)}"  # two functions may have one repr
 
 
 def _layout(value: Any) -> str:
-    """What compiled code takes for granted of an input. Equal sizes have equal symbols, in all regions of a graph."""
+    """Properties of an input that compiled code assumes. Equal sizes have equal symbols, in all regions of a graph."""
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {value}"
     layout = (value.dtype, value.device, tuple(value.shape), value.stride(), value.storage_offset())
@@ -142,7 +141,7 @@ def _compiled(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function under a name of its own, by which a graph's code finds it."""
+    """The function under a unique name, by which a graph's code finds it."""
 
     def call(*arguments: Any) -> Any:
         return function(*arguments)
@@ -152,7 +151,7 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _module_of(module: GraphModule, region: _Region) -> GraphModule:
-    """The region as a graph of its own: its inputs -> tuple of its outputs."""
+    """The region as a separate graph: its inputs -> tuple of its outputs."""
     graph, made = Graph(), dict[Node, Node]()
     for place, node in enumerate(region.inputs):
         made[node] = graph.placeholder(f"input_{place}")
@@ -209,16 +208,18 @@ def compiler_settings(batch_invariant: bool = False) -> Iterator[None]:
 
 @contextmanager
 def unwrapped(kind: type[SpecdecError]) -> Iterator[None]:
-    """Raise an error of ours that the compiler met on its way as what it was.
+    """Unwrap specdec errors that the compiler raised wrapped in its own.
 
     Raises:
-        SpecdecError: of that kind, when there is one among the causes of what was raised inside; else that itself.
+        SpecdecError: the error of that kind among the causes of the exception raised inside; without one, the exception
+            itself is raised.
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # any class of the compiler's: it wraps errors of the code that it traces or calls
         found: BaseException | None = error
         while found is not None and not isinstance(found, kind):
+            # Dynamo's BackendCompilerFailed keeps the original as `inner_exception`, not as its cause.
             found = getattr(found, "inner_exception", None) or found.__cause__ or found.__context__
         if found is None or found is error:
             raise
@@ -226,13 +227,13 @@ def unwrapped(kind: type[SpecdecError]) -> Iterator[None]:
 
 
 def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A batch-invariant compiled model for calls of the self-test's: it runs the code of the graphs, compiled once.
+    """A batch-invariant compiled model for the self-test's calls: it runs the code of the graphs, compiled once.
 
-    The self-test calls in inference mode, whose tensors the compiler would tell apart from those of the capture.
+    The self-test calls in inference mode, whose tensors have guards that differ from the capture's.
     """
 
     def run(**inputs: Any) -> Any:
-        # Clones made here are normal tensors, like those of the capture; inference tensors would be compiled for again.
+        # Clones made here are normal tensors, as in the capture; inference tensors would trigger a recompilation.
         with torch.inference_mode(False), torch.no_grad(), compiler_settings(batch_invariant=True):
             return model(**{name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()})
 

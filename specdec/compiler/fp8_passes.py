@@ -15,7 +15,7 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
 def quantise_at_once(graph: Graph) -> None:
-    """`fp8_quantise` of a norm's or a gated activation's result that nothing else reads becomes one operator with it.
+    """Fuse `fp8_quantise` with the norm or gated activation whose result it alone reads.
 
     Run after the other rewritings, which leave one `fp8_quantise` for all layers that read a tensor.
     """
@@ -25,7 +25,7 @@ def quantise_at_once(graph: Graph) -> None:
 
 
 def _fuse(graph: Graph, source: Node, quantise: Node) -> None:
-    """source: what computes the values, before views of them; nothing is done where it is none of ours."""
+    """source: the node that computes the values, before any views. Does nothing unless it is a specdec operator."""
     if source.target is _OURS.rms_norm.default:
         _replace(graph, source, quantise, _OURS.rms_norm_fp8.default, [])
     elif source.target is _OURS.silu_product.default:
@@ -37,7 +37,7 @@ def _fuse(graph: Graph, source: Node, quantise: Node) -> None:
 
 
 def _replace(graph: Graph, old: Node, quantise: Node, target: Any, sums: list[Node]) -> None:
-    """Compute at `old` what `quantise` gives; sums: nodes that stand for the residual sum, its first result."""
+    """Compute the result of `quantise` at `old`; sums: nodes for the residual sum, its first result."""
     values, scales = quantise.meta["val"]
     total = [node.meta["val"] for node in sums[:1]] or (
         [old.meta["val"][0]] if target is _OURS.add_rms_norm_fp8.default else []
@@ -62,7 +62,7 @@ def _places(node: Node, place: int) -> list[Node]:
 
 
 def _only_read_by(value: Any, reader: Node) -> Node | None:
-    """What computes `value`, which views may lie over, when `reader` alone reads it."""
+    """The node that computes `value`, behind any views, if only `reader` reads it."""
     while isinstance(value, Node) and len(value.users) == 1:
         if value.target not in _VIEWS:
             return value if _is_one_row_of_tokens(value) else None
@@ -77,7 +77,7 @@ def _is_one_row_of_tokens(node: Node) -> bool:
 
 
 def _erase(graph: Graph, node: Node) -> None:
-    """Erase what nothing reads any more: parts of the node's result first, then what only it has read."""
+    """Erase unread nodes: parts of the node's result first, then nodes that only it has read."""
     for user in list(node.users):
         if user.target is operator.getitem and not user.users:
             graph.erase_node(user)

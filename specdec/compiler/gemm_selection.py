@@ -29,15 +29,16 @@ _LOCK_SECONDS = 10
 
 
 def cache_folder() -> Path:
-    """The folder of what specdec keeps between starts: specdec in $XDG_CACHE_HOME, or in ~/.cache."""
+    """The folder of files that specdec keeps between starts: specdec in $XDG_CACHE_HOME, or in ~/.cache."""
     given = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: relative paths are invalid and ignored.
     return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "specdec"
 
 
 class ChoiceStore:
     """The choices for one GPU and one version of the library.
 
-    What cannot be read counts as not there, what cannot be written is not kept: neither is an error.
+    An unreadable file counts as missing, and a failed write is ignored: neither is an error.
     """
 
     def __init__(self, gpu: str, version: int, folder: Path | None = None) -> None:
@@ -47,7 +48,7 @@ class ChoiceStore:
         self.path = (cache_folder() / "products" if folder is None else folder) / f"{name}.json"
 
     def read(self) -> dict[str, Choice]:
-        """Choices by the name of their shape; those that are damaged are left out."""
+        """Choices by the name of their shape, without damaged entries."""
         try:
             found = json.loads(self.path.read_text("utf-8"))
             same = (found["format"], found["gpu"], found["library"]) == (_FORMAT, self._gpu, self._version)
@@ -60,13 +61,14 @@ class ChoiceStore:
         return {name: choice for name, entry in choices.items() if (choice := _choice(entry)) is not None}
 
     def add(self, choices: dict[ProductShape, Choice]) -> bool:
-        """Add to what the file holds by now; whether that worked."""
+        """Merge into the file's current content; returns whether that worked."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{self.path}.lock", timeout=_LOCK_SECONDS):
                 both = self.read() | {str(shape): choice for shape, choice in choices.items()}
                 entries = {name: _entry(choice) for name, choice in sorted(both.items())}
                 content = {"format": _FORMAT, "gpu": self._gpu, "library": self._version, "choices": entries}
+                # Written to a temporary file and renamed: `read` takes no lock and must never see half a file.
                 new = self.path.with_suffix(f".{os.getpid()}.new")
                 new.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
                 os.replace(new, self.path)
@@ -95,19 +97,19 @@ def _choice(entry: Any) -> Choice | None:
 
 
 _CACHES = 3
-"""The weights of one turn are so many times as large as the L2 cache."""
+"""Size of one turn's weights in L2 caches."""
 _MOST_WEIGHTS = 32
 
 
 class GpuTimer:
     """Launches read one weight after the other, so that none is still in the L2 cache when its turn comes again.
 
-    A long read goes before each span, during which the host queues it, and nothing waits: so what is measured is the
+    A long read goes before each span, during which the host queues it, and nothing waits: so the measured time is the
     device's time even of launches that take the host a little longer than the device.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], tokens: int) -> None:
-        """weights: of the model, all of one shape [O, I]; where they are too few, copies of the first."""
+        """weights: the model's weights of one shape [O, I], extended by copies of the first if too few."""
         first = weights[0]
         self._x = torch.randn(tokens, first.shape[1], device=first.device, dtype=first.dtype)
         size = first.numel() * first.element_size()
@@ -120,7 +122,7 @@ class GpuTimer:
     def __call__(self, launches: Sequence[Launch], calls: int, rounds: int) -> list[float]:
         """See `Timer`. Launches take turns in every round; the first call of each, which loads it, does not count.
 
-        The least of the rounds counts: what else runs on the device can only lengthen them.
+        The fastest of the rounds counts, because other work on the device can only lengthen them.
         """
         works = [self._runs(launch) for launch in launches]
         torch.cuda.synchronize(self._x.device)
@@ -144,7 +146,7 @@ class GpuTimer:
 
     def _span(self, launch: Launch, calls: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._long.sum()
+        self._long.sum()  # the long read of the class's docstring; its result is not used
         start.record()
         for weight in islice(self._weights, calls):
             launch(self._x, weight)
@@ -153,7 +155,7 @@ class GpuTimer:
 
 
 MOST_SECONDS = 4.0
-"""Time for timing in one start. What it does not suffice for is left to the next start."""
+"""Time for timing in one start. Shapes that do not fit into it are left to the next start."""
 log = logging.getLogger("specdec")
 Use = Callable[[torch.device, ProductShape, Launch], None]
 
@@ -175,7 +177,8 @@ class Wanted:
 
 @dataclass
 class Tally:
-    """What a start did: shapes in all, those read from disk, those timed, those with an algorithm of their own."""
+    """Counts of one start: all shapes, shapes read from disk, shapes timed, shapes with another than the default
+    algorithm."""
 
     shapes: int = 0
     read: int = 0
@@ -195,7 +198,7 @@ class Tally:
 
 
 class Selection:
-    """Chooses for one device. tally: what was done."""
+    """Chooses for one device. tally: counts of the choices."""
 
     def __init__(
         self,
@@ -245,9 +248,9 @@ class Selection:
 
 
 def select_products(wanted: Sequence[Wanted]) -> str:
-    """Choose the algorithms of matmuls on one GPU, and say what was done.
+    """Choose the algorithms of matmuls on one GPU, and return a summary for the log.
 
-    Call it while nothing else runs on the device; weights of half precision on a GPU.
+    Call it while the device is idle; weights are in half precision on a GPU.
     """
     if not wanted:
         return "none to choose"
@@ -259,18 +262,18 @@ def select_products(wanted: Sequence[Wanted]) -> str:
     selection = Selection(library, ChoiceStore(f"{facts.name} {facts.multi_processor_count}", library.version))
     with torch.cuda.device(device):
         selection.choose([each for each in wanted if each.weights[0].device == device])
-        torch.cuda.empty_cache()  # graphs have memory of their own, which could not use what timing took
+        torch.cuda.empty_cache()  # graphs have a private memory pool, which could not reuse timing's memory
     said = f"{selection.tally}, cuBLASLt {library.version}"
     log.info("matmul algorithms: %s", said)
     return said
 
 
 def choose_products(readers: Iterable[tuple[object, Iterable[int]]], batch_invariant: bool = False) -> str:
-    """Choose the algorithm of every matmul that compiled code asks cuBLASLt for, and say in words what was done.
+    """Choose the algorithm of every cuBLASLt matmul of compiled code, and return a summary for the log.
 
-    Call it after siblings were fused and before anything is captured, while nothing else runs on the device.
+    Call it after siblings were fused and before anything is captured, while the device is idle.
     readers: modules (others have no weights) and the numbers of tokens that they are captured for. batch_invariant:
-    matmuls are summed alike for any number of tokens, so there is nothing to choose.
+    matmuls use one summation order for any number of tokens, so no choice is made.
     """
     if batch_invariant:
         return "none to choose (batch-invariant)"

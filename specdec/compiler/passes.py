@@ -1,6 +1,6 @@
-"""What we change in the compiler's graph of a model before it makes kernels of it.
+"""Rewrites of the compiler's graph of a model before it generates kernels.
 
-Everything is found by its form and replaced by an operator of the same meaning; what has another form stays.
+Patterns are found by their form and replaced by an equivalent operator; code of another form stays.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ATEN_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.bad
 
 class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
     """Equal matmuls become one; matmuls with a weight, norms, rotary embeddings, gated activations and routers' choices
-    become operators with kernels, which quantise what only FP8 layers read."""
+    become operators with kernels, which quantise results that only FP8 layers read."""
 
     def __init__(self, batch_invariant: bool = False) -> None:
         """batch_invariant: matmuls with a weight must give a token the same bits in any batch."""
@@ -45,6 +45,8 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the compiler's graph."""
+        # Equal matmuls are merged first, while they are matmuls: siblings compute the whole fused one each. Quantising
+        # is fused last, into the operators that the other rewritings make.
         for each in GRAPH_PASSES:
             each(graph)
         leave_one_matmul(graph)
@@ -58,6 +60,7 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of the compiler cache's key."""
+        # Change a number with every change of a rewriting: the compiler would reuse cached code of the old one.
         return f"specdec-rewriting-6{'-batch-invariant' if self._batch_invariant else ''}-fp8-1"
 
 
@@ -87,7 +90,7 @@ def sum_alike(graph: Graph) -> None:
     """Every matmul of [T, I] with a transposed input [O, I], with or without a bias [O], becomes `invariant_linear`.
 
     Raises:
-        UnsupportedModelError: there is a matmul of another form, or not in half precision.
+        UnsupportedModelError: the graph has a matmul of another form, or not in half precision.
     """
     for node in list(graph.nodes):
         if node.target not in _ATEN_MATMULS or _sums_nothing(node):
@@ -123,7 +126,7 @@ def _replace(graph: Graph, node: Node, packet: Any, args: tuple[Any, ...]) -> No
 
 
 def _erase(graph: Graph, node: Node) -> None:
-    """Erase a node without users and what only it has read; the compiler would compute concatenations all the same."""
+    """Erase a node without users and nodes that only it has read; the compiler computes even unread concatenations."""
     if not node.users and node.op == "call_function":
         inputs = node.all_input_nodes
         graph.erase_node(node)
@@ -152,7 +155,7 @@ def norm_at_once(graph: Graph) -> None:
 
 @dataclass(frozen=True)
 class _Norm:
-    """x [1, T, H] and weight [H], an input of the graph; `out` is what the norm gives. All but eps are nodes."""
+    """x [1, T, H] and weight [H], an input of the graph; `out` is the norm's result. All but eps are nodes."""
 
     x: Any
     weight: Any

@@ -19,7 +19,7 @@ _LAST = ([-1], True), ([1], True)
 
 
 class _Weights(NamedTuple):
-    """What becomes of the chosen ones' scores: `out`, the last node of it, and how it is normalised."""
+    """The treatment of the chosen experts' scores: `out`, its last node, and the normalisation."""
 
     out: Node
     normalise: str
@@ -78,7 +78,7 @@ def _softmax_of(node: Any) -> Node | None:
 
 
 def _after(value: Node) -> _Weights | None:
-    """How the chosen ones' scores are normalised, when nothing else reads them; a cast at the end belongs to it."""
+    """How the chosen experts' scores are normalised, if they have no other reader; a final cast belongs to it."""
     wide = _only(value, convert)
     return _divided(value, SUM) or (None if wide is None else _softened(wide)) or _softened(value)
 

@@ -1,9 +1,9 @@
-"""Sibling projections fused for compiled code, and parted again.
+"""Sibling projections fused for compiled code, and separated again.
 
 Projections that read the same input (q, k, v; gate, up) are one matmul when their weights lie in one tensor. Each
-sibling stays a module of its own: in compiled code it asks for the whole fused matmul and takes its slice, and
-`specdec.compiler.passes` leaves one of the equal matmuls. In eager code it is the linear layer it was, on a view. What
-is done to the modules is registered with `specdec.wrapped.alterations`, and undone when the engine is closed.
+sibling stays a separate module: in compiled code it computes the whole fused matmul and takes its slice, and
+`specdec.compiler.passes` merges the equal matmuls into one. In eager code it is the linear layer it was, on a view.
+Changes to the modules are registered with `specdec.wrapped.alterations`, and undone when the engine is closed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from specdec.wrapped.fp8 import Fp8Linear
 class _Sibling(nn.Module):
     """A layer whose parameters are slices of tensors that it shares with its siblings.
 
-    The user's own module of another class for a while: the module and its parameters stay the same objects, so that
-    hooks, optimisers and adapters keep what they hold; only the parameters' memory moves.
+    The user's own module, temporarily of another class: the module and its parameters stay the same objects, so that
+    hooks, optimisers and adapters keep their references; only the parameters' memory moves.
 
     Attributes:
         fused_weight: [sum of widths, in_features]; fused_bias: [sum of widths] or None.
-        fused_scale: of the blocks of an FP8 layer's fused weight, float32; else None.
-        rows: of fused weight and bias, the layer's own.
+        fused_scale: block scales of an FP8 layer's fused weight, float32; else None.
+        rows: the layer's rows of the fused weight and bias.
         holders: the engines whose compiled code reads it.
         plain: the class that it has otherwise.
     """
@@ -54,7 +54,7 @@ class _Sibling(nn.Module):
         start: int,
         fused_scale: torch.Tensor | None = None,
     ) -> None:
-        """Make rows start … start + out_features of the fused tensors those of `own`, which holds these values."""
+        """Make `own` a view of rows start … start + out_features of the fused tensors, which hold its values."""
         own.__class__ = cls
         own.rows, own.holders = slice(start, start + own.out_features), set()
         own.fused_weight, own.fused_bias, own.fused_scale = fused_weight, fused_bias, fused_scale
@@ -73,8 +73,9 @@ class _Sibling(nn.Module):
         return moved or (self.bias is not None and self.fused_bias is None)
 
     def part(self) -> None:
-        """Make it the layer that it was, with its present values in memory of its own."""
+        """Make it a plain layer again, with its current values in separate memory."""
         for own, part in self.parts():
+            # Otherwise the model was moved or got other parameters, which lie in separate memory already.
             if own.untyped_storage().data_ptr() == part.untyped_storage().data_ptr():
                 own.data = own.data.clone()
         del self.rows, self.holders, self.fused_weight, self.fused_bias, self.fused_scale
@@ -121,7 +122,7 @@ def fuse_siblings(root: nn.Module, run: Callable[[], object], alterations: Alter
     """Find linear layers of one parent that read one tensor while `run` runs, fuse their weights, count new groups.
 
     Weights that belong to two modules (tied) are left alone. Layers that are fused already, for another engine, stay so
-    until the last of these engines lets go; layers that were moved since are fused anew.
+    until the last of these engines releases them; layers that were moved since are fused again.
     """
     fused_before = [module for module in root.modules() if isinstance(module, _Sibling)]
     for module in fused_before:
@@ -136,7 +137,7 @@ def fuse_siblings(root: nn.Module, run: Callable[[], object], alterations: Alter
 
 
 def _let_go(siblings: list[_Sibling], holder: object, configs: Sequence[Any]) -> None:
-    """One engine less that reads them; without any they are what they were. No forward runs meanwhile."""
+    """Unregister one engine; after the last, they are plain layers again. No forward runs meanwhile."""
     with gate_of(configs[0] if configs else None).held(), torch.no_grad():
         for module in siblings:
             if isinstance(module, _Sibling) and holder in module.holders:
@@ -146,7 +147,7 @@ def _let_go(siblings: list[_Sibling], holder: object, configs: Sequence[Any]) ->
 
 
 def _fuse_groups(root: nn.Module, run: Callable[[], object]) -> int:
-    """Fuse what reads the same tensor while `run` runs; the number of groups."""
+    """Fuse layers that read the same tensor during `run`; returns the number of groups."""
     ours = ((name, m) for name, m in root.named_modules() if type(m) is Fp8Linear or computes_plainly(m))
     names = {module: name for name, module in ours}
     owners = [address_of(p) for _, p in root.named_parameters(remove_duplicate=False)]

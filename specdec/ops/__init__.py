@@ -1,1 +1,2 @@
-"""Operators of compiled models and their Triton kernels. What varies: number of tokens, dtype, order of summation."""
+"""Operators of compiled models and their Triton kernels, for different numbers of tokens, dtypes and summation
+orders."""

@@ -35,7 +35,7 @@ Parameters = SamplingParameters[torch.Tensor]
 
 @dataclass(frozen=True)
 class Filtered:
-    """What the filters leave of rows of logits: enough to compute any token's probability from its logit.
+    """The distributions that filters leave of rows of logits, as statistics that turn a logit into its probability.
 
     Undefined for greedy rows (temperature 0).
 
@@ -69,15 +69,15 @@ class Filtered:
 def filter_rows(
     logits: torch.Tensor, peaks: torch.Tensor, sampling: Parameters, out: Filtered, *, index: torch.Tensor | None = None
 ) -> None:
-    """What the filters leave of the rows with temperature > 0, as `target_probs` has it; other rows of `out` stay.
+    """Filter the rows with temperature > 0, as `target_probs` does; other rows of `out` stay.
 
     The result of a row has the same bits whatever else is in the batch: masses are float32, summed in a tree that
-    depends on V alone. A boundary may fall otherwise than in the reference where the mass is within about 1e-6 of it.
+    depends on V alone. A boundary may differ from the reference's where the mass is within about 1e-6 of it.
 
     Args:
         logits: [T, V] bfloat16, float16 or float32, columns side by side.
         peaks: [T] int64 of any stride, the arg max of each row of `logits`.
-        sampling: of J rows, J a divisor of R: those of row r are number r // (R / J).
+        sampling: parameters of J rows, J a divisor of R; row r uses number r // (R / J).
         out: [R, 4], rows of any stride.
         index: [R] int64, contiguous, which row of `logits` each row is; None: T = R rows in order.
     """
@@ -88,11 +88,11 @@ def filter_rows(
 
 @dataclass(frozen=True)
 class Proposal:
-    """What sampled drafts were drawn from: q of every draft.
+    """The distributions that sampled drafts were drawn from: q of every draft.
 
     Attributes:
         logits: [D, K, Vd], the last dimension contiguous. filtered: stats [D, K, 4] of their rows.
-        inverse: [V] int32, the draft id of every token of the target's vocabulary, -1 where there is none.
+        inverse: [V] int32, the draft id of every token of the target's vocabulary, or -1.
         sources: [J] int64, the row of D that each verified row's drafts come from; -1: they were greedy (one-hot q).
     """
 
@@ -104,13 +104,13 @@ class Proposal:
 
 @dataclass(frozen=True)
 class DraftPlaces:
-    """Further tensors that the drawing kernels write beside `ids`.
+    """Further tensors that the drawing kernels write in addition to `ids`.
 
     Attributes:
-        logits: [R, Vd] of any row stride: a copy of those that they are drawn from, a NaN as -infinity.
+        logits: [R, Vd] of any row stride: a copy of the logits drawn from, with NaN replaced by -infinity.
         drafts: [R] int64 of any stride: the draft, in the target's vocabulary.
         target_ids: [Vd] int64, the target ids of all draft ids; None where they are the same.
-        accepted: [R] int64, contiguous: a copy of num_accepted; None where nobody needs it.
+        accepted: [R] int64, contiguous: a copy of num_accepted; None if not needed.
     """
 
     logits: torch.Tensor
@@ -136,16 +136,16 @@ def draw_drafts(
 ) -> None:  # fmt: skip
     """Replace the greedy draft ids of rows with temperature > 0 by draws from their q = `target_probs(logits)`.
 
-    The draw is that of `draw` with uniform[row, num_accepted[row] + step] (at most the last column's).
+    It draws as `draw` does with uniform[row, num_accepted[row] + step] (or the last column).
 
     Args:
         logits: [R, Vd] bfloat16, float16 or float32, columns side by side.
         ids: [R] int64 of any stride: the arg max of each row; replaced in place.
-        sampling: of R rows.
+        sampling: parameters of R rows.
         uniform: [R, columns] float32, columns side by side.
         out: stats [R, 4] of any row stride: describes q afterwards.
-        num_accepted: [R] int64 of any stride; None: zeros. Read of rows with temperature > 0 alone.
-        places: where these rows' draws are written, too.
+        num_accepted: [R] int64 of any stride; None: zeros. Read only for rows with temperature > 0.
+        places: further outputs for these rows' draws.
     """
     from specdec.ops.draws_kernel import launch_drafts
 
@@ -165,7 +165,7 @@ def accept_drafts(
         logits: [T, V] bfloat16, float16 or float32, columns side by side.
         index: [J, n+1] int64, contiguous: the row of logits after each token of a verification.
         filtered: stats [J·(n+1), 4], contiguous: `filter_rows` of these rows.
-        sampling: of J rows.
+        sampling: parameters of J rows.
         num_drafts: [J] int64. accept_uniform: [J, n]; next_uniform: [J, n+1] float32, columns side by side.
         packed: [J, 2n+2] int64, contiguous rows: a `PackedResult` with the drafts; changed in place.
         proposal: None when every draft was greedy.

@@ -29,6 +29,7 @@ def _weights(p):  # type: ignore[no-untyped-def]
 @triton.jit
 def _target(total, uniform):  # type: ignore[no-untyped-def]
     """The place in a cumulative sum of integers at which to draw, below total."""
+    # float64: totals reach 2**63, of which float32's 24 bits could address only every 2**39th place.
     return (uniform.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
 
 
@@ -79,7 +80,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     vocab, row_stride, accept_stride,
     N: tl.constexpr, DRAFTS: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Before it waits it loads what the filters' kernels do not write."""
+    """It loads inputs that the filters' kernels do not write before it waits for them."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, floor = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
     packed_ptr += row * (2 * N + 2)
@@ -215,7 +216,7 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Sum the weights of one part of a row; the program that is done last draws the row's token.
 
-    Before it waits it loads what the filters' kernels do not write.
+    It loads inputs that the filters' kernels do not write before it waits for them.
     """
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, min_p = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
@@ -230,9 +231,11 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
         return
     stats = load_stats(stats_ptr + row * stats_stride)
     tl.store(sums_ptr + row * parts + part, tl.sum(_draft_weights(x, column, stats, temperature, min_p, vocab), 0))
+    # acq_rel: releases this program's sum, and acquires the others' for the program that is done last.
     if tl.atomic_add(done_ptr + row, 1, sem="acq_rel") < parts - 1:
         return
     each = tl.arange(0, PARTS)
+    # .cg: from L2, because other multiprocessors wrote these and L1 caches are not coherent.
     sums = tl.load(sums_ptr + row * parts + each, mask=each < parts, other=0, cache_modifier=".cg")
     part, place = _pick_part(sums, uniform)
     column = part * PART + tl.arange(0, PART)

@@ -30,7 +30,7 @@ def add_rms_norm(
         from specdec.ops.elementwise_kernel import launch_norm
 
         return launch_norm(x, residual, weight, eps)
-    total = (x + residual).contiguous()
+    total = (x + residual).contiguous()  # the operator's fake promises contiguous results, also for strided inputs
     return total, _norm_plain(total, weight, eps)
 
 

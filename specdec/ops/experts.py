@@ -27,7 +27,7 @@ from specdec.ops.routed import routed_experts
 CAPTURABLE = "specdec"
 _SILU = (nn.SiLU, SiLUActivation)
 MOST_PAIRS = 1024
-"""Up to so many the paired form of other experts is faster than transformers' grouped matmul.
+"""Up to this many pairs the paired form of other experts is faster than transformers' grouped matmul.
 
 DeepSeek-V2-Lite's experts in bfloat16 on an H200, µs per layer at 1, 4, 8, 32 and 128 tokens of 6 experts: SwiGLU
 experts 31, 95, 153, 254, 277, grouping included; paired 33, 98, 157, 261, 371, its two matmuls alone; transformers'
@@ -40,7 +40,7 @@ MOST_GROUPED = 16_384
 def capturable_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The fastest form that needs nothing from the host; see `paired_experts` for the arguments.
 
-    Compiled code is specialised for either side of the limit, where there is one.
+    Compiled code is specialised for either side of the limit, if any.
     """
     most = _most_pairs(experts, hidden.dtype)
     if most is not None and index.shape[0] * index.shape[1] > most:
@@ -50,7 +50,7 @@ def capturable_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, 
 
 
 def _most_pairs(experts: Any, dtype: torch.dtype) -> int | None:
-    """Pairs beyond which transformers' grouped matmul is taken; None: there is no limit."""
+    """Pairs beyond which transformers' grouped matmul is used; None: no limit."""
     grouped = _gating(experts) is not None
     if dtype != torch.bfloat16 or (grouped and not experts.is_transposed):
         return None
@@ -95,7 +95,7 @@ def _gating(experts: Any) -> tuple[bool, float, float | None] | None:
 
 
 def paired_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """One matmul per (token, expert) pair; the arguments are those of transformers' experts interface.
+    """One matmul per (token, expert) pair, with the arguments of transformers' experts interface.
 
     experts: a module with stacked weights, as transformers' `use_experts_implementation` describes it. hidden: [T, H];
     index: [T, k] int64; weights: [T, k]. The result: [T, H], dtype of `hidden`.
@@ -125,6 +125,7 @@ def expert_matmul(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> 
     tokens = LAUNCH_PAIRS // index.shape[1]
     for start in range(0, len(index), tokens):
         part = slice(start, start + tokens)
+        # Contiguous: the kernel takes flat rows of x and a flat index, and strides only for the stack.
         launch_expert_matmul(x[part].contiguous(), stack, index[part].contiguous(), out[part])
     return out
 
@@ -149,7 +150,8 @@ def mixtures(*roots: nn.Module) -> list[Any]:
 
 @contextmanager
 def using_capturable_experts(*roots: nn.Module) -> Iterator[None]:
-    """Run the mixtures under `roots` in a form that a graph can hold; the models' own comes back after."""
+    """Run the mixtures under `roots` in a form that a graph can hold; the models' own form is restored afterwards."""
+    # By id: configurations are not hashable, and equal ones of two models are both set.
     configs = list({id(m.config): m.config for m in mixtures(*roots)}.values())
     before = [config._experts_implementation for config in configs]
     try:
@@ -167,7 +169,7 @@ ALL_EXPERTS_FUNCTIONS.register(CAPTURABLE, capturable_experts)
 def fp8_experts(
     experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, rounds: bool = True
 ) -> torch.Tensor:
-    """A mixture in FP8; the arguments are those of transformers' experts interface. Pairs are summed in float32.
+    """A mixture in FP8, with the arguments of transformers' experts interface. Pairs are summed in float32.
 
     Args:
         experts: a module of transformers' FP8Experts: `gate_up_proj` or `up_proj`, and `down_proj`, each [E, O, I] in
@@ -230,7 +232,7 @@ def fp8_expert_matmul(
 
     Args:
         x: [T, 1 or k, I] e4m3; x_scale: [T, 1 or k, ⌈I/128⌉] float32.
-        stack: [E, O, I] e4m3; stack_scale: [E, ⌈O/128⌉, ⌈I/128⌉] float32; index: [T, k] int64. dtype: of the result.
+        stack: [E, O, I] e4m3; stack_scale: [E, ⌈O/128⌉, ⌈I/128⌉] float32; index: [T, k] int64. dtype: the result's.
     """
     out = x.new_empty(*index.shape, stack.shape[1], dtype=dtype)
     if x.is_cuda:

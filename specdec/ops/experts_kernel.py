@@ -39,7 +39,7 @@ def pairs_of_expert(index_ptr, num_pairs, PAIRS: tl.constexpr, BY_PAIR: tl.const
 
 @triton.jit
 def tile_of_pairs(pair, chosen, rank, start, count, TILE_PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of an expert's pairs, `rank` [P] their numbers, those from `start` on [M], and which of these places hold one."""
+    """An expert's pairs from number `start` on [M], and whether each place holds one; rank: [P] its pairs' numbers."""
     place = start + tl.arange(0, TILE_PAIRS)  # [M]
     found = chosen[None, :] & (rank[None, :] == place[:, None])  # [M, P]
     return tl.sum(tl.where(found, pair[None, :], 0), 1), place < count
@@ -162,7 +162,7 @@ def _launch(
     index: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Of at most LAUNCH_PAIRS pairs."""
+    """Launch the kernel for at most LAUNCH_PAIRS pairs."""
     experts, rows, width = stack.shape
     num_pairs = index.numel()
     by_pair = num_pairs < experts

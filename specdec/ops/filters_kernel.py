@@ -6,11 +6,11 @@ the largest: the first has edges that grow with the distance, the second divides
 logits in what remains, and the last, one program a row, searches the list bit by bit of the ordered logit. A list that
 is too long for its place is not used: that program then reads the whole row.
 
-Of few rows these launches take as long as what each loads one after the other. So all but the first load what the ones
-before them do not write, parameters and logits, before they wait for them.
+With few rows the launches' time is that of their dependent loads. So all but the first load parameters and logits,
+which earlier launches do not write, before they wait for these.
 
 A row with top-k is narrowed by top-k alone, and everything above is listed too: top-p's search is then in the list.
-min-p needs no search: it keeps an upper set of its own, and what is kept in the end is the smaller of two upper sets.
+min-p needs no search: it keeps an upper set, too, and the result is the smaller of the two upper sets.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _PART = 2048
 _SUMS_TILE = 128  # tokens of a part that are summed at once: one a thread, or Triton moves them between threads
 _SUMS_WARPS = 4
 _LIST_WARPS = 4
-_LISTED = 4  # a part's list has room for one in so many tokens
+_LISTED = 4  # a part's list has room for one in this many tokens
 _SHARE = 256  # tokens of one part in a tile of the last search
 _TILE = 8192  # at most
-_PROGRAMS = 2048  # from so many on, a program has several parts
+_PROGRAMS = 2048  # from this many on, a program has several parts
 _SECOND = 8  # edges of the second sums: with 16 all took a tenth longer, with 4 the last search twice as long
 _REACH = tl.constexpr(128.0)  # top-k's first edges lie within this distance
 _SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
@@ -57,7 +57,7 @@ def _narrowed(  # type: ignore[no-untyped-def]
     parts, counting, top_k, top_p,
     LEVEL: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The interval [low, high) of distances with the lowest kept logit, after level LEVEL, and what lies below it.
+    """The interval [low, high) of distances with the lowest kept logit, after level LEVEL, and the sum below it.
 
     With it the target of the search and, of top-p's, the total mass and that above the floor of min-p.
     """
@@ -126,7 +126,8 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     scale = LOG2E / temperature
     column = tl.arange(0, WIDTH)
     if LEVEL == 0:
-        # what lies farther has, all together, less than 1 - p of the mass: each has less than (1 - p) / V of the peak's
+        # logits farther away have, all together, less than 1 - p of the mass: each has less than (1 - p) / V of the
+        # peak's
         reach = tl.where(counting, _REACH, temperature * tl.log(vocab / tl.maximum(1 - top_p, 1e-8)))
         fraction = (column + 1) / EDGES
         edges = tl.where(column < EDGES, reach * fraction * fraction * fraction, float("inf"))
@@ -142,7 +143,7 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     if start == 0:
         tl.store(edges_ptr + row * WIDTH + column, edges)
     for part in range(start, tl.minimum(start + repeat, parts)):
-        if copy_ptr is not None:  # at once: a load after a store would wait for what is stored
+        if copy_ptr is not None:  # at once: a load after a store would wait for the store
             index = part * PART + tl.arange(0, PART)
             whole = load_logits(logits_ptr + index, index < vocab)  # [PART]
             tl.store(copy_ptr + row * copy_stride + index, whole, mask=index < vocab)

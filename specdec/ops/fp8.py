@@ -6,7 +6,7 @@ e4m3 with a scale for every token and 128 of its values, or with one static scal
 The products inside a group are summed by tensor cores, the groups in float32. `fp8_linear` is two operators, so that
 compiled code quantises an input once for all layers that read it.
 
-Source: deepseek-ai/DeepSeek-V3, inference/kernel.py (act_quant, fp8_gemm); the least divisor is that of
+Source: deepseek-ai/DeepSeek-V3, inference/kernel.py (act_quant, fp8_gemm); the least divisor equals that in
 kernels-community/finegrained-fp8, which transformers' FP8Linear runs on a GPU.
 """
 
@@ -56,10 +56,10 @@ def fp8_linear(
 def unrounded_linear(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As `fp8_linear`, of activations that are not rounded to 8 bits: the weight is multiplied out in the dtype of x.
+    """As `fp8_linear`, but activations are not rounded to 8 bits: the weight is dequantised to the dtype of x.
 
-    For tests of what lies between layers. A last bit of half precision moves some roundings to 8 bits, each by 6 % or
-    more, and what moved in one layer moves others in the next.
+    For tests of the code between layers. A last bit of half precision moves some roundings to 8 bits, each by 6 % or
+    more, and each such change moves further roundings in the next layer.
     """
     scale = weight_scale.reshape(1, 1) if weight_scale.numel() == 1 else weight_scale
     blocks = scale.expand(-(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK))
@@ -92,7 +92,7 @@ def fp8_matmul(
 ) -> torch.Tensor:
     """x [T, I], weight [O, I] e4m3; x_scale [T, ⌈I/128⌉], weight_scale [⌈O/128⌉, ⌈I/128⌉] float32 -> [T, O] of dtype.
 
-    On a GPU the weight is read once and stays in 8 bits; elsewhere it is multiplied out in float32 at every call.
+    On a GPU the weight is read once and stays in 8 bits; elsewhere it is dequantised to float32 at every call.
     """
     if x.is_cuda:
         from specdec.ops.fp8_kernel import launch_fp8_matmul
@@ -108,7 +108,7 @@ def reference_matmul(
     weight_scale: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """As `fp8_matmul`, of weights and activations multiplied out in float32, or in float64 where that is the dtype."""
+    """As `fp8_matmul`, with weights and activations dequantised to float32, or to float64 if that is the dtype."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     activations = (_grouped(x.to(wide)) * x_scale[..., None]).flatten(1)[:, : x.shape[1]]
     return (activations @ dequantised(weight, weight_scale, wide).t()).to(dtype)
@@ -117,7 +117,7 @@ def reference_matmul(
 def dequantised(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """weight [..., O, I] e4m3, scale [..., ⌈O/128⌉, ⌈I/128⌉] -> weight · scale of its block, in that dtype.
 
-    Nothing else of the weight's size is allocated on the way.
+    It allocates no other tensor of the weight's size.
     """
     rows, columns = weight.shape[-2:]
     by_row = scale.to(dtype).repeat_interleave(BLOCK, -2)[..., :rows, :]  # [..., O, ⌈I/128⌉]
@@ -167,6 +167,6 @@ def silu_product_fp8(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _empty(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of [1, T, H] or [T, H]."""
+    """Empty results for x [1, T, H] or [T, H]."""
     tokens, width = x.shape[-2:]
     return x.new_empty(tokens, width, dtype=FP8), x.new_empty(tokens, -(-width // BLOCK), dtype=torch.float32)

@@ -1,7 +1,7 @@
 """Norms and gated activations that end in 8 bits, as Triton kernels. Imported on CUDA only.
 
-What is quantised is computed by the code of `specdec.ops.elementwise_kernel` and rounded to
-half precision before, so that nothing depends on whether the two were fused.
+The quantised values are computed by the code of `specdec.ops.elementwise_kernel` and rounded to half precision before,
+so that nothing depends on whether the two were fused.
 """
 
 from __future__ import annotations

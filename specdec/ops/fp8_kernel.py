@@ -32,13 +32,13 @@ class Tiling:
     """How a matmul is cut.
 
     Attributes:
-        tokens, rows: of a program; rows is at most 128, so that they have one scale a block of columns.
+        tokens, rows: tile of a program; rows is at most 128, so that a block of columns has one scale.
         weight_first: the weight is the left operand of the tensor cores: these take 64 rows at a time, which few
             tokens do not fill.
-        warps, stages: of a program; stages are steps of its loop that are on their way at once. splits: programs that
-            share the columns of a row, see `share`.
+        warps, stages: per program; stages are loop steps in flight at once. splits: programs that share the columns of
+            a row, see `share`.
         at_once: blocks of columns of a step. Their scales are loaded a step ahead: one is read from memory as slowly as
-            a tile of the weight, and Triton pipelines only what the tensor cores read.
+            a tile of the weight, and Triton pipelines only the tensor cores' operands.
     """
 
     tokens: int
@@ -50,7 +50,7 @@ class Tiling:
     splits: int = 1
 
     def share(self, blocks: int) -> int:
-        """Blocks of columns of a program, of so many: in whole steps, by which there may be fewer programs."""
+        """A program's share of this many blocks of columns, in whole steps, so that fewer programs may suffice."""
         return _ceil(_ceil(blocks, self.splits), self.at_once) * self.at_once
 
 
@@ -62,11 +62,11 @@ _PROGRAMS = 264
 """Programs that keep a GPU of 132 multiprocessors busy: two each."""
 _MOST_SPLITS, _LEAST_BLOCKS = 8, 4
 _FEW_ROWS = 10_240
-"""Up to so many rows of a weight, programs of 128 rows would leave part of a GPU without work."""
+"""Up to this many rows of a weight, programs of 128 rows would leave part of a GPU idle."""
 
 
 def tiling_of(tokens: int, rows: int, width: int) -> Tiling:
-    """The tiling of a matmul of so many tokens with a weight of so many rows and columns.
+    """The tiling of a matmul of `tokens` tokens with a weight of this many rows and columns.
 
     From a sweep on an H200 with 1, 8 and 48 tokens (benchmarks/results/fp8-h200-2026-11-22.jsonl), without splits and
     with steps of one block: wide weights take its fastest. Narrow ones took 0.3 µs a step in 64 programs, whatever was
@@ -99,7 +99,7 @@ def _many_tokens(tokens: int, rows: int, width: int) -> Tiling:
 
     A program multiplies, then adds to its float32 sums, in turn: several keep the tensor cores busy, where one of 128 x
     128 with eight warps does not. That one is taken for many tokens and long sums alone. From a sweep of up to 94
-    tilings on an H200, with a bfloat16 matmul beside it (benchmarks/results/fp8-tilings-h200-2026-11-22.jsonl).
+    tilings on an H200, with a bfloat16 matmul for comparison (benchmarks/results/fp8-tilings-h200-2026-11-22.jsonl).
 
     >>> tiling_of(192, 4096, 14336)
     Tiling(tokens=64, rows=128, weight_first=False, warps=4, stages=3, at_once=1, splits=4)
@@ -160,10 +160,10 @@ def launch_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _scales(  # type: ignore[no-untyped-def]
     x_scale, x_scale_group, weight_scale, weight_scale_group, real_token, first, last, AT_ONCE: tl.constexpr
 ):
-    """For blocks first … first + AT_ONCE of columns the scales of tokens [M] and of the weight in turn.
+    """The scales of tokens [M] and of the weight, in turn, for blocks first … first + AT_ONCE of columns.
 
-    Of blocks from `last` on, which are zeros or not used, those of the one before. They are multiplied where they are
-    used: here that would wait for them.
+    Blocks from `last` on, which are zeros or unused, get the scales of the block before. The caller multiplies the
+    scales where it uses them, because multiplying here would wait for the loads.
     """
     found = ()
     for i in tl.static_range(AT_ONCE):
@@ -211,6 +211,7 @@ def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
             start = (step + i) * _GROUP
             # Tokens past the end are zeros, not the last one again: all programs would read it from one place in L2.
             if WHOLE:
+                # evict_first: weights are read once, and should not displace x, which every program reads, from L2.
                 w = tl.load(weights + start, eviction_policy="evict_first")  # [N, K]
                 x = tl.load(xs + start, mask=real_token[:, None], other=0.0)  # [M, K]
             else:

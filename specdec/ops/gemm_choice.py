@@ -45,10 +45,11 @@ Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 FINALISTS = 4
 NEAR = 1.08
-"""What a first look finds slower than the best by more is no finalist. More finalists, or slower ones, changed none of
-192 choices on an H200 (docs/log/starts.md)."""
+"""Algorithms that are slower than the best by more in a brief timing are no finalists. More or slower finalists changed
+none of 192 choices on an H200 (docs/log/starts.md)."""
 _SPAN_US, _MOST_CALLS = 400, 4
-"""At length is so many microseconds of calls, and not more calls: of long matmuls one tells as much as four."""
+"""A long timing is this many microseconds of calls, but at most this many calls: more calls of a long matmul add
+nothing."""
 LEAST_GAIN = 0.02
 """A choice that gains less than this share of the time is noise: the library's own stays."""
 
@@ -63,7 +64,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Choice:
-    """What timing one shape gave: the algorithm, None where none beats the usual call, and µs of both."""
+    """The result of timing one shape: the algorithm, None if none beats the usual call, and µs of both."""
 
     algorithm: Algorithm | None
     us: float
@@ -104,7 +105,7 @@ def forget() -> None:
 
 
 def chosen_launch(x: torch.Tensor, weight: torch.Tensor) -> Launch | None:
-    """What was chosen for x [T, I] · weightᵀ [I, O]; None where nothing was."""
+    """The algorithm chosen for x [T, I] · weightᵀ [I, O], or None."""
     if not _launches:
         return None
     rows, width = weight.shape

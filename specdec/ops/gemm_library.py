@@ -1,4 +1,4 @@
-"""cuBLASLt through nvmath-python: which algorithms it has for a matmul, and running one of them.
+"""cuBLASLt through nvmath-python: list the algorithms for a matmul, and run one of them.
 
 Accumulated and, where a sum is split, added up in float32. Nothing here keeps memory of the device between calls.
 """
@@ -14,7 +14,7 @@ import torch
 from specdec.ops.gemm_choice import Algorithm, Launch, ProductShape
 
 _WORKSPACES = (0, 4 << 20, 32 << 20)
-"""Limits in bytes at which the library is asked: it lists other algorithms at each."""
+"""Workspace limits in bytes of the queries: the library lists other algorithms at each limit."""
 _ASKED = 64
 _ALGORITHM_BYTES = 64
 _TRANSPOSED = 1
@@ -27,7 +27,7 @@ class Library:
     """cuBLASLt on one device.
 
     Attributes:
-        device: the CUDA device; version: the library's, as one number; lt: the binding; handle: of the device.
+        device: the CUDA device; version: the library's, as one number; lt: the binding; handle: the device's handle.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Library:
         self.version = int(cublasLt.get_version())
 
     def matmul(self, shape: ProductShape) -> Matmul:
-        """What the library offers for one shape."""
+        """The library's algorithms for one shape."""
         return Matmul(self, shape)
 
 
@@ -100,9 +100,10 @@ class Matmul:
         preference = lt.matmul_preference_create()
         try:
             self._prefer(preference, "MAX_WORKSPACE_BYTES", workspace)
+            # Split-K may sum partial results only in the compute type, float32, not rounded to half precision.
             self._prefer(preference, "REDUCTION_SCHEME_MASK", int(lt.ReductionScheme.COMPUTE_TYPE))
             for operand in "ABCD":
-                self._prefer(preference, f"MIN_ALIGNMENT_{operand}_BYTES", 16)
+                self._prefer(preference, f"MIN_ALIGNMENT_{operand}_BYTES", 16)  # `gemm_choice.aligned` checks it
             layouts = (self._weight, self._x, self._out, self._out)
             places = (results.ctypes.data, count.ctypes.data)
             lt.matmul_algo_get_heuristic(self._library.handle, self._operation, *layouts, preference, _ASKED, *places)
@@ -134,6 +135,8 @@ class _Launcher:
     ) -> None:
         """fixed: handle, operation and the layouts of weight, input and output; size [T, O] is the output's."""
         self._matmul, self._fixed, self._size = matmul, fixed, size
+        # Arrays kept on this object, because the library gets their raw addresses: the algorithm, and alpha = 1, beta =
+        # 0.
         self._data = np.frombuffer(algorithm.data, np.uint8).copy()
         self._factors = np.array([1, 0], np.float32)
         self._algorithm, self._one = self._data.ctypes.data, self._factors.ctypes.data
@@ -154,7 +157,7 @@ class _Launcher:
 
 @cache
 def library_of(device: torch.device) -> Library | str:
-    """cuBLASLt on a device, or in words why it cannot be asked."""
+    """cuBLASLt on a device, or the reason why it is not available."""
     try:
         return Library(device)
     except ModuleNotFoundError as error:

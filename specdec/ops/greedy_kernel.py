@@ -32,6 +32,7 @@ def _parts_kernel(  # type: ignore[no-untyped-def]
     inside = column < vocab
     x = tl.load(logits_ptr + row * row_stride + column, mask=inside, other=float("-inf")).to(tl.float32)  # [PART]
     x = tl.where(x != x, float("inf"), x)  # torch's arg max takes a NaN for the largest
+    # Of equal logits the lowest id, inside a part and among parts, so that the result does not depend on the parts.
     best, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     to = row * tl.num_programs(1) + part
     tl.store(best_ptr + to, best)

@@ -26,9 +26,9 @@ def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
 
 
 def greedy_drafts(logits: torch.Tensor, target_ids: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Like `greedy_ids`; out [T] int64 of any stride gets target_ids [V] int64 of them, or the same where that is None.
+    """Like `greedy_ids`; out [T] int64 of any stride gets their target ids (target_ids [V] int64; None: the same ids).
 
-    The kernels that find them write both. Not for compiled code: the compiler is not told of `out`.
+    The same kernels write both. Not for compiled code, which would not know that `out` is written.
     """
     if _has_kernel(logits):
         from attention.kernels.launch import CompiledAtOnce
@@ -90,5 +90,5 @@ def accept_greedily(
     from attention.kernels.launch import CompiledAtOnce
     from specdec.ops.greedy_kernel import launch_acceptance
 
-    with CompiledAtOnce():  # what is accepted is an index
+    with CompiledAtOnce():  # the number of accepted drafts is an index into memory
         launch_acceptance(greedy, index, num_drafts, drafts, sources, out)

@@ -22,11 +22,11 @@ _PAIRS = 1024
 
 @dataclass(frozen=True)
 class Groups:
-    """Pairs by expert. order: [P] int32 pairs, those of one expert after one another. offsets: [E+1] int32 where each
-    expert's begin. active: [min(P, E)] int32 experts that have pairs, -1 after them.
+    """Pairs grouped by expert. order: [P] int32 pairs, sorted by expert. offsets: [E+1] int32, begin of each expert's
+    pairs. active: [min(P, E)] int32 experts that have pairs, -1 after them.
 
-    Of many pairs also tiles: [2, N] int32, of every tile its expert and its first place in the order, and
-    num_tiles: [1] int32, how many of N there are. A tile has at most TILE pairs, all of one expert.
+    For many pairs also tiles: [2, N] int32, each tile's expert and first place in the order, and num_tiles: [1] int32,
+    number of tiles in use, at most N. A tile has at most TILE pairs, all of one expert.
     """
 
     order: torch.Tensor
@@ -66,6 +66,7 @@ def _group_kernel(  # type: ignore[no-untyped-def]
     tl.store(active_ptr + expert, -1, mask=expert < num_active)
     tl.debug_barrier()
     chosen, real = _expert_of(index_ptr, slot_ptr, pair, num_pairs, num_experts, top_k, page_size)
+    # relaxed: the barriers around order the counts for this one program.
     rank = tl.atomic_add(count_ptr + chosen, 1, mask=real, sem="relaxed")
     tl.debug_barrier()
     count = tl.load(count_ptr + expert, mask=there, other=0)
@@ -82,7 +83,7 @@ def _group_kernel(  # type: ignore[no-untyped-def]
 def _rank_kernel(  # type: ignore[no-untyped-def]
     index_ptr, slot_ptr,  # see `_group_kernel`
     count_ptr,  # [E] zeros, counted up
-    rank_ptr,  # [P] int32, written: the pair's place among those of its expert
+    rank_ptr,  # [P] int32, written: the pair's place among its expert's pairs
     num_pairs, num_experts, top_k, page_size, PAIRS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
@@ -126,7 +127,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 def group_pairs(
     index: torch.Tensor, num_experts: int, padding: tuple[torch.Tensor, int] | None = None, tiled: bool = False
 ) -> Groups:
-    """index: [T, k] int64, contiguous. tiled: with `tiles`, which many pairs always have.
+    """index: [T, k] int64, contiguous. tiled: make `tiles`, which many pairs always have.
 
     padding: slots [T] int64, and a page's size: tokens with slots below it are padding, and take the experts of the
     first token, whose weights are read anyway.

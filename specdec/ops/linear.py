@@ -1,4 +1,4 @@
-"""Linear layers on a handful of tokens, where the time is that of reading the weight."""
+"""Linear layers on a handful of tokens, where reading the weight takes all the time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.ops.gemm_choice import chosen_launch
 MOST_TOKENS = 16
 """Most tokens of the kernel in `linear_kernel`."""
 MOST_TOKENS_BIASED = 96
-"""Up to so many tokens, and where the sum is at least as long as the output is wide, a bias of zeros is added: torch
+"""Up to this many tokens, and where the sum is at least as long as the output is wide, a bias of zeros is added: torch
 then calls cuBLASLt, where cuBLAS would use split-K with a second kernel for the reduction. µs on an H200 with 48
 tokens: 4,096 x 14,336 32.5 against 36.6, 4,096 x 12,288 30.3 and 34.1, 4,096 x 4,096 12.5 and 13.8; with 128 tokens
 40.1 and 37.9, 37.9 and 33.6, 15.0 and 14.9. Wide matmuls take as long either way."""
@@ -24,7 +24,7 @@ tokens: 4,096 x 14,336 32.5 against 36.6, 4,096 x 12,288 30.3 and 34.1, 4,096 x 
 def few_tokens_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, I], weight [O, I] -> x · weightᵀ [T, O], summed in float32. Weight must not change while it runs.
 
-    More tokens than the kernel takes: by the algorithm that was chosen for the shape, where one was.
+    More tokens than the kernel takes run by the algorithm that was chosen for the shape, if any.
     """
     if x.is_cuda and x.dtype in HALF:
         if len(x) <= MOST_TOKENS:

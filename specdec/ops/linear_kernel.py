@@ -1,7 +1,7 @@
 """Linear layers as Triton kernels: for up to 16 tokens, and batch-invariant for any number. Imported on CUDA only.
 
 A program takes some rows of the weight and walks along them; tensor cores multiply them with all tokens, padded to
-sixteen. No split-K: there is no reduction afterwards, and the order of summation depends on the shape alone.
+sixteen. K is not split: no reduction follows, and the order of summation depends only on the shape.
 
 Tiles differ in size with the number of tokens, but every output element is summed in one register along the row of the
 weight, sixteen multiplications per step, by the same tensor-core instruction: the same bits for any number of tokens.
@@ -39,12 +39,14 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     token = tl.arange(0, TILE_TOKENS)  # [N]
     column = tl.arange(0, TILE_WIDTH)  # [K]
     inside = row < rows  # [M]
+    # int64: a large weight, such as an lm_head of 256k rows of 16k, has more elements than int32 counts.
     weight_row = weight_ptr + tl.minimum(row, rows - 1).to(tl.int64) * weight_stride
     wait_for_predecessor(DEPENDENT)
     weights = weight_row[:, None] + column[None, :]
     x_columns = x_ptr + token[None, :] * x_stride + column[:, None]
     acc = tl.zeros((TILE_ROWS, TILE_TOKENS), tl.float32)  # [M, N]
     for start in range(0, width, TILE_WIDTH):
+        # evict_first: weights are read once, and should not displace x, which every program reads, from L2.
         w = tl.load(weights + start, mask=inside[:, None], other=0.0, eviction_policy="evict_first")  # [M, K]
         x = tl.load(x_columns + start, mask=token[None, :] < tokens, other=0.0)  # [K, N]
         acc = tl.dot(w, x, acc)
@@ -70,7 +72,7 @@ def launch_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 _GROUP = 8
-"""Tiles of weight rows that follow one another, so that what they read of x stays in the L2 cache."""
+"""Tiles of weight rows that run one after the other, so that the part of x that they read stays in the L2 cache."""
 _TILES = ((16, (16, 64, 128, 4, 6)), (32, (32, 64, 128, 4, 5)), (64, (64, 64, 128, 4, 4)), (512, (64, 128, 64, 8, 4)))
 _TILE_OF_MANY = (256, 128, 64, 8, 3)
 """Tokens up to, and: tokens per tile, weight rows per tile, columns per step, warps, stages. Of twelve choices for

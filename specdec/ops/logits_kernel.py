@@ -15,7 +15,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_logits(ptr, mask):  # type: ignore[no-untyped-def]
-    """float32; a NaN counts as -infinity, and so does what is masked."""
+    """float32; NaNs and masked logits count as -infinity."""
     x = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.where(x == x, x, float("-inf"))
 
@@ -75,11 +75,11 @@ def load_row(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Where a row of logits begins, its largest one, and temperature, top-k, top-p and min-p of its request.
 
-    All that can be loaded at once is: what is loaded one after the other takes longer than these kernels compute. Of a
-    greedy row only the parameters are, since the rest may be any number: where the kernels are built, all rows are
+    Everything that can be loaded at once is loaded at once: dependent loads take longer than these kernels compute. Of
+    a greedy row only the parameters are, since the rest may be any number: where the kernels are built, all rows are
     greedy, and some launches may be missing before this one (`attention.kernels.launch`).
 
-    index_ptr: which row of the logits it is; None: the row itself.
+    index_ptr: the row's index into the logits; None: the row itself.
     """
     owner = row // per
     temperature, top_k = tl.load(temperature_ptr + owner), tl.load(top_k_ptr + owner)
@@ -106,7 +106,7 @@ def counts_tokens(top_k, vocab):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def mass_target(total, top_p):  # type: ignore[no-untyped-def]
-    """A token is kept as long as what is more probable than it has less mass than this."""
+    """A token is kept if the tokens that are more probable have less mass than this."""
     return total - (1 - top_p) * total
 
 
@@ -195,7 +195,7 @@ def _search(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _stats(peak, threshold, first, mass, above_floor, floor, scale):  # type: ignore[no-untyped-def]
-    """A row's result. Where min-p drops the lowest kept logit, what it keeps is all that is kept."""
+    """A row's result. Where min-p drops the lowest kept logit, only the logits that min-p keeps remain."""
     total = tl.where(weight(threshold, peak, scale) < floor, above_floor, mass)
     return peak, threshold, first.to(tl.float32), total
 

@@ -1,7 +1,7 @@
 """SwiGLU experts in half precision for prompts: tiles of matrices come through Hopper's tensor memory accelerator.
 
-A program has one tile of pairs and one of rows: tiles that run beside each other are of few experts, whose weights are
-read from memory once and then from the second cache. The numbers are described in `specdec.ops.routed`. Imported on
+A program has one tile of pairs and one of rows: tiles that run at the same time belong to few experts, whose weights
+are read from memory once and then from the L2 cache. The numbers are described in `specdec.ops.routed`. Imported on
 CUDA only, and by tests under the interpreter.
 
 Source: CUDA programming guide, "Tensor Memory Access"; triton-lang/triton, python/tutorials/09-persistent-matmul.py.
@@ -24,7 +24,7 @@ def _gated_tile(  # type: ignore[no-untyped-def]
     x_ptr, stack, bias_ptr, order_ptr, out_ptr, expert, first, end, first_row, top_k, rows, width, alpha, limit,
     CLAMPED: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up of one tile, and what is made of them."""
+    """Gate and up of one tile, and their activation."""
     place = first + tl.arange(0, PAIRS)
     real = place < end
     column = tl.arange(0, COLUMNS)
@@ -118,16 +118,16 @@ _ROWS, _DOWN_ROWS, _COLUMNS = 128, 256, 64
 _FROM, _FROM_MXFP4 = 48, 160
 """Pairs an expert above which this form is the faster one."""
 _MOST_MULTIPLIED_OUT = 5 << 28
-"""Bytes, twice: of what a launch before capture leaves in the allocator, and in the graphs' own memory."""
+"""Bytes, counted twice: a launch before capture leaves them in the allocator, capture in the graphs' private memory."""
 
 
 def better_by_many(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, pairs: int, gating: Gating) -> bool:
-    """Whether `launch_many` knows such matrices, and is the faster one for so many pairs.
+    """Whether `launch_many` supports these matrices, and is faster for this many pairs.
 
     µs of Qwen3-30B-A3B's experts on an H200 at 1,024, 2,048 and 8,192 tokens: 354, 437 and 1,167; by tiles of
-    `specdec.ops.routed_kernel` 410, 614 and 1,800; each read once 284, all multiplied 99, 198 and 793. Numbers in MXFP4
-    are multiplied out into memory first, one matrix of all experts at a time: gpt-oss-20b's 1.0 GiB. So at 2,048 and
-    8,192 tokens 1,326 and 3,077 µs; by tiles 1,690 and 5,967; gpt-oss-120b's would take 4 GiB, and are not.
+    `specdec.ops.routed_kernel` 410, 614 and 1,800; each read once 284, all multiplied 99, 198 and 793. MXFP4 weights
+    are dequantised into memory first, one matrix of all experts at a time: gpt-oss-20b's 1.0 GiB. So at 2,048 and 8,192
+    tokens 1,326 and 3,077 µs; by tiles 1,690 and 5,967; gpt-oss-120b's would take 4 GiB, and are not.
     """
     packed, stacks = down.dtype == torch.uint8, (gate_up, down)
     if pairs <= (_FROM_MXFP4 if packed else _FROM) * len(down) or not all(stack.is_contiguous() for stack in stacks):
@@ -136,6 +136,7 @@ def better_by_many(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, p
         return False
     if packed:
         return 4 * gate_up.numel() <= _MOST_MULTIPLIED_OUT
+    # The tensor memory accelerator needs addresses and rows of a multiple of 16 bytes, eight half-precision numbers.
     aligned = all(s.dtype == x.dtype and s.shape[-1] % 8 == 0 and s.data_ptr() % 16 == 0 for s in stacks)
     return aligned and not gating.interleaved
 
@@ -165,7 +166,7 @@ def launch_many(
         gating.limit or 0.0, CLAMPED=gating.limit is not None, EVEN=width % _COLUMNS == 0, PAIRS=TILE, ROWS=_ROWS,
         COLUMNS=_COLUMNS, num_warps=8, num_stages=4, **dependent,
     )  # fmt: skip
-    del stack  # the other may lie where it lay
+    del stack  # its memory may be reused for the next stack
     stack = down if scales[1] is None else launch_dequantise(down, scales[1], x.dtype)
     _down_kernel[(_programs(x.device),)](
         _by_tiles(inner, TILE), _by_tiles(stack, _DOWN_ROWS), biases[1], *sent, out, most_tiles, width, rows,

@@ -1,10 +1,10 @@
 """Experts in MXFP4. For few tokens in Gluon, Triton's language of layouts: a weight goes from memory through registers
-into the product. For many all weights are multiplied out into memory. Imported on CUDA only.
+into the product. For many all weights are dequantised into memory. Imported on CUDA only.
 
 In the kernel for few, where each number lies is chosen so that nothing is exchanged between threads, and no program
-waits for another warp. The sum of a product may take its columns in any order, so a thread unpacks what it has read (a
-block of 32 numbers of a row) into the places where the tensor core takes its columns from, and reads the same columns
-of x.
+waits for another warp. The sum of a product may take its columns in any order, so a thread unpacks the words that it
+has read (a block of 32 numbers of a row) into the places where the tensor core takes its columns from, and reads the
+same columns of x.
 
 The numbers are described in `specdec.ops.routed`. Source: NVIDIA's PTX ISA, "Matrix Fragments for mma.m16n8k16 with
 floating point type", for which numbers a thread holds.
@@ -26,7 +26,7 @@ from attention.kernels.launch import dependent_launch
 
 @dataclass(frozen=True)
 class Gating:
-    """Where gate and up lie in a stack, and what is made of them: see `specdec.ops.routed.routed_experts`."""
+    """Layout of gate and up in a stack, and their activation, see `specdec.ops.routed.routed_experts`."""
 
     interleaved: bool = False
     alpha: float = 1.0
@@ -35,7 +35,7 @@ class Gating:
 
 PLAIN = Gating()
 _KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
-"""Of a minimum or a maximum, as torch's are."""
+"""NaN handling of a minimum or a maximum, as in torch."""
 
 
 @triton.jit
@@ -93,8 +93,8 @@ def _weights(words, scale, factor: gl.constexpr):  # type: ignore[no-untyped-def
 
 @gluon.jit
 def _columns(x, factor: gl.constexpr, READY: gl.constexpr):  # type: ignore[no-untyped-def]
-    """x: [M, 4, 4, 4] uint32, a row's blocks, words of weights, and pairs of numbers: in order, or READY: numbers
-    p and p + 4 beside each other. Returns [128, M] bfloat16 as a factor, with columns as `_weights` has them."""
+    """x: [M, 4, 4, 4] uint32, a row's blocks, words of weights, and pairs of numbers: in order, or READY: numbers p and
+    p + 4 next to each other. Returns [128, M] bfloat16 as a factor, with columns as `_weights` has them."""
     x = gl.reshape(x, (x.shape[0], 4, 4, 2, 2))
     if not READY:
         first, second = gl.split(gl.permute(x, (0, 1, 2, 4, 3)))
@@ -237,7 +237,7 @@ def _few_kernel(  # type: ignore[no-untyped-def]
 
 
 def few_mxfp4(pairs: int, experts: int, x: torch.Tensor) -> bool:
-    """Whether `launch_few` is the faster one, and knows such x: for gpt-oss-20b on an H200 up to 64 tokens.
+    """Whether `launch_few` supports x and is faster: for gpt-oss-20b on an H200 up to 64 tokens.
 
     µs a layer at 1, 4, 8, 32, 64 tokens: 34, 81, 115, 173, 233; by tiles 85, 175, 231, 331, 338; read once 12, 41, 62,
     97, 100.
@@ -257,12 +257,12 @@ def launch_few(
     gated: bool,
     grouped: bool,
 ) -> None:
-    """One of both launches of `specdec.ops.routed_kernel.launch_routed`; the other has to be this one, too.
+    """One of both launches of `specdec.ops.routed_kernel.launch_routed`; the other must be this function, too.
 
     sent: index, order, offsets, active.
     """
     (tokens, top_k), rows, experts = sent[0].shape, out.shape[-1], len(stack)
-    stack = stack.view(torch.int32)
+    stack = stack.view(torch.int32)  # words of eight 4-bit weights
     grid = (triton.cdiv(rows, 32 if gated else 64), min(tokens * top_k, experts) if grouped else top_k)
     _few_kernel[grid](
         x.view(torch.int32), stack, scale, scale if bias is None else bias, *sent, out, top_k, rows, 8 * stack.shape[2],
@@ -292,6 +292,7 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     there = block < blocks
     packed = tl.load(packed_ptr + 16 * block[:, None] + tl.arange(0, 16)[None, :], mask=there[:, None], other=0)
+    # An MXFP4 exponent has float32's bias of 127, so its byte in float32's exponent field is the scale; 0 gives 0.0.
     scale = (tl.load(exponent_ptr + block, mask=there, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
     packed = packed.to(tl.int32)
     values = tl.interleave(unpacked(packed), unpacked(packed >> 4)) * scale[:, None]
@@ -310,7 +311,7 @@ def launch_dequantise(
 
     apart: rows 0, 2, 4, … of every expert come first, then the others.
     """
-    stack, scale = stack.contiguous(), scale.contiguous()
+    stack, scale = stack.contiguous(), scale.contiguous()  # the kernel addresses blocks by one flat index
     out = torch.empty(*stack.shape[:-1], 2 * stack.shape[-1], dtype=dtype, device=stack.device)
     _dequantise_kernel[(triton.cdiv(scale.numel(), _BLOCKS),)](
         stack, scale, out, scale.numel(), *scale.shape[1:], APART=apart, BLOCKS=_BLOCKS

@@ -6,7 +6,7 @@ a sort, and softmax and normalising two kernels more: 13 µs a layer at one toke
 (sign, two bits of exponent, one of mantissa), 32 of a row with one power of two: byte 0, 2^-127, is 0 to the kernels.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 and 5.4.1; the order of a byte's two numbers is
-that of openai/gpt-oss, gpt_oss/torch/weights.py.
+as in openai/gpt-oss, gpt_oss/torch/weights.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def routed_experts(
 ) -> torch.Tensor:
     """The chosen experts' results, not yet weighted: [T, k, H], dtype of x.
 
-    down · activated(gate_up · x + bias) + bias, summed in float32; gate, up and what is made of them are rounded to the
+    down · activated(gate_up · x + bias) + bias, summed in float32; gate, up and their activation are rounded to the
     dtype of x, as layers of a model do. In FP8 the inputs of both matmuls are rounded to 8 bits as `fp8_quantise` does.
 
     Args:
@@ -49,7 +49,7 @@ def routed_experts(
         gate_up_scale, down_scale: None; of blocks of 128 x 128, float32; or exponents of MXFP4, uint8 [E, rows, I/32].
         gate_up_bias: [E, 2·F] or None. down_bias: [E, H] or None.
         interleaved: rows of gate and up take turns; else gate's come first.
-        alpha, limit: of gpt-oss's clamped SwiGLU, see `activated`; None: the plain one.
+        alpha, limit: parameters of gpt-oss's clamped SwiGLU, see `activated`; None: plain SwiGLU.
     """
     scales, biases = (gate_up_scale, down_scale), (gate_up_bias, down_bias)
     if x.is_cuda:
@@ -103,7 +103,7 @@ def dequantised_mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Te
 
 MOST_EXPERTS = 1024
 SUM, SOFTMAX = "sum", "softmax"
-"""What the chosen ones' scores are divided by: their sum; or they are the logits of a softmax among them."""
+"""How the chosen experts' scores are normalised: divided by their sum, or as logits of a softmax among them."""
 
 
 def _empty(
@@ -122,7 +122,7 @@ def best_experts(
     Of equal scores the first is chosen, a NaN before all others. Everything is computed in float32.
 
     Args:
-        softmax: of all scores, before they are chosen. normalise: "", `SUM` or `SOFTMAX`, of the chosen.
+        softmax: apply softmax to all scores before choosing. normalise: "", `SUM` or `SOFTMAX`, over the chosen.
     """
     if scores.is_cuda:
         from specdec.ops.routed_kernel import launch_best_experts
@@ -130,10 +130,11 @@ def best_experts(
         return launch_best_experts(scores, chosen, softmax, normalise, dtype)
     wide = scores.float()
     wide = wide.softmax(-1) if softmax else wide
+    # Not topk: of equal scores the lowest expert comes first, as in the kernel; topk leaves that open.
     sorted_scores, places = torch.sort(wide, dim=-1, descending=True, stable=True)
     best = sorted_scores[:, :chosen]
     if normalise == SUM:
         best = best / best.sum(-1, keepdim=True)
     elif normalise == SOFTMAX:
         best = F.softmax(best, -1)
-    return best.to(dtype), places[:, :chosen].contiguous()
+    return best.to(dtype), places[:, :chosen].contiguous()  # as the operator's fake promises

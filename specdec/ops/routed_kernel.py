@@ -22,8 +22,8 @@ from specdec.ops.mxfp4_kernel import PLAIN, Gating, activated, few_mxfp4, launch
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of a program's tiles: pairs, rows of a result (of gate and of up so many each), columns; warps, and stages
-    of its pipeline. A tile of weights is the left factor of the product, and pairs are its columns."""
+    """Sizes of a program's tiles: pairs, rows of a result (of gate and of up each), columns; warps, and stages of its
+    pipeline. A tile of weights is the left factor of the product, and pairs are its columns."""
 
     pairs: int
     rows: int
@@ -34,7 +34,7 @@ class Tiling:
 
 @triton.jit
 def _expert_of(index_ptr, offset_ptr, active_ptr, GROUPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The expert of a program, and its first place and the one after its last in the order; -1 where it has none."""
+    """A program's expert (-1: none), its first place in the order, and the place after its last."""
     place = tl.program_id(1)
     if GROUPED:
         expert = tl.load(active_ptr + place)
@@ -50,7 +50,7 @@ def _expert_of(index_ptr, offset_ptr, active_ptr, GROUPED: tl.constexpr):  # typ
 def _mxfp4_tile(  # type: ignore[no-untyped-def]
     packed_ptr, exponent_ptr, k, there, width, EVEN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Columns k to k + WIDTH of a tile of rows [N, WIDTH] in float32; the pointers [N, 1] are those of the rows."""
+    """Columns k to k + WIDTH of a tile of rows, [N, WIDTH] float32, by pointers [N, 1] to the rows."""
     byte, block = tl.arange(0, WIDTH // 2), tl.arange(0, WIDTH // 32)
     if EVEN:
         packed = tl.load(packed_ptr + k // 2 + byte[None, :]).to(tl.int32)
@@ -193,6 +193,8 @@ def launch_routed(
     if tilings is None and better_by_many(x, gate_up, down, index.numel(), gating):
         return launch_many(x, gate_up, down, index, scales, biases, gating, padding)
     grouped, dependent = tokens > 1, dependent_launch(x.device)
+    # One token needs no grouping: its pairs have distinct experts. Launches need pointers, so `index` fills unread
+    # fields.
     groups = group_pairs(index, experts, padding) if grouped else Groups(index, index, index)
     form = {torch.uint8: "mxfp4", torch.float8_e4m3fn: "fp8"}.get(down.dtype, "half")
     sent = index, groups.order, groups.offsets, groups.active

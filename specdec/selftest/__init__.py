@@ -1,1 +1,1 @@
-"""What looks at a model once, while it is loaded: that rounds give what the model itself gives."""
+"""Tests of a model while it is loaded: rounds must give the model's own results."""

@@ -1,9 +1,9 @@
 """Rows of tokens read through the paged cache and by the model's own eager forward, compared by the self-tests.
 
-A row is read up to its bonus token, verified with drafts of which the last is wrong where there are two or more, and
-verified again from the token after the accepted ones. What the second verification says shows whether rejected drafts
-have left a trace in a state, and whether each accepted one is replayed, once. Where storing states may be put off, the
-first does that and the second does not, and a third one follows.
+A row is read up to its bonus token, verified with drafts of which, if two or more, the last is wrong, and verified
+again from the token after the accepted ones. The second verification shows whether rejected drafts have left a trace in
+a state, and whether each accepted draft is replayed exactly once. Where storing states may be deferred, the first
+verification defers it, the second does not, and a third follows.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from attention.recurrence.index import StateIndex
 
 _ASKED = 6
-"""Tokens by which a model is asked for its positions."""
+"""Tokens of the text by which a model's positions are determined."""
 
 
 @contextmanager
 def errors_named(model: PreTrainedModel, tried: str) -> Iterator[None]:
-    """Raise what the model's code raises inside as an error of ours that names what was tried.
+    """Convert errors of the model's code into a specdec error that names the attempted operation.
 
     Raises:
-        UnsupportedModelError: for errors without a name of ours; out of memory stays what it is.
+        UnsupportedModelError: for errors that are no SpecdecError; out-of-memory errors are not converted.
     """
     try:
         yield
@@ -105,7 +105,7 @@ def read_logits(
 ) -> torch.Tensor:
     """As `read_paged`, but the logits [R, V] of token rows `logits_indices` [R] of the batch only, float32.
 
-    states: of a recurrent target; default all tokens are committed, row i in slot i+1, with nothing to replay.
+    states: a recurrent target's states; by default all tokens are committed, row i in slot i+1, with nothing to replay.
     keep_aux: see `Target.forward`.
     """
     query_start_loc = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
@@ -128,7 +128,7 @@ def read_logits(
 
 
 def _rotary_positions(target: Target, batch: HostBatch, ids: list[torch.Tensor]) -> tuple[object, ...]:
-    """Of rows that the model's own forward reads whole, these ids: by their number it chooses a longrope's factors."""
+    """A longrope target's rotary positions; the model's own forward selects factors by the lengths of these `ids`."""
     if target.long_rope is None:
         return ()
     long = np.array([len(row) > target.long_rope.original for row in ids])
@@ -158,6 +158,7 @@ def read_eager(model: PreTrainedModel, ids: list[torch.Tensor]) -> list[torch.Te
 
 def relative_errors(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """[T] float64: rms error of each token's logits [T, V] over their rms. Equal infinities are no error."""
+    # where: inf - inf would be NaN for logits that both sides mask.
     off = torch.where(ours == right, 0.0, ours - right).double()
     size = torch.where(right.isfinite(), right, 0.0).double()
     return off.pow(2).mean(-1).sqrt() / size.pow(2).mean(-1).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
@@ -165,9 +166,9 @@ def relative_errors(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def likely_cause(model: PreTrainedModel) -> str:
-    """Why a model probably comes out wrong through the paged attention, in brackets; "" where nothing is known.
+    """The probable cause of wrong results through the paged attention, in brackets; "" if unknown.
 
-    Asked is its own eager forward: which positions a text has for it, and whether it reads those that it is given.
+    The model's own eager forward shows which positions it gives a text, and whether it reads those passed to it.
     """
     indexed = next((type(module).__name__ for module in model.modules() if reads_indices(module)), None)
     if indexed is not None:
@@ -209,7 +210,7 @@ _MOST_DRAFTS, _MOST_OF_THREE = 3, 2
 class Rollback:
     """How rows are verified after their prompts.
 
-    drafts, accepted: of every verification but the last, which accepts all. num_new: of each, see `StateIndex`.
+    drafts, accepted: for every verification but the last, which accepts all. num_new: for each, see `StateIndex`.
     """
 
     drafts: int
@@ -223,8 +224,8 @@ class Rollback:
 
 
 def rollback_of(target: Target) -> Rollback:
-    """As many drafts as K allows, three at most, two in three verifications, which so read seven tokens as well (at K=1
-    six in place of four); one is rejected where there are two or more."""
+    """As many drafts as K allows, at most three, or two in each of three verifications, which so read seven tokens as
+    well (at K=1 six instead of four); with two or more drafts, one is rejected."""
     assert target.states is not None
     rule = target.states.group.rule
     num_new = (0, 1, 1) if rule.defers else (1, 1)
@@ -239,10 +240,10 @@ def read_rollback(
     table: np.ndarray,
     read: Callable[..., list[torch.Tensor]] = read_paged,
 ) -> list[tuple[np.ndarray, np.ndarray, list[torch.Tensor]]]:
-    """Verify rows whose `prompts` [B] tokens were read. read: `read_paged`, or what keeps something of it besides.
+    """Verify rows whose `prompts` [B] tokens were read. read: `read_paged`, or a wrapper that also records something.
 
     Returns:
-        Of each verification first and last position [B] of what is right, and its logits [last - first, V] by row.
+        For each verification first and last position [B] of right tokens, and their logits [last - first, V] by row.
     """
     plan, rows, found = rollback_of(target), np.arange(len(ids)), []
     start, replay, accepted = prompts, np.zeros_like(prompts), plan.accepted
@@ -259,7 +260,7 @@ def read_rollback(
 
 
 def verifying(rows: np.ndarray, start: np.ndarray, replay: np.ndarray, num_new: int = 1) -> StateIndex:
-    """The states of verifications of these rows from their bonus tokens at `start` on; num_new: of each row."""
+    """The states for verifications of these rows from their bonus tokens at `start` on; num_new: one per row."""
     from attention.recurrence.index import StateIndex, slots_of_rows
 
     return StateIndex.of(slots_of_rows(rows), start, replay, np.full_like(start, num_new))

@@ -29,7 +29,7 @@ _BATCH_TOKENS = 32
 """Tokens of a call: above the 16 that integer matmuls of cuBLAS need."""
 _FAINT, _LOUD = 1e-3, 100.0
 _SAME = 1e-3
-"""Relative rms difference of a row beside others; rounding a row to 8 bits, or not, makes 3e-3 or more."""
+"""Tolerated relative rms difference of a row between batches; rounding a row to 8 bits, or not, makes 3e-3 or more."""
 _LINEAR = 1e-4
 """The same of f(x + y) to f(x) + f(y), in float32; activations in 8 bits make 3e-3 or more."""
 
@@ -44,7 +44,7 @@ def quantised_self_test(model: PreTrainedModel, fp8: Fp8Layers | None) -> None:
 
 @torch.no_grad()
 def neighbour_test(model: PreTrainedModel) -> None:
-    """Give one quantised linear layer of each kind the same row beside faint rows and beside loud ones.
+    """Give one quantised linear layer of each kind the same row in a batch with small rows and in one with large rows.
 
     Raises:
         UnsupportedModelError: the row comes out differently, or the layer fails; the message names the layer and the
@@ -59,7 +59,7 @@ def neighbour_test(model: PreTrainedModel) -> None:
             with errors_named(model, f"{name} ({type(layer).__name__}) reads {_BATCH_TOKENS} tokens"):
                 results.append(run(batch)[0].double())
         difference = _relative(results[1], results[0])
-        if not difference <= _SAME:
+        if not difference <= _SAME:  # "not <=": NaN is an error, too
             raise UnsupportedModelError(
                 f"{type(model).__name__} is quantised so that a token's result depends on what else is in the batch: "
                 f"{name} ({type(layer).__name__}) gives a token another output (off by {difference:.2g}) beside large "
@@ -69,7 +69,7 @@ def neighbour_test(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def rounds_activations(model: nn.Module) -> bool:
-    """Whether a quantised linear layer rounds what it reads, so that its output is not linear in it; float32 only.
+    """Whether a quantised linear layer rounds its input, so that its output is not linear in it; float32 only.
 
     A value between two steps goes to either by rounding errors of 1e-7, and the output then differs by a step.
     """
@@ -132,7 +132,7 @@ def fp8_self_test(layers: Fp8Layers) -> None:
     """Multiply by one layer of every shape.
 
     Raises:
-        UnsupportedModelError: an operator comes out wrong on this device; the message names the layer.
+        UnsupportedModelError: an operator's results are wrong on this device; the message names the layer.
     """
     linear = {(m.weight.shape, m.activation_scale is None): (n, m) for n, m in layers.linear.items()}
     for name, module in linear.values():
@@ -154,9 +154,10 @@ def mxfp4_self_test(model: nn.Module) -> None:
 
 @torch.inference_mode()
 def _test_packed(name: str, module: Any, run: Callable[..., torch.Tensor]) -> None:
-    """Compare packed experts with what their operator computes on a CPU, of the first expert and the last."""
+    """Compare packed experts with their operator's results on a CPU, for the first and the last expert."""
     ends, small = [0, module.num_experts - 1], copy.copy(module)
     device = next(module.parameters()).device
+    # A new dict: the shallow copy shares the module's own, into which assigned parameters would go.
     small._parameters = {n: None if p is None else p[ends].cpu() for n, p in module._parameters.items()}
     x = torch.randn(_BATCH_TOKENS, module.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
     index, weights = torch.arange(_BATCH_TOKENS)[:, None] % 2, torch.ones(_BATCH_TOKENS, 1, dtype=x.dtype)

@@ -1,8 +1,8 @@
-"""The load-time self-test of the kernels of recurrences: against the torch functions on a CPU, on states of its own.
+"""The load-time self-test of the kernels of recurrences: against the torch functions on a CPU, on separate states.
 
-The self-test of logits runs the model's own weights. In half precision it cannot tell an accepted draft that was not
-replayed, or a rejected one that was folded into a state, from rounding. The twin can, but runs on a CPU, through the
-torch functions.
+The self-test of logits runs the model's own weights. In half precision it cannot distinguish an accepted draft that was
+not replayed, or a rejected draft that was folded into a state, from rounding. The twin can, but runs on a CPU, through
+the torch functions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from specdec.errors import UnsupportedModelError
 
 _TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.02}
 """Largest rms error of a row's outputs, and of its state, over their rms: outputs are rounded to the dtype, by 0.002 in
-bfloat16, and prompts are summed in TF32. What is planted in tests is off by 0.05 or more."""
+bfloat16, and prompts are summed in TF32. Errors planted in tests are off by 0.05 or more."""
 _FLOAT32_TOLERANCE = 1e-3
 _CPU = torch.device("cpu")
-"""Where the torch functions run: on a GPU their matmuls round to TF32 where a program allows that."""
+"""Device of the torch functions: on a GPU their matmuls round to TF32 if the program allows it."""
 _SLOTS = (2, 3, 1)
 _PADDING = 2
 """Tokens of no row, whose outputs are zeros."""
@@ -41,7 +41,7 @@ def recurrence_self_test(states: StateRunner) -> None:
     """Run each of the model's recurrences over a few launches; nothing where torch functions compute them anyway.
 
     Raises:
-        UnsupportedModelError: a recurrence comes out wrong on this device; the message names it.
+        UnsupportedModelError: a recurrence's results are wrong on this device; the message names it.
     """
     if states.functions == REFERENCE:
         return
@@ -50,9 +50,9 @@ def recurrence_self_test(states: StateRunner) -> None:
 
 
 def launches(rule: FoldRule) -> list[tuple[Row, ...]]:
-    """Prompts; a prompt's second chunk beside verifications; verifications after which all, some and none of the drafts
-    before them were accepted, and once a row without drafts. Where storing may be put off, as many more as it takes for
-    every row to store its state after a replay and to continue from it.
+    """Prompts; a prompt's second chunk together with verifications; verifications after all, some and none of the
+    previous drafts were accepted, and once a row without drafts. Where storing may be deferred, enough further launches
+    that every row stores its state after a replay and continues from it.
 
     >>> launches(FoldRule.every_launch(3))[2:]
     [((4, 0, 1), (4, 3, 1), (4, 1, 1)), ((1, 3, 1), (4, 1, 1), (4, 3, 1))]
@@ -135,7 +135,7 @@ def _rows(
 
 
 def _weights(spec: RecurrenceSpec, dtype: torch.dtype, random: Tensors) -> Sequence[Any]:
-    """What all launches of a call share."""
+    """Inputs common to all launches of a call."""
     match spec:
         case ConvSpec():
             return random(spec.channels, spec.width).to(dtype), None, True
@@ -148,7 +148,7 @@ def _weights(spec: RecurrenceSpec, dtype: torch.dtype, random: Tensors) -> Seque
 
 
 def _inputs(spec: RecurrenceSpec, count: int, dtype: torch.dtype, random: Tensors) -> Sequence[torch.Tensor]:
-    """Those of `count` tokens. Gates and steps are small: a state shows what it has read for some ten tokens."""
+    """Inputs of `count` tokens. Gates and steps are small, so that a token shows in the state for some ten tokens."""
     match spec:
         case ConvSpec():
             return (random(count, spec.channels).to(dtype),)
@@ -174,7 +174,7 @@ def _sent(values: Sequence[Any], device: torch.device) -> list[Any]:
 def _call(
     functions: Any, spec: RecurrenceSpec, inputs: Sequence[Any], kept: CallState, rows: StateRows
 ) -> torch.Tensor:
-    """inputs: those of the tokens, and what all launches share."""
+    """inputs: the tokens' inputs, and those common to all launches."""
     if isinstance(kept, ConvState):
         return functions.short_conv(*inputs, kept.ring, rows)
     if isinstance(spec, DeltaSpec):

@@ -35,7 +35,7 @@ _JUMP = 0.25
 
 @dataclass(frozen=True)
 class Routed:
-    """What one mixture of experts was called with, for T tokens of a row.
+    """Arguments of one call of a mixture of experts, for T tokens of a row.
 
     states: [T, H], its input. index: [T, k] int64, the chosen experts. weights: their factors, [T, k].
     """
@@ -64,9 +64,9 @@ class Routed:
 
 
 class RoutedReader:
-    """What mixtures of experts were called with for each token, when a paged forward read it last.
+    """Arguments of the mixtures of experts for each token, from the paged forward that read it last.
 
-    rows: row -> the calls of mixtures in the order of a forward, of all of its tokens that stand read.
+    rows: row -> the calls of mixtures in the order of a forward, for all of its tokens that count as read.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class RoutedReader:
 
     @contextmanager
     def reading(self, model: nn.Module, start: np.ndarray, stop: np.ndarray) -> Iterator[None]:
-        """Inside, one forward reads the tokens start … stop [B] of rows 0 … B-1, those from `start` on anew."""
+        """Inside, one forward reads the tokens start … stop [B] of rows 0 … B-1, replacing records from `start` on."""
         with _calls(model) as seen:
             yield
         begin = 0
@@ -92,7 +92,7 @@ class RoutedReader:
         table: np.ndarray,
         states: StateIndex | None = None,
     ) -> list[torch.Tensor]:
-        """As `rereading.read_paged`."""
+        """As `eager_reference.read_paged`."""
         with self.reading(target.hf_model, start, stop):
             return read_paged(target, ids, start, stop, table, states=states)
 
@@ -126,7 +126,7 @@ def has_mixtures(model: nn.Module) -> bool:
 
 
 def _mixtures(model: nn.Module) -> Iterator[nn.Module]:
-    """transformers calls them (states [T, H], index [T, k], weights [T, k]); a call of another form is left alone."""
+    """transformers calls them (states [T, H], index [T, k], weights [T, k]); calls of another form are ignored."""
     return (module for name, module in model.named_modules() if name.endswith(".experts"))
 
 
@@ -134,7 +134,7 @@ def _mixtures(model: nn.Module) -> Iterator[nn.Module]:
 def _calls(model: nn.Module, given: list[Routed] | None = None) -> Iterator[list[Routed]]:
     """The calls of mixtures inside, as the routers made them.
 
-    given: of each call the choices that take the place of the router's, for the tokens of which any has moved.
+    given: for each call the choices that replace the router's, for tokens with a changed choice.
     """
     seen: list[Routed] = []
 

@@ -1,7 +1,7 @@
-"""The load-time self-tests, before anybody relies on what was loaded.
+"""The load-time self-tests, which run before a loaded model is used.
 
-The paged target is compared with the model's own eager forward; a head whose checkpoint does not say how it was trained
-to be read is checked on a text.
+The paged target is compared with the model's own eager forward; a head whose checkpoint does not record its input
+convention is checked on a text.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ _PROMPT_LENS = np.array([19, 5, 11])
 _VERIFY_LEN = 4
 _NEIGHBOURS = 32
 _LONG_ROW, _LONGEST_ROW = 256, 512
-"""Longest row of the real weights' test in float32, and where there is no twin."""
+"""Longest row of the real weights' test in float32, and without a twin."""
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.2, torch.bfloat16: 0.2}
-"""Largest rms error of a token's logits over their rms, by dtype; what comes out wrong is off by about 1."""
+"""Largest rms error of a token's logits relative to their rms, by dtype; wrong logits are off by about 1."""
 _EIGHT_BIT_TOLERANCE = 0.5
-"""The same with a cache in 8 bits, which rounds every key and value by 2.6 % rms; cut-off ones come out wrong."""
+"""The same with a cache in 8 bits, which rounds every key and value by 2.6 % rms; errors by clipped values exceed
+it."""
 _ROUNDED_TOLERANCE = 0.1
 """The same of a model whose layers round their activations to 8 bits: a value between two steps goes to either by an
 error of 1e-7, and so do those that are computed from it. Measured: 0.004 to 0.009 (tests/public/test_quantised.py)."""
@@ -70,15 +71,14 @@ _BATCHES, _LARGE_BATCH = (1, 16, 17, 48, 200), 600
 
 
 def check_target(target: Target, probed: TargetProbe, max_model_len: int, report: TwinReport) -> float:
-    """The self-test of the real weights, see `self_test`; before it those of FP8 operators and of recurrent layers'
-    kernels. The largest error.
+    """Test FP8 operators and recurrent layers' kernels, then the real weights (`self_test`); the largest error.
 
     A model without a twin (`report` is `twin.twin_test`'s, and names the threshold past which a model is wrong) is
-    itself read in rows of up to 512 tokens, and a SpecdecWarning names what was not tested.
+    itself read in rows of up to 512 tokens, and a SpecdecWarning names the untested parts.
 
     Raises:
         UnsupportedModelError, CacheTooSmallError: as `self_test`; the former also of a quantised target whose results
-            depend on the batch, and of a kernel of recurrent layers that comes out wrong.
+            depend on the batch, and of recurrent layers' kernels with wrong results.
     """
     room, half = min(max_model_len, _room(target)), probed.model.dtype in HALF
     if has_quantised(probed.model):
@@ -110,17 +110,18 @@ def self_test(target: Target, longest: int = 0) -> float:
     """Read three ragged dummy prompts, then four more tokens each, and compare all logits with the eager forward.
 
     The verification is read once more as a batch of one row with logits for its last token alone. A recurrent target is
-    verified twice, so that drafts are rejected and replayed (`rollback.py`), and then a row is read from its start.
-    Layers do not round their activations to 8 bits here, where that can be switched off (`unrounded_activations`), so
-    that what is compared is the attention; `fp8_self_test` has ours. longest: tokens of the longest row, at least 23
-    (26 of a recurrent target), more where nothing else tests long rows.
+    verified twice, so that drafts are rejected and replayed (`eager_reference.Rollback`), and then a row is read from
+    its start. Layers do not round their activations to 8 bits here, where that can be switched off
+    (`unrounded_activations`), so that the comparison is about attention; `fp8_self_test` tests specdec's FP8 layers.
+    longest: tokens of the longest row, at least 23 (26 for a recurrent target), more where no other test reads long
+    rows.
 
     Returns:
-        The largest error of the pieces, a piece being one row's prompt or its verification, as `_error` says:
-        a flipped expert of one token does not count, a wrong row or a wrong verification does.
+        The largest error of the pieces, a piece being one row's prompt or its verification, see `_error`: a flipped
+        expert of one token does not count, a wrong row or a wrong verification does.
 
     Raises:
-        UnsupportedModelError: the target comes out wrong through the paged attention, fails in it, or has NaN.
+        UnsupportedModelError: the target's results through the paged attention are wrong or NaN, or it fails there.
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
     with _unrounded(target.hf_model):
@@ -165,7 +166,7 @@ def _fits(target: Target, error: float) -> bool:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the self-test reads: ids of B rows, their block table [B, P], tokens [B] of their prompts and of all."""
+    """The self-test's rows: ids of B rows, their block table [B, P], tokens [B] of their prompts and in total."""
 
     ids: list[torch.Tensor]
     table: np.ndarray
@@ -174,7 +175,7 @@ class _Rows:
 
 
 def _errors(target: Target, rows: _Rows) -> list[torch.Tensor]:
-    """Of each piece, against the model's own eager forward."""
+    """The error of each piece against the model's own eager forward."""
     with errors_named(target.hf_model, "its own eager forward reads one row of dummy tokens"):
         right = read_eager(target.hf_model, rows.ids)
     errors = _piece_errors(_read_pieces(target, rows, read_paged), right)
@@ -221,13 +222,13 @@ def _piece_errors(pieces: list[_Piece], right: list[torch.Tensor]) -> list[torch
 
 
 def _alone(target: Target, rows: _Rows) -> tuple[np.ndarray, torch.Tensor]:
-    """Where the first row is read from as a batch of one, [1], and the token of that batch whose logits count, [1]."""
+    """First position of the first row as a batch of one, [1], and the token of that batch whose logits count, [1]."""
     start = np.zeros(1, np.int64) if target.states is not None else rows.prompts[:1]  # a state is at its row's end
     return start, torch.tensor([int((rows.lens[:1] - start)[0]) - 1], device=target.hf_model.device)
 
 
 def _read_alone(target: Target, rows: _Rows, start: np.ndarray, last: torch.Tensor) -> torch.Tensor:
-    """With the aux hidden states that a head gets in rounds, where their buffer has room for so many tokens."""
+    """Logits of the batch of one, keeping aux hidden states as rounds do, if their buffer has room for its tokens."""
     num_tokens = int((rows.lens[:1] - start)[0])
     keep = len(target.aux_hidden_states(num_tokens)) == num_tokens
     with errors_named(target.hf_model, "a batch of one row is read through the paged attention"):
@@ -243,7 +244,7 @@ def _eight_bits(target: Target) -> bool:
 
 
 def _limit(target: Target, error: float) -> float:
-    """What rounding explains."""
+    """Error that rounding explains."""
     limit = _EIGHT_BIT_TOLERANCE if _eight_bits(target) else _TOLERANCE[target.hf_model.dtype]
     if limit < error <= _ROUNDED_TOLERANCE:
         from specdec.selftest.quantised import rounds_activations
@@ -257,7 +258,7 @@ def invariance_test(target: Target, model: Callable[..., Any]) -> None:
     """Read three rows at once and again in pieces, by the form `model` of the target, and compare logits bit by bit.
 
     Raises:
-        UnsupportedModelError: a token's logits depend on what else is in the batch, or are not those of the model.
+        UnsupportedModelError: a token's logits depend on the rest of the batch, or differ from the model's.
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
     ends = _lens_that_fit(target)
@@ -265,7 +266,7 @@ def invariance_test(target: Target, model: Callable[..., Any]) -> None:
     no_tokens = np.zeros(len(ids), np.int64)
     whole = read_paged(target, ids, no_tokens, ends, table, model)
     error = max(float(_error(own, right)) for own, right in zip(whole, read_eager(target.hf_model, ids), strict=True))
-    if not error <= _TOLERANCE[target.hf_model.dtype]:
+    if not error <= _TOLERANCE[target.hf_model.dtype]:  # "not <=": NaN is an error, too
         raise UnsupportedModelError(
             f"{type(target.hf_model).__name__} comes out wrong when compiled: error {error:.2g}"
         )
@@ -288,7 +289,7 @@ def matmul_test(model: PreTrainedModel) -> None:
     """Multiply by a weight of every shape of the model in batches of all sizes of tiles, and compare bit by bit.
 
     Raises:
-        UnsupportedModelError: on this device the result for a token depends on how many there are.
+        UnsupportedModelError: on this device a token's result depends on the number of tokens.
     """
     from specdec.ops.linear import invariant_linear
 
@@ -308,7 +309,7 @@ def matmul_test(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, num_drafts: int) -> None:
-    """Read a short text with the target and check on it how the head is read, unless it has no such check or K is 0.
+    """Read a short text with the target and check the head's input convention on it, unless it has no check or K is 0.
 
     Raises:
         HeadLoadError: see `drafters.base.HasInputConvention`.
@@ -322,7 +323,7 @@ def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, tor
 
     Raises:
         InvalidInputError: the tokenizer makes ids that the model has no embedding for.
-        UnsupportedModelError: the model does not give such states, see `decoder_of`.
+        UnsupportedModelError: the model does not return these states, see `decoder_of`.
     """
     (ids,) = encode_prompts(SELF_TEST_TEXT, tokenizer)
     rows = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
@@ -340,8 +341,7 @@ def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, tor
 def _error(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Rms error over rms of [T, V], the median of some 32 neighbouring tokens; the largest of these medians.
 
-    So a flipped expert of one token does not count, and what is wrong from some position on does. NaN where a token
-    has NaN.
+    So a flipped expert of one token does not count, and errors from some position on do. NaN where a token has NaN.
     """
     errors = relative_errors(ours, right)
     return torch.stack([part.median() for part in errors.tensor_split(max(len(errors) // _NEIGHBOURS, 1))]).max()

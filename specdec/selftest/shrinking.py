@@ -1,7 +1,7 @@
 """Shrink a model's configuration: every kind of layer and every option stays, with narrow widths and low thresholds.
 
 A threshold is an integer of a configuration that acts on lengths: a sliding window, a chunk of attention, a number of
-keys that sparse attention keeps. What happens past one is seen only by rows that are longer.
+keys that sparse attention keeps. Only longer rows show the behaviour past a threshold.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _narrow(config: PreTrainedConfig, low: Sequence[str], one_layer: bool) -> No
 
 
 def _fit_mixers(config: PreTrainedConfig) -> None:
-    """Make derived widths fit again: those of Mamba2 layers' heads, and of Zamba's attention."""
+    """Make derived widths fit again: Mamba2 layers' heads, and Zamba's attention."""
     names = vars(config)
     for heads, width in _MAMBA_HEADS:
         if heads in names and width in names and (expand := names.get("mamba_expand", names.get("expand"))):
@@ -178,12 +178,12 @@ def _fit_mixers(config: PreTrainedConfig) -> None:
 
 
 def _narrowed_override(name: str, value: Any, low: Sequence[str], heads: int) -> Any:
-    """As `_narrowed`; a layer's own head width stays different from that of the others."""
+    """As `_narrowed`; a layer's own head width stays different from the other layers'."""
     return 2 * _HEAD_DIM if name == "head_dim" else _narrowed(name, value, low, heads)
 
 
 def _narrowed(name: str, value: Any, low: Sequence[str], heads: int) -> Any:
-    """What an attribute of this name is in a miniature."""
+    """The value of an attribute of this name in a miniature."""
     if isinstance(value, (list, tuple)):
         return type(value)(_narrowed(name, inner, low, heads) for inner in value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
@@ -203,7 +203,7 @@ def _narrowed(name: str, value: Any, low: Sequence[str], heads: int) -> Any:
 
 
 def _query_heads(config: PreTrainedConfig) -> int:
-    """The smallest number of query heads of a configuration: as many KV heads are one a query head."""
+    """The smallest number of query heads of a configuration: with as many KV heads, each query head has one."""
     counts = [value for name, value in vars(config).items() if _QUERY_HEADS.fullmatch(name) and isinstance(value, int)]
     return min(counts, default=0)
 
@@ -241,7 +241,7 @@ def _set_layers(config: PreTrainedConfig, count: int | None) -> None:
 
 
 def _narrow_rope(config: PreTrainedConfig, low: Sequence[str]) -> bool:
-    """Fit the rotary embedding's parameters to the width of a miniature's heads; whether there are any."""
+    """Fit the rotary embedding's parameters to the width of a miniature's heads; returns whether it has any."""
     own = getattr(config, "rope_parameters", None)
     if not isinstance(own, dict):
         return False

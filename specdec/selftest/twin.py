@@ -1,9 +1,9 @@
-"""The twin: a small copy of a model, of its own class with drawn weights, that the self-tests run in float32.
+"""The twin: a small model of the same class with random weights, which the self-tests run in float32.
 
-The self-test of the real weights has short rows, and in half precision it cannot tell a small mistake from rounding.
-A twin has narrow layers of each kind, low thresholds (a sliding window of 20 tokens, …) and random float32 weights so
-large that every part shows in the logits; it runs on the CPU, through the torch backend, past all of its thresholds.
-What it cannot show are mistakes of a kernel, which the self-test of the real weights looks for.
+The self-test of the real weights has short rows, and in half precision it cannot distinguish a small mistake from
+rounding. A twin has narrow layers of each kind, low thresholds (a sliding window of 20 tokens, …) and random float32
+weights so large that every part shows in the logits; it runs on the CPU, through the torch backend, past all of its
+thresholds. It cannot show mistakes of a kernel, which the self-test of the real weights covers.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ _PAGE_SIZE = 4
 _TOLERANCE = 1e-3
 """Largest rms error of any token's logits over their rms. Right models stay below 1e-5."""
 _SEEDS = (0, 1)
-"""Of the weights. Rounding may flip an expert of one token with one of them; a wrong model is wrong with both."""
+"""Seeds of the weights. Rounding may flip an expert of one token with one seed; a wrong model is wrong with both."""
 
 
 @dataclass(frozen=True)
 class TwinReport:
-    """What the twin showed.
+    """Result of the twin's test.
 
     Attributes:
         passed: the thresholds past which it was exact; all that a request can reach.
-        unbuilt: why there is no twin, or None.
+        unbuilt: why no twin was built, or None.
     """
 
     passed: tuple[Threshold, ...]
@@ -82,8 +82,8 @@ def twin_test(probed: TargetProbe, max_model_len: int) -> TwinReport:
     Thresholds from `max_model_len` on, a request's longest row, stay beyond the twin's rows.
 
     Raises:
-        UnsupportedModelError: the twin comes out wrong, or only fails through the paged attention; the message names
-            the thresholds past which it does.
+        UnsupportedModelError: the twin's results are wrong, or it fails only through the paged attention; the message
+            names the thresholds past which this happens.
     """
     model = probed.model
     reach = thresholds(model.config, max_model_len)
@@ -111,7 +111,7 @@ def twin_test(probed: TargetProbe, max_model_len: int) -> TwinReport:
 
 
 class _NoTwin(Exception):
-    """A twin cannot be built; the message says why."""
+    """A twin cannot be built; the message gives the reason."""
 
 
 def _right_without(
@@ -125,7 +125,7 @@ def _right_without(
 
 
 def _errors(probed: TargetProbe, low: Sequence[Threshold], max_model_len: int) -> str | None:
-    """What is wrong with the twin whose thresholds `low` are low, in words; None when it is right."""
+    """A description of the error of a twin with low thresholds `low`; None if it is right."""
     said = None
     for seed in _SEEDS:
         twin = _build(probed, [threshold.name for threshold in low], seed)
@@ -147,7 +147,7 @@ def _build(probed: TargetProbe, low: Sequence[str], seed: int) -> TargetProbe:
         _NoTwin: its class cannot be built so small, does not run then, or lacks a variant of attention.
     """
     reason: Exception | None = None
-    for towers in (True, False):
+    for towers in (True, False):  # second, if that fails: image and sound parts keep their widths
         try:
             twin = _constructed(probed.model, low, towers)
             enlarge(twin, seed)
@@ -169,6 +169,7 @@ def _build(probed: TargetProbe, low: Sequence[str], seed: int) -> TargetProbe:
 
 def _constructed(model: PreTrainedModel, low: Sequence[str], towers: bool) -> PreTrainedModel:
     config = miniature(model.config, low, towers)
+    # Weights are drawn at construction: the user's generator is restored. devices=[]: the twin draws on the CPU only.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), _quiet_transformers(), torch.no_grad():
         return type(model)(config).float().eval()
 
@@ -197,7 +198,7 @@ def enlarge(model: torch.nn.Module, seed: int = 0, std: float = 1.5) -> None:
 
 @torch.inference_mode()
 def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
-    """Read ragged rows in pieces, as the engine does, and compare; what is wrong in words, or None.
+    """Read ragged rows in pieces, as the engine does, and compare; a description of the error, or None.
 
     Pieces: three rows at once, two of them, one alone, then a verification of each, together and alone. Of recurrent
     models the verifications alone follow those together, with some of their drafts accepted.
@@ -250,7 +251,7 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
 def _states(
     target: Target, rows: np.ndarray, start: np.ndarray, stop: np.ndarray, replay: np.ndarray | None
 ) -> StateIndex | None:
-    """Of tokens that are all committed, or with `replay` of a verification."""
+    """States for tokens that are all committed or, with `replay`, for a verification."""
     if target.states is None:
         return None
     if replay is None:

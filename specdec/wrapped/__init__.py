@@ -1,1 +1,1 @@
-"""The model of the user: what it is, what of it rounds read, and whether it is still what it was."""
+"""The user's model: its kind, the parts that rounds read, and detection of changes."""

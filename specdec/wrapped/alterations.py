@@ -1,7 +1,7 @@
 """Alterations of a user's model while it is wrapped, each with the function that undoes it.
 
-What stays on a model between two forwards of ours is registered here: hooks, the handles by which attention modules
-find their cache, fused projections of compiled code. Context managers put back what is changed during one forward.
+Changes that stay on a model between two specdec forwards are registered here: hooks, the handles by which attention
+modules find their cache, fused projections of compiled code. Changes during one forward are undone by context managers.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def without_unpickled(model: nn.Module) -> None:
     """Remove the hooks that were pickled with a model of another engine."""
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            # A list first: hooks are deleted on the way. torch has no handle for hooks that came with a pickle.
             for number in [number for number, hook in hooks.items() if hook is _nothing]:
                 del hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
@@ -65,7 +66,7 @@ class Alterations:
         """owner: the object that needs the alterations, usually the one that holds these."""
         self._stack = ExitStack()
         self._finalizer = weakref.finalize(owner, _on_real_tensors, self._stack.close)
-        self._finalizer.atexit = False
+        self._finalizer.atexit = False  # at the interpreter's exit the model ends as well
 
     def on_undo(self, undo: Callable[[], object]) -> None:
         """Register a function that takes back a change just made.
@@ -95,7 +96,7 @@ class Alterations:
         """Take back everything when the block raises, so that a failed load leaves the model as it was."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # also Ctrl-C during a load
             self.undo()
             raise
 

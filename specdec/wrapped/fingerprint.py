@@ -19,10 +19,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as an element, to look at bits instead of numbers."""
 _CHUNK = 2**24
 _Mark = tuple[str, tuple[int, ...], str, int, list[int]]
-"""Of a tensor: name, shape, dtype, sum of all elements' bits, some elements' bits."""
+"""A tensor's name, shape, dtype, sum of all elements' bits, and some elements' bits."""
 _SAMPLES = 64
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
-"""Configuration keys that say where a model came from or how it is run, not what it computes."""
+"""Configuration keys about a model's origin or about how it is run, which do not change its results."""
 
 
 @torch.no_grad()
@@ -46,13 +46,14 @@ def tokens_fingerprint(head: Head, device: torch.device) -> str:
 
 
 def _marks(module: torch.nn.Module) -> list[_Mark]:
-    """Of all stored tensors, by name; of quantised weights that are made of several, of each of them."""
+    """Marks of all stored tensors, by name; of every part of quantised weights that are made of several tensors."""
     stored = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, torch.Tensor)}
     parts = [(f"{n}.{i}" if i else n, part) for n, t in stored.items() for i, part in enumerate(memory_of(t))]
     found: list[_Mark] = []
     for name, tensor in sorted(parts, key=lambda part: part[0]):
         bits = _bits(tensor)
         total = sum(int(chunk.sum(dtype=torch.int64)) for chunk in bits.split(_CHUNK))
+        # float64: float32 has no exact places beyond 2**24.
         places = torch.linspace(0, max(len(bits) - 1, 0), min(_SAMPLES, len(bits)), dtype=torch.float64).long()
         sample = bits[places.to(bits.device)].tolist()
         found.append((name, tuple(tensor.shape), str(tensor.dtype), total, sample))

@@ -1,9 +1,9 @@
-"""Layers in FP8 as ours, and whether quantised layers of any library round their activations to 8 bits.
+"""FP8 layers on specdec's operators, and whether quantised layers of any library round activations to 8 bits.
 
 They do not in the self-test of logits, which compares attentions: there two forwards differ by last bits, each such bit
 can move a rounding to 8 bits by a whole step, and over 32 layers that comes to a third of the logits. So the test
-compares the same model without that rounding. Our own layers ask `are_rounded`; those of compressed-tensors round in a
-forward of their own, which calls that of their class; weights of torchao say how their inputs are rounded.
+compares the same model without that rounding. specdec's layers call `are_rounded`; compressed-tensors sets a forward on
+the instance that rounds and calls the class's; torchao's weights carry the rounding of their inputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, unrounded_linear
 from specdec.user_warnings import warn_user
 
 _ROUNDS: ContextVar[bool] = ContextVar("specdec_rounds", default=True)
-"""Of this thread, so that other engines over the same modules go on."""
+"""Per thread, so that other engines over the same modules are unaffected."""
 _INPUTS_OF_TORCHAO = ("act_quant_kwargs", "activation_quantization")
 """Attributes of torchao's weights that are not None where a matmul by them rounds its input."""
 
@@ -43,9 +43,9 @@ def are_rounded() -> bool:
 def unrounded_activations(model: nn.Module | None = None) -> Iterator[None]:
     """Inside, layers that run eagerly on this thread do not round their activations to 8 bits.
 
-    Each layer multiplies its weight out, in the dtype of its input, while it runs. model: of whose layers those of
-    compressed-tensors and torchao are meant; None: our own FP8 layers alone. What other libraries round (quanto's
-    activations, LLM.int8) is rounded all the same.
+    Each layer dequantises its weight to the dtype of its input while it runs. model: also switch off rounding in its
+    compressed-tensors and torchao layers; None: only in specdec's FP8 layers. Other libraries (quanto's activations,
+    LLM.int8) round anyway.
     """
     before = _ROUNDS.set(False)
     layers = () if model is None else tuple(model.modules())
@@ -86,7 +86,7 @@ def _rounds_by_its_weight(weight: Any) -> bool:
 
 
 class _WeightsMultipliedOut(TorchFunctionMode):
-    """On this thread, linear(x, weight) of a weight that rounds its input is linear(x, weight multiplied out).
+    """On this thread, linear(x, weight) of a weight that rounds its input becomes linear(x, dequantised weight).
 
     Source: torchao/quantization/quantize_/workflows/float8/float8_tensor.py and int8/int8_tensor.py, `linear`.
     """
@@ -101,7 +101,7 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 class Fp8Linear(FP8Linear):
-    """A linear layer of transformers in FP8 whose forward is our operator."""
+    """A transformers FP8 linear layer whose forward is specdec's operator."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -111,7 +111,7 @@ class Fp8Linear(FP8Linear):
 
 
 class Fp8Experts(FP8Experts):
-    """A mixture of experts of transformers in FP8 whose forward is our operator, in whatever form it is asked for."""
+    """A transformers FP8 mixture of experts whose forward is specdec's operator, for any experts implementation."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -167,17 +167,16 @@ class Scheme:
 
 
 class Fp8Layers:
-    """The FP8 layers of a model, run by our operators until `release`, or until this is garbage.
+    """The FP8 layers of a model, run by specdec's operators until `release`, or until this object is garbage.
 
-    scheme: of all of them. linear, experts: the modules, by name.
+    scheme: common to all of them. linear, experts: the modules, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """`model` has such layers, see `fp8_layers`.
+        """model: has FP8 layers, see `fp8_layers`.
 
         Raises:
-            UnsupportedModelError: layers that our operators do not serve, or scales that are no scales; nothing is
-                changed then.
+            UnsupportedModelError: layers that no operator serves, or invalid scales; nothing is changed then.
         """
         found = {name: m for name, m in model.named_modules() if isinstance(m, _KINDS)}
         what = type(model).__name__
@@ -192,15 +191,15 @@ class Fp8Layers:
             _set_class(module, _OURS)
             vars(module).setdefault(_HOLDERS, set()).add(holder)
         self._finalizer = weakref.finalize(self, _let_go, modules, holder)
-        self._finalizer.atexit = False
+        self._finalizer.atexit = False  # at the interpreter's exit the model ends as well
 
     def release(self) -> None:
-        """Let the modules be what they were, unless another engine still runs them. Idempotent."""
+        """Restore the modules, unless another engine still runs them. Idempotent."""
         self._finalizer()
 
 
 def fp8_layers(model: nn.Module) -> Fp8Layers | None:
-    """The FP8 layers of a model, from now on run by our operators; None for a model without.
+    """The FP8 layers of a model, from now on run by specdec's operators; None for a model without.
 
     Raises:
         UnsupportedModelError: see `Fp8Layers`.
@@ -218,6 +217,7 @@ def _let_go(modules: tuple[Any, ...], holder: object) -> None:
 
 
 def _set_class(module: Any, classes: Mapping[type, type]) -> None:
+    # The class is swapped, not the module: hooks, references and parameters stay the user's.
     module.__class__ = classes.get(type(module), type(module))
 
 
@@ -279,7 +279,7 @@ def _check_experts(name: str, module: Any) -> None:
 
 
 def _check_device(what: str, device: torch.device) -> None:
-    """Refuse a GPU without 8-bit floats; on a CPU, say what it costs."""
+    """Refuse a GPU without 8-bit floats; on a CPU, warn of the cost."""
     if device.type == "cpu":
         warn_user(
             f"{what} is quantised in FP8 and runs on a CPU, which cannot multiply in 8 bits: weights are multiplied "
@@ -296,8 +296,8 @@ _FP8 = "fp8"
 
 
 class Fp8Quantizer(FineGrainedFP8HfQuantizer):
-    """transformers' quantizer for weights that stay in FP8, on any device (`specdec.wrapped.fp8` runs them). Its own
-    needs accelerate, and multiplies the weights out silently where there is no GPU."""
+    """transformers' quantizer for weights that stay in FP8, on any device (`specdec.wrapped.fp8` runs them).
+    transformers' own needs accelerate, and dequantises the weights silently without a GPU."""
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is needed."""
@@ -324,6 +324,7 @@ def fp8_checkpoint(config: Any, name: str) -> Iterator[None]:
         raise UnsupportedModelError(f"{name} is quantised in FP8 with fmt={kind!r}; supported is 'e4m3'")
     _scheme(values).check(name)
     before = AUTO_QUANTIZER_MAPPING[_FP8]
+    # In transformers' own table: `register_quantizer` refuses a method that exists.
     AUTO_QUANTIZER_MAPPING[_FP8] = Fp8Quantizer
     try:
         yield

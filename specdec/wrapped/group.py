@@ -10,7 +10,7 @@ import torch
 
 E = TypeVar("E")
 GRAPH_PASSES: list[Callable[[Any], None]] = []
-"""Run first on every graph that is compiled: what the operators of a divided target bring along."""
+"""Run first on every compiled graph: passes of a divided target's operators."""
 
 
 class Reading:
@@ -33,14 +33,14 @@ class Group:
     that is divided among processes has a subclass; all of its processes make the same calls in the same order.
 
     Attributes:
-        size: how many processes there are. lost: whether another process was lost before `close`.
+        size: number of processes. lost: whether another process was lost before `close`.
     """
 
     size: int = 1
     lost: bool = False
 
     def share(self, ids: torch.Tensor) -> None:
-        """Overwrite `ids`, contiguous int64 on the device, with those of the first process; here they are its own."""
+        """Overwrite `ids`, contiguous int64 on the device, with the first process's ids; here they are unchanged."""
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Wait on the host for an event of the device.

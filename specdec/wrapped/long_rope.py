@@ -5,7 +5,7 @@ it is below `original_max_position_embeddings`, else the long ones for all its t
 most `original` tokens, and the tokens after it up to that length, have the short factors, later tokens the long ones; a
 longer prompt has the long ones from its first token on. Models of the Phi-3 family drop their cache when a request
 passes `original`: all of its tokens are read again with the long factors. (transformers 5.17 drops the cache and reads
-only the last token; read here is what is meant, and what later releases do.)
+only the last token; this module follows the intended rule, which later releases implement.)
 
 In a ragged batch each token chooses by its position alone. Rows that read their first tokens with the long factors are
 given positions below 0: p - original. So one lookup in a table of cos and sin, made by the model's own rotary modules,
@@ -46,7 +46,7 @@ class LongRopeRule(NamedTuple):
     rereads: bool = False
 
     def is_long(self, prompt_len: int, num_committed: int) -> bool:
-        """Of a request that begins to read, or begins again after a preemption.
+        """Whether a request that begins to read, or begins again after a preemption, has the long factors.
 
         >>> LongRopeRule(8).is_long(8, 12), LongRopeRule(8, rereads=True).is_long(8, 12), LongRopeRule(8).is_long(9, 9)
         (False, True, True)
@@ -87,7 +87,7 @@ class LongRope:
 
 
 def find_long_rope(model: PreTrainedModel) -> LongRope | None:
-    """The longrope modules of a model; None where it has none, or where it is not certain what `generate` would do.
+    """The longrope modules of a model; None where it has none, or where the behaviour of `generate` is uncertain.
 
     The latter are modules of other code than transformers' or with factors by type of layer, and a model that drops its
     cache at another length than that at which its factors change.
@@ -113,11 +113,12 @@ def _original_of(module: nn.Module) -> int | None:
 def _drops_its_cache(model: PreTrainedModel) -> bool:
     """Whether the model's own way of preparing a step of `generate` looks at the length at which factors change."""
     prepare: Any = getattr(type(model), "prepare_inputs_for_generation", None)  # no model without `generate` has one
+    # By a name in its bytecode: such models mark this behaviour nowhere else.
     return prepare is not None and _ORIGINAL in inspect.unwrap(prepare).__code__.co_names
 
 
 def looked_up(found: LongRope, x: torch.Tensor, max_positions: int) -> list[Value]:
-    """What lets the rotary modules look up cos and sin by token, to be borrowed while a forward of ours runs.
+    """Attributes that make the rotary modules look up cos and sin by token, to be borrowed for a specdec forward.
 
     x: any tensor of the model's dtype and device; max_positions: positions that a token may have.
     """
@@ -129,7 +130,7 @@ def looked_up(found: LongRope, x: torch.Tensor, max_positions: int) -> list[Valu
 def _lookup(
     module: nn.Module, x: torch.Tensor, max_positions: int, original: int
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """What stands in for a module's forward."""
+    """The replacement for a module's forward."""
     positions = torch.arange(max(max_positions, original + 1), device=x.device)
     chunks = [_long(module, x, part, original) for part in positions.split(_CHUNK)]
     long = [torch.cat(parts) for parts in zip(*chunks, strict=True)]

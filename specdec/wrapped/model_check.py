@@ -1,8 +1,8 @@
-"""Check that a wrapped model still is what the engine was built around: weights, settings, hooks.
+"""Check that a wrapped model still matches the engine: weights, settings, hooks.
 
 The engine runs the user's own model, so new values in place (`load_state_dict`, an optimiser's step) count from the
-next round on, in captured graphs too. What it has taken over at loading may not change: dtype and device of its caches,
-which modules attend, what is hooked, the vocabulary, and in graphs the weights' addresses.
+next round on, in captured graphs too. Properties that the engine read at loading may not change: dtype and device (for
+its caches), attention modules, hooked modules, the vocabulary, and in graphs the weights' addresses.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _EQUAL_ATTENTION = (
     *(None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
     ATTENTION_NAME,
 )
-"""transformers' own attention functions: they differ by rounding. Ours is named for a moment longer where an interrupt
-strikes while a forward puts the user's back."""
+"""transformers' own attention functions: they differ by rounding. specdec's is named for a moment longer where an
+interrupt strikes while a forward puts the user's back."""
 _SAME_IN_TRAINING = (nn.Linear, nn.ModuleList, nn.ModuleDict)
 _MOVING_FREQUENCIES = ("dynamic", "longrope")
 _OR_AGAIN = ", or wrap it again with SpeculativeModel.from_pretrained(model, …)"
 
 
 def part_in_training(model: nn.Module) -> str | None:
-    """Name of a part of the model in training mode, where dropout changes the output; None when there is none.
+    """Name of a part of the model in training mode, where dropout changes the output, or None.
 
     Linear layers and containers, which are made in training mode and are the same in both, do not count.
     """
@@ -45,10 +45,10 @@ def part_in_training(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class AdapterState:
-    """What decides how one of peft's layers computes beside its weights.
+    """The state of a peft layer, apart from its weights, that decides its output.
 
     Attributes:
-        active: names of the adapters in use; merged: those that are in the weights. disabled: none is used.
+        active: names of the adapters in use; merged: adapters merged into the weights. disabled: none is used.
         scaling: (name, factor) of each adapter.
     """
 
@@ -141,17 +141,17 @@ class _Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class LiveModel:
-    """The user's model, wrapped, and what it was at loading.
+    """The user's model, wrapped, with its state at loading.
 
     Attributes:
-        parts: of every module what must stay; kinds: dtypes and devices of its parameters; vocabulary: rows of its
-            input and output embeddings; addresses: of its parameters, () where no graph holds them.
-        snapshot: to see quickly that nothing has changed. attention: the name of its attention function.
+        parts: the fixed properties of every module; kinds: dtypes and devices of its parameters; vocabulary: rows of
+            its input and output embeddings; addresses: its parameters' addresses, () if no graph holds them.
+        snapshot: shows quickly that nothing has changed. attention: the name of its attention function.
         adapted: layers of peft in it, () for most models; adapters: how they computed.
-        settings: what its modules compute with beside weights and is not read again: with graphs all of it.
-        uncalled: modules that rounds do not call: all of them, with graphs. hook_tables, hooks: of these.
+        settings: values besides weights that its modules compute with and that are not read again (with graphs: all).
+        uncalled: modules that rounds do not call; with graphs all modules. hook_tables, hooks: the hooks of these.
         held: the parameters that `addresses` are of. One that is replaced in the model lives on for the graphs.
-        buffers: that rounds do not read again.
+        buffers: buffers that rounds do not read again.
     """
 
     model: PreTrainedModel
@@ -181,7 +181,7 @@ class LiveModel:
     ) -> LiveModel:
         """The model as it is now. captured: whether graphs hold its weights. uncalled, tabulated: see `Target`.
 
-        settings: of the model; default as they are, those that forwards change themselves among them.
+        settings: the model's settings; default: the current ones, including those that forwards change themselves.
         """
         addresses = _addresses(model) if captured else ()
         snapshot = _Snapshot.of(tuple(model.modules()), captured)
@@ -200,8 +200,8 @@ class LiveModel:
     def begin_check(self) -> Callable[[], None] | None:
         """Do the part of `check` that must precede a round; returns the rest, which may run while the device does.
 
-        Rounds from graphs call no module of the model: they only need its weights to lie where they lay, which is seen
-        at once. The rest only decides whether a call is refused. None: no graph holds the weights, all was checked.
+        Rounds from graphs call no module of the model: they only need its weights at the same addresses, which is quick
+        to check. The rest only decides whether a call is refused. None: no graph holds the weights, all was checked.
 
         Raises:
             ModelChangedError: see `check`.
@@ -217,9 +217,9 @@ class LiveModel:
         """Refuse a model that was changed since. Runs at every call, so a model in which nothing moved is seen first.
 
         Raises:
-            ModelChangedError: what has changed, and what to do.
+            ModelChangedError: the model has changed; the message names the change and a remedy.
         """
-        with gate_of(self.model.config).held():  # forwards of ours change some settings while they run
+        with gate_of(self.model.config).held():  # specdec forwards change some settings while they run
             self._check()
 
     def _check(self) -> None:
@@ -251,7 +251,7 @@ class LiveModel:
         self._check_settings()
 
     def _check_settings(self) -> None:
-        """What was read at loading, and is not read again; in graphs that is everything."""
+        """Values that were read at loading and are not read again; with graphs that is everything."""
         function = self.model.config._attn_implementation
         if function != self.attention and function not in _EQUAL_ATTENTION:
             raise ModelChangedError(
@@ -271,7 +271,7 @@ class LiveModel:
         self._check_ignored()
 
     def _check_ignored(self) -> None:
-        """What rounds would ignore: hooks and forwards of modules that they do not call, buffers that were replaced."""
+        """Changes that rounds would ignore: hooks and forwards of modules that they do not call, replaced buffers."""
         for buffer in self.buffers:
             if not buffer.is_same:
                 raise ModelChangedError(
@@ -299,7 +299,7 @@ class LiveModel:
 def _buffers(modules: Iterable[nn.Module], read_once: bool) -> Iterator[_Buffer]:
     """read_once: new values in place are not read either."""
     for module in modules:
-        moving = getattr(module, "rope_type", "") in _MOVING_FREQUENCIES  # chosen anew by the length of a forward
+        moving = getattr(module, "rope_type", "") in _MOVING_FREQUENCIES  # recomputed for the length of each forward
         for key, buffer in module._buffers.items():
             if buffer is not None and not (moving and key == "inv_freq"):
                 count = writes_to([buffer])[0] if read_once else None

@@ -64,7 +64,7 @@ def keep_in_mxfp4(model: nn.Module, config: Any, left_out: list[str] | None = No
 def stays_in_mxfp4(
     config: PreTrainedConfig, method: str | None, dtype: torch.dtype | str, device: torch.device, alone: bool
 ) -> bool:
-    """Whether such a target's experts stay in 4 bits: our kernels take half precision, on one GPU with all experts.
+    """Whether an MXFP4 target's experts stay in 4 bits: the kernels take half precision, on one GPU with all experts.
 
     alone: this process loads the whole model.
     """
@@ -80,7 +80,7 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
         """Nothing is needed."""
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """None does: names and shapes are those of the checkpoint."""
+        """False for all: names and shapes equal the checkpoint's."""
         return False
 
     def get_weight_conversions(self) -> list[Any]:
@@ -94,14 +94,15 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
         keep_in_mxfp4(model, model.config, self.modules_to_not_convert)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state as it is: it is that of the checkpoint."""
+        """The state unchanged: it has the checkpoint's format."""
         return model.state_dict(), {}
 
 
 @contextmanager
 def kept_in_mxfp4() -> Iterator[None]:
-    """Inside, from_pretrained of such a checkpoint keeps its experts in 4 bits."""
+    """Inside, from_pretrained of an MXFP4 checkpoint keeps its experts in 4 bits."""
     before = AUTO_QUANTIZER_MAPPING[MXFP4]
+    # In transformers' own table: `register_quantizer` refuses a method that exists.
     AUTO_QUANTIZER_MAPPING[MXFP4] = Mxfp4Quantizer
     try:
         yield

@@ -1,4 +1,5 @@
-"""The token ids that stand for an image, a video or sound in a model's prompts: only text is served."""
+"""Probing a model before it is served, and its placeholder token ids of images, videos and sound: only text is
+served."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"} | 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """The name by which transformers' modeling files have the attention interface."""
 _MASK_READERS = {"alibi": "attention biased by distance"}
-"""Fields of configurations whose models have attention code of their own, and what they mean."""
+"""Configuration fields of models with custom attention code, and their meaning."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class TargetProbe:
         layers: the decoder layers; without recurrent calls each has as many calls.
         vocab_size: V, width of the logits (padded vocabularies included). selects_rows: see `attention.hf.probe.Probe`.
         recurrent_calls: the calls of recurrences in the order of a forward; () for a model of attention alone.
-        fp8: the model's FP8 layers, which run our operators; None for a model without.
+        fp8: the model's FP8 layers, which run specdec's operators; None for a model without.
     """
 
     model: PreTrainedModel
@@ -64,7 +65,7 @@ class TargetProbe:
 
     @property
     def recurrence_specs(self) -> tuple[Any, ...]:
-        """What the recurrent calls need of a state, see `RecurrentCall`."""
+        """The recurrent calls' requirements on states, see `RecurrentCall`."""
         return tuple(call.spec for call in self.recurrent_calls)
 
 
@@ -77,11 +78,11 @@ def _fp8_layers(model: PreTrainedModel) -> Fp8Layers | None:
 
 
 def probe_target(model: PreTrainedModel) -> TargetProbe:
-    """Probe a model and refuse it when paged attention would make it come out wrong.
+    """Probe a model and refuse it if its results on paged attention would be wrong.
 
     Raises:
-        UnsupportedModelError: state beside the KV cache, unknown attention arguments, layers without attention,
-            attention types other than full, sliding, chunked and indexed; FP8 layers that our operators do not serve.
+        UnsupportedModelError: state other than the KV cache, unknown attention arguments, layers without attention,
+            attention types other than full, sliding, chunked and indexed; FP8 layers without an operator.
     """
     name = type(model).__name__
     fp8 = _fp8_layers(model)
@@ -133,10 +134,10 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def last_states(decoder: torch.nn.Module, output: Any, width: int) -> torch.Tensor:
-    """[1, T, width], the last states in what `decoder_of` a model returned.
+    """[1, T, width], the last states in the output of a model's decoder (`decoder_of`).
 
     Raises:
-        UnsupportedModelError: there are none, or they have another width.
+        UnsupportedModelError: the output has none, or they have another width.
     """
     states: torch.Tensor | None = getattr(output, "last_hidden_state", None)
     if states is None or states.shape[-1] != width:
@@ -166,7 +167,7 @@ def _check_reads_text(model: PreTrainedModel) -> None:
 
 
 def _reads_text(model: PreTrainedModel) -> bool:
-    """Whether a model is one of text, by what transformers says it reads."""
+    """Whether a model reads text, according to transformers' input modalities."""
     kinds = getattr(model, "input_modalities", None) or ("text",)
     return set([kinds] if isinstance(kinds, str) else kinds) == {"text"} and model.main_input_name == "input_ids"
 
@@ -178,14 +179,14 @@ def _knows_the_interface(model: PreTrainedModel) -> bool:
 
 
 def _check_attention_alone(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> None:
-    """Refuse a model without recurrent calls in which anything but attention that we serve may mix tokens.
+    """Refuse a model without recurrent calls in which anything but served attention may mix tokens.
 
     A hybrid class whose configuration has attention layers only is a plain model.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     num_layers = int(config.num_hidden_layers)
     plain = len(calls) == num_layers and bool(modeling_files(list(model.modules())))
-    if getattr(model, "_is_stateful", False) and not plain:
+    if getattr(model, "_is_stateful", False) and not plain:  # transformers' flag of models with further state
         raise UnsupportedModelError(
             f"{name} keeps state beside its KV cache, and not by functions that specdec can serve "
             f"({', '.join(MIXING_FUNCTIONS)})"
@@ -202,7 +203,7 @@ def _check_attention_alone(model: PreTrainedModel, calls: tuple[AttentionCall, .
 
 
 def _likely_reason(model: PreTrainedModel) -> str:
-    """What in a configuration makes a model read its attention mask, in words."""
+    """The configuration field that makes a model read its attention mask, for messages."""
     config = model.config.get_text_config()
     for name, meaning in _MASK_READERS.items():
         if value := getattr(config, name, None):

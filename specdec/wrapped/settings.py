@@ -1,8 +1,8 @@
-"""Settings: what a model computes with beside its weights, as far as it can be read: attributes of its modules and
-configurations, functions of their classes and of the files these are in.
+"""Settings: values besides weights that a model computes with, as far as they can be read: attributes of its modules
+and configurations, functions of their classes and of the files that define them.
 
 Rounds call the modules, so a changed setting counts from the next round on, and cached results of earlier ones are
-stale. Some settings were read once, at loading: by the plan of attention, and all of them by a graph.
+stale. Some settings are read only at loading: the plan of attention reads some then, a graph all.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _OF_EVERY_MODEL = frozenset(
     ("all_tied_weights_keys", "name_or_path", "loss_type", "generation_config", "kernel_config")
 )
 _SIZES = frozenset(("in_features", "out_features", "num_embeddings", "embedding_dim"))
-"""Of torch's layers, whose forwards take sizes from the weight."""
+"""Sizes of torch's layers, whose forwards take them from the weight."""
 _MOVING = frozenset(("gradient_checkpointing", "max_seq_len_cached"))
-"""What training and forwards change themselves."""
+"""Names that training and forwards change themselves."""
 _OURS = frozenset(("rows", "fused_weight", "fused_bias", "holders"))
-"""Of `specdec.compiler.siblings`; other names of ours begin with `_specdec`."""
+"""Attributes of `specdec.compiler.siblings`; specdec's other names begin with `_specdec`."""
 _NOT_IN_FORWARDS = frozenset(
     (
         *("use_cache", "return_dict", "torchscript", "architectures", "id2label", "label2id", "problem_type"),
@@ -42,21 +42,21 @@ _NOT_IN_FORWARDS = frozenset(
         *("output_attentions", "output_hidden_states", "is_encoder_decoder", "tokenizer_class", "pruned_heads"),
     )
 )
-"""Of configurations: where a model came from, and what a forward returns."""
+"""Configuration keys about a model's origin and about the form of its output."""
 _READ_BY_ATTENTION = ("sliding", "window", "chunk", "softcap", "attention_type", "layer_type", "mask")
-"""Parts of names of what the plan of attention was made from, on whatever module."""
+"""Parts of the names of attributes, on any module, that the plan of attention was made from."""
 _READ_FROM_CONFIGURATIONS = (*_READ_BY_ATTENTION, "rope", "original_max", "logit", "multiplier", "_layers")
 _CALLS = ("__call__", "_call_impl", "_wrapped_call_impl")
 _HANDLES = ("_specdec_layer", "_specdec_recurrence")
 """Attributes of the modules whose attention or recurrence rounds compute."""
 _NOT_LOOKED_AT = ("torch", "attention", "drafters", "specdec", "__main__", "builtins")
-"""Packages whose files' functions do not count; those of a notebook are made anew whenever a cell is run."""
+"""Packages whose files' functions do not count; a notebook's are redefined whenever a cell is run."""
 _MOST_ITEMS = 256
 """Items of a container that are compared one by one."""
 
 
 class _Place(NamedTuple):
-    """Where a setting lies. built_in: it was read at loading, and rounds do not read it again."""
+    """The place of a setting. built_in: it was read at loading, and rounds do not read it again."""
 
     owner: str
     held_by: Mapping[str, Any]
@@ -68,7 +68,7 @@ class _Place(NamedTuple):
         return self.owner, self.name
 
     def read(self) -> Any:
-        """The value; what compares equal as long as the contents of a container or tensor are the same."""
+        """The value; for a container or tensor an object that compares equal as long as the contents are the same."""
         return _comparable(self.held_by.get(self.name, _MISSING))
 
 
@@ -96,7 +96,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of some modules (all those of `roots`) at one moment.
+    """The settings of all modules of `roots` at one moment.
 
     Attributes:
         moving: keys of settings that forwards change themselves, which do not count.
@@ -117,7 +117,7 @@ class Settings:
 
     @classmethod
     def of(cls, *roots: nn.Module, moving: frozenset[tuple[str, str]] = frozenset()) -> Settings:
-        """As they are now."""
+        """The current settings."""
         named = [
             (f"{type(root).__name__} {name}" if number else name, module)
             for number, root in enumerate(roots)
@@ -133,7 +133,7 @@ class Settings:
         )
 
     def settled(self) -> Settings:
-        """After forwards that ran since: as they are now, without those that were changed or added meanwhile."""
+        """The settings after forwards that ran since, without those that were changed or added meanwhile."""
         now = Settings.of(*self.roots)
         known = {place.key for place in (*self.places, *self.deep)}
         moved = {place.key for place, _, _ in self._different()}
@@ -141,7 +141,7 @@ class Settings:
         return Settings.of(*self.roots, moving=frozenset(moving))
 
     def read_at_loading(self) -> Settings:
-        """Those that rounds do not read again."""
+        """The settings that rounds do not read again."""
         here = [place.built_in for place in self.places]
         inside = [place.built_in for place in self.deep]
         return replace(
@@ -153,7 +153,7 @@ class Settings:
         )
 
     def renewed(self) -> Settings:
-        """As they are now, new ones among them."""
+        """The current settings, including new ones."""
         return Settings.of(*self.roots, moving=self.moving)
 
     @property

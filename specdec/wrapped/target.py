@@ -1,4 +1,4 @@
-"""The target: an unmodified AutoModelForCausalLM whose attention reads and writes our paged cache."""
+"""The target: an unmodified AutoModelForCausalLM whose attention reads and writes the paged cache."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AuxStateRecorder:
 
     @contextmanager
     def recording(self, num_tokens: int, keep: bool = True) -> Iterator[None]:
-        """Record the forward inside. Other forwards, the user's, are not: states of a queued verification must outlive
+        """Record the forward inside. The user's forwards are not recorded: states of a queued verification must outlive
         them.
 
         Args:
@@ -75,7 +75,7 @@ class AuxStateRecorder:
 
         Raises:
             InvariantError: the states have more rows than the buffer (before the forward), or a hook was not called or
-                got fewer rows than T (after it): a head would draft from those of an earlier forward.
+                got fewer rows than T (after it): a head would draft from an earlier forward's states.
         """
         if keep and self._places and num_tokens > len(self.buffer):
             raise InvariantError(
@@ -111,7 +111,7 @@ class AuxStateRecorder:
             self._missing.discard(place)
 
     def _copy_caught(self) -> None:
-        """What compiled code passed, in one launch."""
+        """Copy the states that compiled code passed, in one launch."""
         if not self._num_tokens:
             return
         if len(self._caught) < len(self._places):  # the others were copied, or are missing
@@ -161,11 +161,11 @@ class Target:
     Attributes:
         runner: the attention of its layers. num_layers: decoder layers.
         states, fp8: the states of its recurrent layers, and its FP8 layers; None where it has none.
-        uncalled: modules whose weights rounds read without calling them (MLA's up projections). tabulated: those whose
-            results were computed at loading (rotary modules of longrope models).
-        placeholders: token ids that stand for what is no text, see `specdec.wrapped.probing`.
+        uncalled: modules whose weights rounds read without calling them (MLA's up projections). tabulated: modules
+            whose results were computed at loading (rotary modules of longrope models).
+        placeholders: token ids of images, videos and sound, see `specdec.wrapped.probing`.
         long_rope: the rule of a longrope model's requests; None for other models.
-        alterations: what was done to the model for this target and its executor.
+        alterations: changes to the model for this target and its executor.
         group: the processes that run it together.
     """
 
@@ -179,7 +179,7 @@ class Target:
         max_positions: int | None = None,
         group: Group = ALONE,
     ) -> None:
-        """states: of the probe's recurrent calls. max_positions: that a token may have; default the model's own."""
+        """states: for the probe's recurrent calls. max_positions: positions of a token; default the model's own."""
         self.hf_model = probed.model
         self.vocab_size = probed.vocab_size
         self.runner = runner
@@ -190,7 +190,7 @@ class Target:
         self._selects_rows = probed.selects_rows
         self.alterations = Alterations(self)
         self.fp8 = probed.fp8
-        if probed.fp8 is not None:  # the first, so that it is undone when nothing else lies over these modules
+        if probed.fp8 is not None:  # first, so that it is undone last, when these modules have no other alterations
             self.alterations.on_undo(probed.fp8.release)
         self._recorder = AuxStateRecorder(probed, aux_layers, max(max_tokens, 2) if aux_layers else 0, self.alterations)
         found = find_long_rope(probed.model)
@@ -262,7 +262,7 @@ class Target:
         return metadata.positions if own is None else own.positions
 
     def recur(self, planned: Planned) -> Recur | None:
-        """What serves the recurrent calls of a planned batch; None for a target without.
+        """The function that serves the recurrent calls of a planned batch; None for a target without.
 
         Raises:
             InvariantError: a batch of a recurrent target has no states.
@@ -291,7 +291,7 @@ class Target:
         Args:
             token_ids, positions: [T] int64; logits_indices: [R] int64, see `forward`.
             recur: any recurrences; unused by a target without.
-            kept: of how many tokens the aux hidden states are kept; default T.
+            kept: number of tokens whose aux hidden states are kept; default T.
         """
         kept = len(token_ids) if kept is None else kept
         recurring = nullcontext() if recur is None or self._recurrent is None else self._recurrent.using(recur)
@@ -311,12 +311,13 @@ class Target:
 
 
 def _at_least_two(x: torch.Tensor) -> torch.Tensor:
-    # The compiler specialises sizes 0 and 1. Logits of what is added are cut off, and `_once` keeps it from the cache.
+    # The compiler specialises sizes 0 and 1. Logits of the added token are cut off, and `_once` keeps it out of the
+    # cache.
     return x if len(x) > 1 else F.pad(x, (0, 2 - len(x)))
 
 
 def _once(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Attention of the only token of a batch, to which another was added: the cache gets the one."""
+    """Attention of a batch's only token, to which a second was added; only the first is written to the cache."""
 
     def first(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sinks: Any) -> torch.Tensor:
         return attend(layer, query[:1], key[:1], value[:1], *sinks).repeat(2, 1, 1)

@@ -1,4 +1,4 @@
-"""Detects changes of a model, and state that cannot be seen: in the user's hooks, parametrizations, forwards."""
+"""Detects changes of a model, and state that cannot be tracked: in the user's hooks, parametrizations, forwards."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ def unseen_state(model: nn.Module) -> str:
 
 
 def hook_tables(modules: Iterable[nn.Module]) -> tuple[dict[int, Any], ...]:
-    """Where the forward hooks of these modules, and those of every module, are registered."""
+    """The tables of the forward hooks of these modules, and torch's tables of global forward hooks."""
     own = (table for module in modules for table in (module._forward_hooks, module._forward_pre_hooks))
+    # Private names: torch has no public list of registered hooks.
     return (*own, of_every_module._global_forward_hooks, of_every_module._global_forward_pre_hooks)
 
 
 def hook_ids(tables: tuple[dict[int, Any], ...]) -> list[int]:
-    """Of the hooks that are registered; torch gives each a number of its own."""
+    """The registered hooks' ids; torch numbers each hook uniquely."""
     return [hook for table in tables if table for hook in table]
 
 
@@ -94,7 +95,7 @@ def _patched_classes(model: nn.Module) -> dict[type, str]:
 
 
 def _first_foreign(functions: Iterable[Any]) -> str:
-    """The first that no known package has written, in words; "" for none."""
+    """A description of the first function that no known package has written; "" for none."""
     for function in functions:
         if _package(function) not in _KNOWN:
             return _words(function)
@@ -125,20 +126,21 @@ class WeightVersions:
     """Whether a model has changed since the last look: other values in place, as far as torch counts that, and, but
     for graphs, other tensors in their place, other settings and other hooks.
 
-    It counts what is written to a parameter (`load_state_dict`, an optimiser's step, an adapter merged in place), and
-    not what is written through `.data`, `.detach()` or `.numpy()`: `SpeculativeModel.refresh()` is for those. For
-    inference tensors it counts nothing. Another tensor is one that was assigned (`layer.weight = …`, `weight.data = …`,
-    `load_state_dict(assign=True)`, another linear layer of the same sizes): rounds without graphs read it from then
-    on. They call modules and run hooks, so other settings (`specdec.wrapped.settings`), other hooks and a forward set
-    on a module count as other weights.
+    It counts writes to a parameter (`load_state_dict`, an optimiser's step, an adapter merged in place), but not writes
+    through `.data`, `.detach()` or `.numpy()`, for which `SpeculativeModel.refresh()` exists. For inference tensors it
+    counts nothing. Another tensor is one that was assigned (`layer.weight = …`, `weight.data = …`,
+    `load_state_dict(assign=True)`, another linear layer of the same sizes): rounds without graphs read it from then on.
+    They call modules and run hooks, so other settings (`specdec.wrapped.settings`), other hooks and a forward set on a
+    module count as other weights.
 
     Attributes:
-        unseen: the first hook, parametrization or forward of the target whose state nobody can see, in words; "" where
-            there is none, and with graphs, which are not captured over such.
+        unseen: a description of the target's first hook, parametrization or forward that may read state that specdec
+            cannot track; "" if it has none, and with graphs, which are not captured in that case.
     """
 
     def __init__(self, *parts: object, captured: bool = False, settings: Settings | None = None) -> None:
-        """parts: modules, the target first; anything else has no weights. settings: of these; default as they are.
+        """parts: modules, the target first; anything else has no weights. settings: their settings; default: the
+        current ones.
 
         captured: graphs read the tensors that are there now, whatever is assigned in their place: only values count.
         """
@@ -156,7 +158,7 @@ class WeightVersions:
         if not self._captured:
             return self._looks_different()
         before = self._count
-        self._count = sum(tensor._version for tensor in self._counted)  # first tokens wait
+        self._count = sum(tensor._version for tensor in self._counted)  # only a sum: the first token waits for this
         return before != self._count
 
     def _looks_different(self) -> bool:
@@ -210,13 +212,13 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 def writes_to(tensors: list[torch.Tensor]) -> list[int]:
     """torch's counts of writes to them; 0 for inference tensors, which have none."""
     try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
+        return [tensor._version for tensor in tensors]  # torch's count of in-place writes has no public name
+    except RuntimeError:  # of an inference tensor, which has no count
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def equal_buffers(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether another buffer has the same values: some forwards make their rotary one anew."""
+    """Whether another buffer has the same values: some forwards recreate their rotary buffer."""
     if before is now or isinstance(before, nn.Parameter) or isinstance(now, nn.Parameter):
         return False
     return before.device == now.device and before.dtype == now.dtype and torch.equal(before, now)

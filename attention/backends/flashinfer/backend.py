@@ -210,7 +210,7 @@ class FixedBuilder:
 class FlashInferBackend:
     """`AttentionBackend` of FlashInfer's kernels: GQA, sliding window, softcap, sinks, 8-bit caches, absorbed MLA.
 
-    It is a `GraphBackend` and a `CascadeBackend`. Heads of other widths than FlashInfer's take our own kernel, which
+    It is a `GraphBackend` and a `CascadeBackend`. Heads of widths that FlashInfer lacks take specdec's kernel, which
     does not split the KV of a row: padding heads to FlashInfer's next width would read up to 1.6 times the bytes.
     """
 

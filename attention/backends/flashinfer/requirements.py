@@ -41,7 +41,7 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
         raise UnsupportedAttentionError(f"{where} has no {dtype} attention, only {names}{elsewhere}")
     check_heads(key, where, elsewhere)
     if not has_flashinfer_heads(key):
-        return  # our own kernel, which has no further limits
+        return  # specdec's kernel, which has no further limits
     if group.page_size not in PAGE_SIZES:
         raise UnsupportedAttentionError(f"{where} takes page sizes {PAGE_SIZES}; given {group.page_size}")
     if key.has_sinks and key.softcap is not None:
@@ -63,10 +63,10 @@ def split_bytes(
 
     Args:
         key: heads and head dimensions; sms: multiprocessors.
-        rows, query_len: of a batch for CUDA graphs, whose grid has at least two blocks per multiprocessor, and one per
-            tile; default any batch outside graphs, with at most two split tiles per multiprocessor.
-        tokens: of such a batch, where rows have 0 … query_len each; the planner then counts with one row of all the
-            tokens that the others leave. None: rows·query_len.
+        rows, query_len: shape of a batch for CUDA graphs, whose grid has at least two blocks per multiprocessor, and
+            one per tile; default any batch outside graphs, with at most two split tiles per multiprocessor.
+        tokens: token count of the batch if rows have 0 … query_len each; the planner then counts with one row of all
+            the tokens that the others leave. None: rows·query_len.
 
     A verification of Llama-3.1-8B, eight rows of six tokens, and of a model with 71 query heads for one KV head:
 

@@ -1,4 +1,4 @@
-"""Cascade attention's decisions: which rows of a batch share which pages, and when attending those once pays.
+"""Decides on cascade attention: which rows of a batch share pages, and whether attending these once is faster.
 
 The constants of `CascadeCost` are fitted to 54 measured cases (`test_cascade_cost.py` holds them: 8, 32 and 128
 rows, prefixes of 512 to 8,192 keys, 64 and 256 own keys, 1, 4 and 6 tokens; Llama-3.1-8B's heads in bfloat16), by least
@@ -138,7 +138,7 @@ class Sharing:
     def fixed(
         self, key: AttentionSpec, dtype: torch.dtype, shape: tuple[int, int], scratch: Scratch
     ) -> SharedRows | None:
-        """For all batches of a shape, (rows, query_len), which has a launch for them; None with few rows."""
+        """Shared pages for all batches of a shape (rows, query_len), launched every time; None with few rows."""
         if shape[0] < LEAST_ROWS:
             return None
         tiling = _tiling(key, shape, scratch)
@@ -171,7 +171,7 @@ class Sharing:
     def _keys(
         self, key: AttentionSpec, shape: tuple[int, int], tiling: PrefixTiling, pages: torch.Tensor
     ) -> SharedKeys:
-        """pages: [rows] int32. What was handed out before keeps its memory."""
+        """pages: [rows] int32. Buffers handed out before keep their memory."""
         from attention.kernels.cascade_kernel import SharedKeys, sum_shapes
 
         sums, stats = sum_shapes(key, shape[0] * shape[1], tiling)

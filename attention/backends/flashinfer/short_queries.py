@@ -1,4 +1,4 @@
-"""Short queries of one length, as in a verification: attended by our packed kernel, apart from prompt chunks.
+"""Short queries of one length, as in a verification: attended by specdec's packed kernel, apart from prompt chunks.
 
 FlashInfer's fa2 gives the query heads of a KV head, times the tokens of a row, a tile of 16, 64 or 128: Llama-3.1-8B's
 verification with K = 5 has 24 such queries, so almost two thirds of a tile of 64 are padding, which costs time on a GPU
@@ -99,7 +99,7 @@ class PackedKernels:
     def kernel(
         self, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int, batch: HostBatch | None = None
     ) -> PackedKernel:
-        """For all batches of this shape; or for the first rows of one `batch`, `query_len` tokens each."""
+        """The kernel for all batches of this shape, or for the first rows (`query_len` tokens each) of one `batch`."""
         if self._scratch is None:
             self._scratch = packed_scratch(self._device)
         if self.sharing is None or cascade_limit(key, eight_bits=False):
@@ -109,12 +109,11 @@ class PackedKernels:
         return PackedKernel(key, self._scratch, found)
 
     def in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
-        """What they serve, after the name of another kernel; "" for nothing."""
+        """A description of the batches that they serve, to follow another kernel's name; "" for none."""
         return PACKED_IN_WORDS if is_packed(group, key, dtype, 1) and key.chunk_size is None else ""
 
     def sharing_in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, served: bool) -> str:
-        """Where shared pages are attended once, or why never; "" where sharing is never looked for. served: whether
-        heads allow it."""
+        """Where shared pages are attended once, or why never; "" if not looked for. served: whether heads allow it."""
         if self.sharing is None:
             return ""
         limit = cascade_limit(key, group.format.dtype_for(dtype) != dtype)

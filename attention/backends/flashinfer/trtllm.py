@@ -47,13 +47,13 @@ def is_blackwell(device: torch.device) -> bool:
 
 
 def serves_key(key: AttentionSpec, dtype: torch.dtype, cache: torch.dtype, device: torch.device) -> bool:
-    """Whether these kernels serve such layers there: no softcap, no MLA, a cache in the model's dtype."""
+    """Whether these kernels serve a layer on a device: no softcap, no MLA, a cache in the model's dtype."""
     plain = has_flashinfer_heads(key) and key.softcap is None and not key.value_in_key
     return plain and dtype in HALF and cache == dtype and is_blackwell(device)
 
 
 def serves(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether these kernels serve a group's layers on a device; all others go on to FlashInfer's planned kernels."""
+    """Whether these kernels serve a group's layers on a device; other layers run on FlashInfer's planned kernels."""
     return group.page_size in PAGE_SIZES and serves_key(key, dtype, group.format.dtype_for(dtype), device)
 
 
@@ -231,7 +231,7 @@ def tables_of(metadata: CommonAttentionMetadata) -> torch.Tensor:
 
 
 def keys_of(metadata: CommonAttentionMetadata) -> torch.Tensor:
-    """[B] int32 keys on each row's list of pages, on the device: of a windowed group fewer than the row has."""
+    """[B] int32 keys on each row's list of pages, on the device; fewer than the row has in a windowed group."""
     starts = metadata.page_indptr
     return (starts[1:] - starts[:-1] - 1) * metadata.host.page_size + metadata.last_page_len
 

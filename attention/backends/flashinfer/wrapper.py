@@ -1,4 +1,4 @@
-"""One FlashInfer paged-attention wrapper: which kernel it runs, how that is built, and planning it from host arrays.
+"""One FlashInfer paged-attention wrapper: its kernel, the build of the kernel, and planning from host arrays.
 
 FlashInfer builds a module of eight large files, of which specdec launches one: causal, paged. Here a module has that
 file, unchanged, and the host code without the other kernels (a call for one raises), under a different name.
@@ -82,7 +82,7 @@ def _causal(generate: Any) -> Any:
 def write_causal(sources: Iterable[Path], folder: Path) -> list[Path]:
     """Write the sources of a causal-only module, made from FlashInfer's full module and its headers, into `folder`.
 
-    Files that are already correct are left untouched. Returns the sources to compile.
+    Files with the right content are left untouched. Returns the sources to compile.
 
     Raises:
         ValueError: the sources differ from the FlashInfer version that this function edits.
@@ -113,7 +113,7 @@ def write_causal(sources: Iterable[Path], folder: Path) -> list[Path]:
 Route = Literal["fa2", "fa3"]
 _INT_WORKSPACE_BYTES = 2 << 20
 _SPLIT_SHARE = 0.9
-"""Share of the most tiles with split-KV, see `splits_kv`, from which on it gains next to nothing."""
+"""Share of the most tiles with split-KV, see `splits_kv`, above which it gains almost nothing."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class FixedShape:
 
     @property
     def num_tokens(self) -> int:
-        """Of the batch."""
+        """Tokens of the batch."""
         return self.rows * self.query_len if self.tokens is None else self.tokens
 
     @property
@@ -159,7 +159,7 @@ class Part:
         return int(lens[0]) if len(lens) and (lens == lens[0]).all() else None
 
     def at(self, host: HostBatch) -> Part:
-        """As many rows of other lengths, planned from a whole batch; its device arrays lie where these do."""
+        """The same part for rows of other lengths from a whole batch whose device arrays have the same addresses."""
         return Part(
             host.query_start_loc, host.page_indptr, host.seq_lens, self.device_query_start_loc, self.device_page_indptr,
             self.device_last_page_len, self.device_page_indices, self.start, self.stop,
@@ -191,7 +191,7 @@ def _rows_of_a_page(fixed: FixedShape | None, device: torch.device) -> dict[str,
 class Kernel:
     """One FlashInfer wrapper: holds one plan at a time.
 
-    A plan with split-KV depends on lengths. A fixed batch with so many rows that the planner would not split gets a
+    A plan with split-KV depends on lengths. A fixed batch with enough rows that the planner would not split gets a
     kernel without split-KV and its reduction, planned once.
 
     It serves any batch, or batches of one shape (then a captured graph may hold its launches).
@@ -279,10 +279,10 @@ class Kernel:
         self.generation += 1
 
     def share(self, batch: HostBatch) -> None:
-        """Every row is attended by itself here, whatever pages rows of the planned batch share."""
+        """Does nothing: every row is attended separately here, even if rows of the planned batch share pages."""
 
     def keeps(self, host: HostBatch) -> bool:
-        """Whether the last plan serves this batch as it does the one that it was made for.
+        """Whether the last plan serves this batch as well as the batch that it was made for.
 
         The fa2 planner divides work by page counts and ignores exact lengths (flashinfer-ai/flashinfer,
         csrc/batch_prefill.cu: kv_len_arr is not read). A plan without split-KV serves any lengths of the keys.
@@ -308,8 +308,7 @@ class Kernel:
             self._wrapper.run(query, pages, out=out, k_scale=scales[0], v_scale=scales[1])
         else:
             assert sinks is not None
-            # float32, as `_sink_variant` declares the sinks. Custom kernels get no k_scale, so it goes into the softmax
-            # scale.
+            # float32, as `_sink_variant` declares the sinks; the keys' scale is part of the softmax scale here.
             self._wrapper.run(query, pages, sinks.float(), self._scale * scales[0], out=out, v_scale=scales[1])
 
 

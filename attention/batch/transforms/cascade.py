@@ -118,7 +118,7 @@ class _Class:
 
 
 def _best_first(block_table: np.ndarray, full: np.ndarray, page_size: int) -> Iterator[SharedPrefix]:
-    """Classes in order of what they leave out. A group is looked into only when no class leaves out more than it may.
+    """Classes in order of the keys that they save. A group is searched only if no class found saves more than it could.
 
     full: [B] pages that all queries of a row see.
     """

@@ -80,8 +80,8 @@ def swapped(batch: HostBatch, swaps: np.ndarray) -> HostBatch:
 def token_order(batch: HostBatch, swaps: np.ndarray) -> np.ndarray:
     """[T] int64, the token of `batch` at each place of `swapped(batch, swaps)`.
 
-    Of queries in the batch's order, `queries[token_order(batch, swaps)]` is what the swapped batch attends. Its output
-    is in the batch's order again as `out[token_order(swapped(batch, swaps), swaps)]`.
+    For queries in the batch's order, the swapped batch takes `queries[token_order(batch, swaps)]`. Its output is in the
+    batch's order again as `out[token_order(swapped(batch, swaps), swaps)]`.
 
     Raises:
         InvalidInputError: as `swapped`.

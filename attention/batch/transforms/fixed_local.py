@@ -1,7 +1,7 @@
 """Local (chunked) attention of batches of one fixed shape, in as many virtual rows every time, for CUDA graphs.
 
 `local_attention` makes as many virtual rows as a batch happens to need. A captured launch has a fixed number: q tokens
-that follow each other lie in at most 1 + ⌈(q-1)/c⌉ chunks of c positions, so every row gets so many virtual rows, two
+that follow each other lie in at most 1 + ⌈(q-1)/c⌉ chunks of c positions, so every row gets that many virtual rows, two
 while 1 < q <= c + 1. Unneeded virtual rows hold no query and point to the null page.
 
 A row of three tokens from position 7 on, and one from 4 on, in chunks of 4 on pages of 2:
@@ -34,7 +34,7 @@ from attention.staging import Field, Staged, StagingArena, bucket_of
 
 
 def virtual_rows_of(query_len: int, chunk_size: int) -> int:
-    """The most chunks that so many tokens, one after the other, lie in.
+    """Most chunks that this many consecutive tokens lie in.
 
     >>> [virtual_rows_of(query_len, 4) for query_len in (1, 2, 5, 6)]
     [1, 2, 2, 3]
@@ -127,7 +127,7 @@ class FixedLocalRows:
         return virtual, self._arena.end(self._bucket)
 
     def metadata(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """A batch of the shape in its virtual rows, whose arrays are what every later `send` overwrites.
+        """A batch of the shape in its virtual rows, with the arrays that every later `send` overwrites.
 
         It has no block table: kernels read the flat list of pages.
         """

@@ -79,7 +79,7 @@ def local_attention(batch: HostBatch, chunk_size: int) -> HostBatch:
 
     Tokens stay in their order with their slots and rotary positions, so queries and outputs need no rearrangement. Only
     rows change: lengths count from the chunk's first key, and block tables begin with its page. A batch cut to chunks
-    already, with every row in its first one, comes back as it is but for a narrower block table.
+    already, with every row in its first chunk, is returned unchanged except for a narrower block table.
 
     Args:
         chunk_size: c, positions per chunk, counted from each row's first key; a multiple of the page size.

@@ -1,10 +1,10 @@
-"""The rows of a batch on the pages of a windowed group: layers with a sliding window or in chunks, whose pages before
-what they see are freed.
+"""The rows of a batch on the pages of a windowed group: layers with a sliding window or in chunks, which free earlier
+pages than they see.
 
 A row's page list begins at the first page with a key that any of its queries sees, rounded down to where a tile of keys
 begins, and a chunk. So a kernel with a window needs no change: it counts keys from the list's first one and queries
 from the last key backwards; and local attention cuts the list into the chunks of the whole row. As there, lengths count
-the keys that are listed, and positions stay what they are.
+the listed keys, and positions are unchanged.
 
 A row at position 300 (two tokens, window 32, pages of 16 tokens) lists its pages from token 256 on:
 
@@ -30,8 +30,8 @@ from attention.errors import InvalidInputError
 from attention.spec import Reach
 
 TILE_KEYS = 128
-"""Kernels walk over keys in tiles of at most so many. A list that begins where a tile of the whole row would gives the
-kernels the same tiles, so that what is rounded, and with the batch-invariant kernel every bit, stays the same."""
+"""Largest tile of keys of any kernel. A list that begins where a tile of the whole row would gives the kernels the same
+tiles, so that roundings, and with the batch-invariant kernel every bit, stay the same."""
 
 
 def first_listed(start: np.ndarray, reach: Reach, page_size: int) -> np.ndarray:
