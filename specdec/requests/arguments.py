@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, TypeVar
@@ -103,14 +102,6 @@ def only_known_fields(kind: K) -> K:
     return kind
 
 
-@dataclass(frozen=True)
-class ConfigWithOptions:
-    """A caller's GenerationConfig, with the options that are fields of SamplingParams alone."""
-
-    config: GenerationConfig
-    options: dict[str, Any]
-
-
 def prompts_of_call(prompts: Prompts, options: dict[str, Any]) -> Prompts:
     """The prompts of a call; what belongs to them is taken out of its options.
 
@@ -170,27 +161,22 @@ def _once(what: str, given: Any, name: str, options: dict[str, Any]) -> Any:
     return given if other is None else other
 
 
-def with_options(params: Any, options: Mapping[str, Any], known: Collection[str]) -> Any:
-    """Parameters with some of their fields replaced by the options of a call.
+def with_options(
+    config: GenerationConfig, options: Mapping[str, Any], known: Collection[str]
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    """A GenerationConfig with its fields among the options of a call, and those that are fields of SamplingParams
+    alone. A temperature without do_sample makes it sample or not.
 
-    Args:
-        params: SamplingParams, or a GenerationConfig: a temperature without do_sample makes that one sample or not.
-        known: names of the fields of SamplingParams.
-
-    Raises:
-        InvalidInputError: an option that there is not.
+    known: names of the fields of SamplingParams. Raises InvalidInputError: an option that there is not.
     """
-    if not isinstance(params, GenerationConfig):
-        rest = known_options(options, known)
-        return replace(params, **rest) if rest else params
-    config = copy.deepcopy(params)
-    fields_of_config = {name for name in vars(config) if not name.startswith("_")}
-    rest = known_options({name: options[name] for name in options.keys() - fields_of_config}, known)
-    for name in fields_of_config & set(options):
+    names = {name for name in options if name in vars(config) and not name.startswith("_")}
+    rest = known_options({name: value for name, value in options.items() if name not in names}, known)
+    config = copy.deepcopy(config) if names else config
+    for name in names:
         setattr(config, name, options[name])
-    if config.do_sample is None and "temperature" in options:
+    if config.do_sample is None and "temperature" in names:
         config.do_sample = options["temperature"] != 0
-    return ConfigWithOptions(config, rest)
+    return config, rest
 
 
 def known_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

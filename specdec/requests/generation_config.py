@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from functools import cache
+from functools import partial
+from types import NoneType
 from typing import Any, Literal
 
 import numpy as np
@@ -21,71 +22,25 @@ from transformers import GenerationConfig, PreTrainedModel
 from specdec.errors import InvalidInputError
 from specdec.logits.options import OFF, LogitsOptions
 from specdec.options import Use
-from specdec.values import flag, short, whole
-
-_WHOLE = {"max_new_tokens": 1, "max_length": 0, "top_k": 0, "num_return_sequences": 1}
-_NUMBERS = ("temperature", "top_p", "min_p")
-
-
-def check_values(config: GenerationConfig) -> None:
-    """Refuse values of a wrong type, by the name of their field.
-
-    Raises:
-        InvalidInputError: a count that is no whole number, a rate that is no number, stop strings that are no strings,
-            or an object where a plain value (number, text, list, dict, an object of transformers) belongs.
-    """
-    for name, given in vars(config).items():
-        if given is None:
-            continue
-        if name in _WHOLE:
-            whole(f"GenerationConfig.{name}", given, _WHOLE[name])
-        elif name == "do_sample":
-            flag(f"GenerationConfig.{name}", given)
-        elif not _fits(name, given):
-            raise InvalidInputError(
-                f"GenerationConfig.{name}={short(given)} ({type(given).__name__}): not a value that it can have; see "
-                "transformers' documentation of GenerationConfig"
-            )
-
-
-def _fits(name: str, given: Any) -> bool:
-    if name in _NUMBERS:
-        return isinstance(given, (int, float, np.number)) and not isinstance(given, bool)
-    if name == "stop_strings":
-        return isinstance(given, str) or (
-            isinstance(given, (list, tuple)) and all(isinstance(stop, str) for stop in given)
-        )
-    if name == "eos_token_id":
-        ids = given if isinstance(given, (list, tuple)) else [given]
-        return all(isinstance(one, (int, np.integer)) and not isinstance(one, bool) for one in ids)
-    return _plain(given)
-
-
-def _plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set)):
-        return all(_plain(item) for item in value)
-    if isinstance(value, dict):
-        return all(_plain(item) for pair in value.items() for item in pair)
-    kind = type(value)
-    return value is None or kind in (bool, int, float, str) or kind.__module__.partition(".")[0] == "transformers"
-
+from specdec.values import Reader, flag, real, refuse_type, short, whole
 
 Served = Literal["device", "host", "without effect", "refused"]
 """Exact: applied on the device, or on the host; of neither effect; or refused by name."""
-_SAMPLING = {"do_sample", "temperature", "top_k", "top_p", "min_p"}
-_LENGTHS = {"max_new_tokens", "max_length"}
-_OPTIONS = frozenset(OFF)
-"""Options that change logits, by the names that they have in both classes; some are SamplingParams' own."""
-_ENDS = {"eos_token_id", "stop_strings", "max_time"}
-_HONOURED = _SAMPLING | _LENGTHS | _ENDS | {"num_return_sequences"}
-_NO_EFFECT = {
-    *("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version"),
-    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"),
-    *("disable_compile", "compile_config", "continuous_batching_config"),
-    *("length_penalty", "early_stopping", "diversity_penalty"),  # of beams, which are refused themselves
+_SAMPLED = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+"""transformers' defaults, with do_sample."""
+_FIELDS: dict[Served, tuple[str, ...]] = {
+    "device": ("do_sample", *_SAMPLED, *OFF),
+    "host": ("max_new_tokens", "max_length", "max_time", "num_return_sequences", "eos_token_id", "stop_strings"),
+    "without effect": (
+        *("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version"),
+        *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"),
+        *("disable_compile", "compile_config", "continuous_batching_config"),
+        *("length_penalty", "early_stopping", "diversity_penalty"),  # of beams, which are refused themselves
+    ),
 }
-"""Fields that change no token of a request and nothing that it gives back, whoever sets them; see
-docs/generation_options.md."""
+"""What is done with a field, whoever sets it; all others are refused. Those without effect change no token of a request
+and nothing that it gives back; see docs/generation_options.md."""
+_SERVED = {name: how for how, names in _FIELDS.items() for name in names}
 _CALLS_ONLY = {
     *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
     *("prompt_lookup_num_tokens", "use_mtp", "speculation_type", "max_matching_ngram_size"),
@@ -96,6 +51,41 @@ _CALLS_ONLY = {
 them. In a caller's they ask for what is not done here."""
 _ONE_IS_OFF = {"repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams", "num_beam_groups"}
 _ZERO_IS_SET = {"forced_bos_token_id", "forced_eos_token_id", "assistant_ensemble_weight"}
+_READ: dict[str, Reader] = {
+    "do_sample": flag,
+    "max_length": partial(whole, least=0),
+    **dict.fromkeys(("max_new_tokens", "num_return_sequences"), partial(whole, least=1)),
+    "top_k": partial(whole, least=0),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), partial(real, allowed="a number")),
+}
+
+
+def check_values(config: GenerationConfig) -> None:
+    """Refuse values of a wrong type, by the name of their field; stop strings and token ids are read later.
+
+    Raises:
+        InvalidInputError: a count that is no whole number, a rate that is no number, or an object where a plain value
+            (number, text, list, dict, an object of transformers) belongs.
+    """
+    for name, given in vars(config).items():
+        if given is not None:
+            _READ.get(name, _plain)(f"GenerationConfig.{name}", given)
+
+
+def _plain(name: str, given: Any) -> None:
+    if isinstance(given, (list, tuple, set)):
+        for each in given:
+            _plain(name, each)
+    elif isinstance(given, dict):
+        _plain(name, [*given, *given.values()])
+    elif not isinstance(given, (bool, int, float, str, np.number, NoneType)) and not _is_of_transformers(given):
+        raise refuse_type(name, given, "a plain value; see transformers' documentation of GenerationConfig")
+
+
+def _is_of_transformers(given: Any) -> bool:
+    return type(given).__module__.partition(".")[0] == "transformers"
+
+
 _IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 _WAY_OUT = (
     'load the model with from_pretrained(…, generation_config="ignore"), which switches this off, or set it to None in '
@@ -126,7 +116,7 @@ def sampling_fields(
     own_eos = eos_ids(whole_config) == eos_ids(own)
     return dict(
         max_new_tokens=_max_new_tokens(whole_config, prompt_len if given_length else 0),
-        stop=_stop_strings(whole_config),
+        stop=whole_config.stop_strings or (),
         stop_token_ids=() if own_eos else eos_ids(whole_config),
         ignore_eos=not own_eos,
         n=_or(whole_config.num_return_sequences, 1),
@@ -152,7 +142,7 @@ def sampling_of_model(model: Any) -> dict[str, Any]:
     if not isinstance(config, GenerationConfig):
         raise InvalidInputError(f"from_model takes a SpeculativeModel or a transformers model, not {short(model)}")
     found = {"max_new_tokens": config.max_new_tokens, "max_time": config.max_time, "n": config.num_return_sequences}
-    found |= {"stop": _stop_strings(config) or None, **_sampling(config), **logits_options(config)}
+    found |= {"stop": config.stop_strings or None, **_sampling(config), **logits_options(config)}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -179,21 +169,16 @@ def unsupported(config: GenerationConfig | None) -> dict[str, Any]:
     return _set_fields(config, refused_fields())
 
 
-@cache
-def refused_fields() -> frozenset[str]:
-    """Fields of the installed transformers' GenerationConfig that a model's own may not set."""
-    fields = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_"))
-    idle = _SAMPLING | _LENGTHS | _OPTIONS | _NO_EFFECT | _CALLS_ONLY
-    return fields - idle - {"num_return_sequences"} - _ENDS
+def refused_fields(config: GenerationConfig | None = None) -> frozenset[str]:
+    """Fields of the installed transformers' GenerationConfig that a model's own may not set, and those of a config that
+    there are not: misspelt, most likely."""
+    names = vars(GenerationConfig()).keys() | (set() if config is None else vars(config).keys())
+    return frozenset(name for name in names - _CALLS_ONLY if how_served(name) == "refused" and not name.startswith("_"))
 
 
 def how_served(name: str) -> Served:
     """What is done with a field of a caller's GenerationConfig, whichever version it is of."""
-    if name in _SAMPLING | _OPTIONS:
-        return "device"
-    if name in _HONOURED:
-        return "host"
-    return "without effect" if name in _NO_EFFECT else "refused"
+    return _SERVED.get(name, "refused")
 
 
 def is_off(name: str, value: Any) -> bool:
@@ -233,30 +218,20 @@ def merged(config: GenerationConfig, own: GenerationConfig) -> GenerationConfig:
 
 
 def _refuse_unsupported(config: GenerationConfig, merged: GenerationConfig) -> None:
-    known = set(vars(GenerationConfig()))
-    custom = set(vars(config)) - known  # a misspelt field, most likely; those of the model's file do nothing
-    odd = _set_fields(merged, (known | custom) - _HONOURED - _OPTIONS - _NO_EFFECT - _CALLS_ONLY)
-    odd |= _asked_for(config)
+    odd = _set_fields(merged, refused_fields(config)) | _set_fields(config, _CALLS_ONLY)
     if not odd:
         return
     own = [name for name in odd if getattr(config, name, None) is None]
     where = f"; {', '.join(sorted(own))}: from the model's own generation_config: {_WAY_OUT}" if own else ""
-    served = ", ".join(sorted(_HONOURED | _OPTIONS & known))
+    served = ", ".join(sorted(n for n in vars(GenerationConfig()) if how_served(n) in ("device", "host")))
     instead = '; drafts by lookup are chosen at loading: draft="lookup"' if "prompt_lookup_num_tokens" in odd else ""
     raise InvalidInputError(f"not supported in GenerationConfig: {named(odd)}{instead}; supported are {served}{where}")
-
-
-def _asked_for(config: GenerationConfig) -> dict[str, Any]:
-    """Outputs beside tokens that a caller's config requests; a model's own may have the same fields."""
-    neutral = config._get_default_generation_params()
-    values = {name: getattr(config, name, None) for name in _CALLS_ONLY}
-    return {name: v for name, v in values.items() if v is not None and v is not False and v != neutral.get(name)}
 
 
 def _set_fields(config: GenerationConfig, names: Iterable[str]) -> dict[str, Any]:
     """Those of the fields that do something."""
     neutral = config._get_default_generation_params()
-    values = {name: getattr(config, name, None) for name in names if not name.startswith("_")}
+    values = {name: getattr(config, name, None) for name in names}
     return {name: value for name, value in values.items() if _is_set(name, value, neutral.get(name))}
 
 
@@ -265,23 +240,13 @@ def _is_set(name: str, value: Any, neutral: Any) -> bool:
         return value is not None
     if name in _ONE_IS_OFF:
         return bool(value != 1)
+    if name in _CALLS_ONLY:
+        return value is not False and bool(value != neutral)
     return bool(value) and value != neutral
 
 
 def _sampling(config: GenerationConfig) -> dict[str, Any]:
-    if not config.do_sample:
-        return {}
-    return {
-        "temperature": _or(config.temperature, 1.0),
-        "top_k": _or(config.top_k, 50),
-        "top_p": _or(config.top_p, 1.0),
-        "min_p": _or(config.min_p, 0.0),
-    }
-
-
-def _stop_strings(config: GenerationConfig) -> tuple[str, ...]:
-    strings = config.stop_strings
-    return (strings,) if isinstance(strings, str) else tuple(strings or ())
+    return {name: _or(getattr(config, name), off) for name, off in _SAMPLED.items()} if config.do_sample else {}
 
 
 def _max_new_tokens(config: GenerationConfig, prompt_len: int) -> int:

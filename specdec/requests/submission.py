@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from inspect import signature
+from types import NoneType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -12,14 +14,15 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
 from specdec.options import Use
-from specdec.requests.arguments import ConfigWithOptions, known_options, params_of_call, prompts_of_call, with_options
+from specdec.requests.arguments import known_options, params_of_call, prompts_of_call, with_options
 from specdec.requests.generation_config import eos_ids, own_fields, sampling_fields
 from specdec.requests.prompts import Prompts, encode_prompts
 from specdec.requests.sampling import SamplingParams
 from specdec.values import short
 
 Params = SamplingParams | GenerationConfig | Sequence[SamplingParams | GenerationConfig] | None
-_Given = SamplingParams | GenerationConfig | ConfigWithOptions
+_AtLength = Callable[[int], SamplingParams]
+_ONE = (SamplingParams, GenerationConfig, NoneType)
 _FIELDS = tuple(f.name for f in fields(SamplingParams))
 _KINDS = "SamplingParams or a transformers.GenerationConfig, one for all prompts or a list with one per prompt"
 
@@ -72,10 +75,8 @@ def submissions(
     _check_token_types(prompts, model)
     ids = encode_prompts(prompts, tokenizer, most)
     found: list[Submission] = []
-    each = _one_each(params, len(ids))
-    by_name = _by_name(own_fields(model, use), left) if any(one is None for one in each) else None
-    for prompt, given in zip(ids, _with_options(each, left, by_name), strict=True):
-        own = _resolved(given, model, len(prompt), use)
+    for prompt, params_at in zip(ids, _one_each(params, len(ids), partial(_reader, model, use, left)), strict=True):
+        own = params_at(len(prompt))
         eos = eos_ids(model.generation_config)
         for i in range(own.n):
             if i == 1 and own.prompt_logprobs is not None:  # the first sample tells those of the prompt
@@ -138,50 +139,33 @@ def filled(params: SamplingParams, model: Any) -> SamplingParams:
     return replace(params, **{name: value for name, value in own.items() if getattr(params, name) is None})
 
 
-def _by_name(own: Mapping[str, Any], options: Mapping[str, Any]) -> SamplingParams:
-    """Parameters of a call that gives options alone, which replace the model's own."""
-    given = known_options(options, _FIELDS)
-    return SamplingParams(**{**own, **{name: v for name, v in given.items() if v is not None or name not in own}})
-
-
-def _one_each(params: Params, num_prompts: int) -> list[SamplingParams | GenerationConfig | None]:
-    if params is None or isinstance(params, (SamplingParams, GenerationConfig)):
-        return [params] * num_prompts
+def _one_each(params: Params, num_prompts: int, read: Callable[[Any], _AtLength]) -> list[_AtLength]:
+    """What `read` makes of the parameters of each prompt; parameters for all are read once."""
     if isinstance(params, dict):
         raise InvalidInputError("params is a dict; give SamplingParams.from_dict(params), or SamplingParams(…)")
+    if isinstance(params, _ONE):
+        return [read(params)] * num_prompts
     if not isinstance(params, (list, tuple)):
         raise InvalidInputError(f"params={short(params)}: allowed is {_KINDS}")
-    odd = [one for one in params if not isinstance(one, (SamplingParams, GenerationConfig, type(None)))][:1]
-    if odd:
+    if odd := [one for one in params if not isinstance(one, _ONE)][:1]:
         raise InvalidInputError(f"params has {short(odd[0])}: allowed is {_KINDS}")
     if len(params) != num_prompts:
         raise InvalidInputError(f"{len(params)} SamplingParams for {num_prompts} prompts; give one, or one per prompt")
-    return list(params)
+    return [read(one) for one in params]
 
 
-def _with_options(
-    each: Sequence[SamplingParams | GenerationConfig | None],
-    options: Mapping[str, Any],
-    by_name: SamplingParams | None,
-) -> Sequence[_Given]:
-    """Parameters of each prompt, with the options of the call; those that are one object stay one. by_name: of prompts
-    without parameters."""
-    made: dict[int, Any] = {id(one): one for one in each} | {id(None): by_name}
-    for key, one in made.items() if options else ():
-        if key != id(None):
-            made[key] = with_options(_checked(one) if isinstance(one, SamplingParams) else one, options, _FIELDS)
-    return [made[id(one)] for one in each]
-
-
-def _checked(given: SamplingParams) -> SamplingParams:
-    if type(given) is not SamplingParams:  # a subclass may have skipped the checks
-        return SamplingParams(**{name: getattr(given, name) for name in _FIELDS})
-    return given
-
-
-def _resolved(given: _Given, model: PreTrainedModel, prompt_len: int, use: Use) -> SamplingParams:
-    if isinstance(given, ConfigWithOptions):
-        return replace(from_generation_config(given.config, model, prompt_len, use), **given.options)
+def _reader(model: PreTrainedModel, use: Use, options: Mapping[str, Any], given: Any) -> _AtLength:
+    """Given parameters with the options of the call, at the length of a prompt. None: options alone, which replace what
+    the model's own generation_config has."""
     if isinstance(given, GenerationConfig):
-        return from_generation_config(given, model, prompt_len, use)
-    return _checked(given)
+        config, rest = with_options(given, options, _FIELDS)
+        return lambda length: replace(from_generation_config(config, model, length, use), **rest)
+    named = known_options(options, _FIELDS)
+    if given is None:
+        own = own_fields(model, use)
+        own |= {name: value for name, value in named.items() if value is not None or name not in own}
+    else:
+        own = {name: getattr(given, name) for name in _FIELDS} | named
+    is_checked = type(given) is SamplingParams and not named  # a subclass may have skipped the checks
+    found = given if is_checked else SamplingParams(**own)
+    return lambda length: found
