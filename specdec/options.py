@@ -7,9 +7,8 @@ arguments. It imports no torch: `--help` reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from difflib import get_close_matches
 from functools import partial, wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, get_args
@@ -19,7 +18,7 @@ from drafters.mtp.convention import Concat, Feedback
 from specdec.config import DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
 from specdec.errors import InvalidInputError
 from specdec.option_kinds import Choice, Flag, Kind, Name, Overrides, Scales, Share, Switch, Tokens, Whole
-from specdec.values import P, R, only_known, read_options
+from specdec.values import P, R, only_known, read_options, unknown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -190,8 +189,8 @@ class LoadOptions:
             InvalidInputError: a name that is no option, or a value that is not allowed.
         """
         known = {each.name: option_of(each).kind for each in fields(cls)}
-        if unknown := sorted(set(given) - set(known)):
-            raise unknown_options("unknown load options", unknown, known)
+        if odd := sorted(given.keys() - known):
+            raise unknown_options("unknown load options", odd, known)
         return cls(**{name: known[name].from_word(name, word) for name, word in given.items()})
 
     def as_arguments(self) -> dict[str, Any]:
@@ -251,10 +250,8 @@ def with_load_options(
     return decorate
 
 
-def unknown_options(what: str, given: Iterable[str], known: Collection[str]) -> InvalidInputError:
+def unknown_options(what: str, given: Collection[str], known: Collection[str]) -> InvalidInputError:
     """The error for names that are no options, with the right one for the first of these."""
-    first, *more = given
-    other = _OTHER_NAMES.get(first, "")
-    close = [other] if other.partition("=")[0] in known else get_close_matches(first, known, 1, 0.8)
-    meant = f"did you mean {close[0]}? " if close else ""
-    return InvalidInputError(f"{what} {', '.join(map(repr, [first, *more]))}: {meant}known are {', '.join(known)}")
+    other = _OTHER_NAMES.get(next(iter(given)), "")
+    hint = f"did you mean {other}? known are {', '.join(known)}" if other.partition("=")[0] in known else ""
+    return unknown(what, given, known, hint)

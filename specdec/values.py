@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
@@ -50,6 +51,17 @@ def refuse(name: str, value: object, allowed: str) -> InvalidInputError:
 def refuse_type(name: str, value: object, allowed: str) -> InvalidInputError:
     """The error for a value whose type is not allowed."""
     return InvalidInputError(f"{name}={short(value)} ({type(value).__name__}): allowed is {allowed}")
+
+
+def unknown(what: str, given: Iterable[str], known: Collection[str], hint: str = "") -> InvalidInputError:
+    """The error for names that there are not.
+
+    hint: what to give in place of the first; "" for a name like it, and all that are known.
+    """
+    names = list(given)
+    close = get_close_matches(names[0], known, 1, 0.8)
+    meant = f"did you mean {close[0]}? " if close else ""
+    return InvalidInputError(f"{what} {', '.join(map(repr, names))}: {hint or meant + 'known are ' + ', '.join(known)}")
 
 
 def only_known(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from specdec.logits.options import OFF
 from specdec.requests import chats
 from specdec.requests.generation_config import is_off
 from specdec.requests.prompts import Prompts, chats_with, user_chats
-from specdec.values import flag, only_known, short
+from specdec.values import flag, only_known, short, unknown
 
 _FIRST = "give the prompts as the first argument: generate(prompts, …)"
 _STREAM = 'read a stream: for update in model.stream(prompts, …): print(update.text, end="", flush=True)'
@@ -71,28 +70,22 @@ _SAME_MEANING = {"num_return_sequences": "n", "stop_strings": "stop"}
 K = TypeVar("K", bound=type)
 
 
-def unexpected(call: str, given: Mapping[str, Any], known: Collection[str]) -> InvalidInputError:
+def unexpected(
+    call: str, given: Mapping[str, Any], known: Collection[str], what: str = "unexpected keyword argument"
+) -> InvalidInputError:
     """The error for options that there are not, with the right call for the first.
 
     Args:
         call: what options stand in, as "SamplingParams({})". given: options that are unknown. known: names that exist.
+        what: the given ones are, in words.
     """
     name, value = next(iter(given.items()))
-    more = f" (also unexpected: {', '.join(list(given)[1:])})" if len(given) > 1 else ""
-    return InvalidInputError(f"unexpected keyword argument {name!r}{more}: {right_call(call, name, value, known)}")
-
-
-def right_call(call: str, name: str, value: Any, known: Collection[str]) -> str:
-    """What to give in place of an option that there is not, in words; see `unexpected`."""
     names = _OTHER_NAMES | (_OF_CALLS if "progress" in known else {})
+    hint = _RIGHT_CALLS.get(name, "")
     if name in names:
         own = names[name]
-        return f"it is called {own} here: {call.format(f'{own}={short(value)}')}"
-    if name in _RIGHT_CALLS:
-        return _RIGHT_CALLS[name]
-    close = get_close_matches(name, known, 1, 0.7)
-    listed = ", ".join(sorted(known, key=OFF.__contains__))  # those that change logits last
-    return (f"did you mean {close[0]}? " if close else "") + f"known are {listed}"
+        hint = f"it is called {own} here: {call.format(f'{own}={short(value)}')}"
+    return unknown(what, given, sorted(known, key=OFF.__contains__), hint)  # those that change logits last
 
 
 def only_known_fields(kind: K) -> K:

@@ -14,9 +14,9 @@ from attention.cached import cached_property
 from attention.staging import array_names, dtype_of
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
-from specdec.logits.options import OFF, LogitsOptions, largest_bias, token_ids
+from specdec.logits.options import LogitsOptions, largest_bias, token_ids
 from specdec.ops.draws import SamplingParameters
-from specdec.requests.arguments import only_known_fields, right_call
+from specdec.requests.arguments import only_known_fields, unexpected
 from specdec.requests.grammar import DecidedElsewhere, grammar
 from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode, PromptLogprobs, TokenRows
 from specdec.requests.shown import changed_fields
@@ -245,11 +245,9 @@ class SamplingParams(LogitsOptions):
         """
         if not isinstance(options, Mapping):
             raise InvalidInputError(f"sampling options are a dict, not {short(options)}")
-        known = [*(f.name for f in fields(cls) if f.name not in OFF), *OFF]
-        unknown = sorted(str(name) for name in set(options) - set(known))
-        if unknown:
-            hint = right_call("SamplingParams({})", unknown[0], options.get(unknown[0]), known)
-            raise InvalidInputError(f"unknown sampling option {', '.join(unknown)}; {hint}")
+        known = [f.name for f in fields(cls)]
+        if odd := {str(name): value for name, value in options.items() if name not in known}:
+            raise unexpected("SamplingParams({})", dict(sorted(odd.items())), known, "unknown sampling option")
         return cls(**options)  # type: ignore[arg-type]
 
     @classmethod

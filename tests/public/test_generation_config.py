@@ -371,7 +371,7 @@ def test_from_model_reads_how_the_file_samples() -> None:
     assert SamplingParams.from_model(loaded(do_sample=True, typical_p=0.4)).typical_p == 0.4
     with pytest.raises(InvalidInputError, match="SpeculativeModel or a transformers model"):
         SamplingParams.from_model("gsm-llama")
-    with pytest.raises(InvalidInputError, match="unknown sampling option temprature"):
+    with pytest.raises(InvalidInputError, match="unknown sampling option 'temprature'"):
         SamplingParams.from_model(wrapped, temprature=1.0)
 
 

@@ -82,7 +82,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], type[SpecdecError], str]] = {
     "unknown option": (
         lambda w: w.generate(PROMPTS, SamplingParams.from_dict({"temprature": 1})),
         InvalidInputError,
-        r"unknown sampling option temprature; did you mean temperature\? known are max_new_tokens, temperature",
+        r"unknown sampling option 'temprature': did you mean temperature\? known are max_new_tokens, temperature",
     ),
 }
 

@@ -13,7 +13,7 @@ from specdec.errors import InvalidInputError
 from specdec.extensions.batches.lines import KEYS, Key, Line, digest, fields_of, key_of
 from specdec.extensions.openai_format import NO_OPTIONS, chat_of, options_of, streamed
 from specdec.requests import chats
-from specdec.requests.arguments import own_names, right_call
+from specdec.requests.arguments import own_names, unexpected
 from specdec.requests.sampling import SamplingParams
 from specdec.values import short
 
@@ -134,12 +134,8 @@ def params_of(own: Mapping[str, Any], asking: Asking, task: Task) -> SamplingPar
     for name in _NOT_WRITTEN:
         if options.get(name):
             raise InvalidInputError(f"{name}: whole rows of logits are written to no file; ask for logprobs")
-    if unknown := [name for name in options if name not in _OPTIONS]:
-        hint = right_call("{}", unknown[0], options[unknown[0]], _OPTIONS).partition("known are")[0]
-        raise InvalidInputError(
-            f"unknown field {', '.join(map(short, unknown))}: {hint or 'known are those of SamplingParams; '}fields of "
-            'your own go into "metadata"'
-        )
+    if odd := {name: value for name, value in options.items() if name not in _OPTIONS}:
+        raise unexpected("{}", odd, _OPTIONS, 'fields of your own go into "metadata"; unknown field')
     if "seed" not in options and asking.params.seed is None:
         options["seed"] = digest(asking.seed, f"line {task.number}" if task.key is None else f"key {task.key.name}")
     return replace(asking.params, **options)

@@ -95,7 +95,7 @@ def test_tool_calls_and_options_of_the_template() -> None:
     for body in ({**CHAT, "continue_final_message": "yes"}, {**CHAT, "chat_template_kwargs": {"tokenize": False}}):
         with pytest.raises(InvalidInputError, match="allowed are"):
             request_of(body, True)
-    with pytest.raises(InvalidInputError, match="unknown sampling option continue_final_message"):
+    with pytest.raises(InvalidInputError, match="unknown sampling option 'continue_final_message'"):
         request_of({"prompt": "a", "continue_final_message": True}, False)
 
 

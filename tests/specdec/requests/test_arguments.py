@@ -135,7 +135,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"temprature": 1},
         r"'temprature': did you mean temperature\? known are max_new_tokens, temperature, top_k",
     ),
-    "two": ({"max_tokens": 1, "frobs": 2}, r"'max_tokens' \(also unexpected: frobs\)"),
+    "two": ({"max_tokens": 1, "frobs": 2}, "'max_tokens', 'frobs'"),
     "nonsense": ({"frobs": 2}, "'frobs': known are max_new_tokens"),
     "a bar of a stream": ({"progress": True}, r"generate\(prompts, …, progress=True\)"),
     "do_sample beside params": ({"params": SamplingParams(), "do_sample": True}, "temperature=0 is greedy"),
@@ -179,7 +179,7 @@ def test_sampling_params_refuse_other_names() -> None:
         SamplingParams(max_tokens=16)  # type: ignore[call-arg]
     with pytest.raises(InvalidInputError, match="unexpected keyword argument 'temprature': did you mean temperature"):
         SamplingParams(temprature=0.7)  # type: ignore[call-arg]
-    with pytest.raises(InvalidInputError, match="unknown sampling option max_tokens; it is called max_new_tokens here"):
+    with pytest.raises(InvalidInputError, match="unknown sampling option 'max_tokens': it is called max_new_tokens"):
         SamplingParams.from_dict({"max_tokens": 16})
     assert "max_new_tokens" in inspect.signature(SamplingParams).parameters
     given = SamplingParams(temperature=0.5)

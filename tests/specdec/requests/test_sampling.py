@@ -107,7 +107,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "min_p": (lambda: SamplingParams(min_p=1.5), "min_p=1.5"),
     "stop": (lambda: SamplingParams(stop=("a", "")), "stop=.*non-empty strings"),
     "k": (lambda: SamplingParams(num_speculative_tokens=-1), "num_speculative_tokens=-1"),
-    "unknown": (lambda: SamplingParams.from_dict({"topk": 3, "beams": 2}), "unknown sampling option beams, topk"),
+    "unknown": (lambda: SamplingParams.from_dict({"topk": 3, "beams": 2}), "unknown sampling option 'beams', 'topk'"),
 }
 
 
