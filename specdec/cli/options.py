@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specdec.errors import InvalidInputError
-from specdec.option_kinds import Choice, Flag, Kind, Overrides, Share, Switch, Whole
-from specdec.options import LoadOptions, option_of
+from specdec.options.kinds import Choice, Flag, Kind, Overrides, Share, Switch, Whole
+from specdec.options.load_options import LoadOptions, option_of
 from specdec.values import MOST_COUNT
 
 if TYPE_CHECKING:
