@@ -148,10 +148,7 @@ def options_of(given: Mapping[str, Any], chat: bool) -> dict[str, Any]:
         if top and not asked:
             raise InvalidInputError(f"top_logprobs={top} without logprobs=true")
         own |= {"logprobs": top} if asked else {}
-    own = own_names(own)
-    if "response_format" in own:
-        own["grammar"] = own.pop("response_format")
-    return own
+    return own_names(own)
 
 
 def _prompt_of(prompt: Any) -> Any:

@@ -40,6 +40,8 @@ _OTHER_NAMES = {
     "output_logits": "return_logits",
 }
 """Options of `SamplingParams` that other projects have under another name."""
+_IN_BODIES = {**_OTHER_NAMES, "response_format": "grammar"}
+"""The same of the options of a body or a row."""
 _OF_CALLS = {"use_tqdm": "progress", "apply_chat_template": "chat"}
 """The same of options that a call has beside those."""
 RIGHT_CALLS = {
@@ -95,10 +97,10 @@ def only_known_fields(kind: K) -> K:
 
 
 def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under the names that they have here. Raises InvalidInputError: one is given two values."""
+    """Options of a body or a row by their names here. Raises InvalidInputError: one is given two values."""
     found, names = dict[str, Any](), dict[str, str]()
     for name, value in options.items():
-        own = _OTHER_NAMES.get(name, name)
+        own = _IN_BODIES.get(name, name)
         if own in found and found[own] != value:
             both = f"{names[own]}={short(found[own])} and {name}={short(value)}"
             raise InvalidInputError(f"{both} are both {own}, and differ; give one of them")

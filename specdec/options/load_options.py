@@ -195,7 +195,7 @@ class LoadOptions:
 
     def as_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `SpeculativeModel.from_pretrained`."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return dict(vars(self))
 
 
 _OTHER_NAMES = {

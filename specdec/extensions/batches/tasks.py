@@ -128,8 +128,6 @@ def params_of(own: Mapping[str, Any], asking: Asking, task: Task) -> SamplingPar
         InvalidInputError: an option that there is not, or a value that is not allowed.
     """
     options = own_names({name: value for name, value in own.items() if value is not None})
-    if "response_format" in options:
-        options["grammar"] = options.pop("response_format")
     for name in _NOT_WRITTEN:
         if options.get(name):
             raise InvalidInputError(f"{name}: whole rows of logits are written to no file; ask for logprobs")
