@@ -15,8 +15,8 @@ import click
 from transformers import GenerationConfig
 
 from benchmarks.document import md_table, usage
-from specdec.logits.options import OFF, LogitsOptions
-from specdec.requests.generation_config import how_served
+from specdec.options.generation_config import how_served
+from specdec.options.logits_options import OFF, LogitsOptions
 from specdec.requests.sampling import SamplingParams
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "generation_options.md"

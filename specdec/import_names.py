@@ -25,7 +25,10 @@ _EXTENSIONS = (
 )
 OLD_NAMES = {
     **{f"specdec.{name}": f"specdec.extensions.{name}" for name in _EXTENSIONS},
+    "specdec.logits.options": "specdec.options.logits_options",
+    "specdec.option_kinds": "specdec.options.kinds",
     "specdec.ray": "specdec.extensions.batches.ray",
+    **{f"specdec.requests.{name}": f"specdec.options.{name}" for name in ("arguments", "generation_config")},
     "specdec.service.openai_format": "specdec.extensions.openai_format",
 }
 """Modules and packages by the names of an earlier release; modules below them are found, too."""

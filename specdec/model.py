@@ -22,7 +22,7 @@ from specdec.loading.assembly import FREED, Parts, assemble, dismantle
 from specdec.loading.memory import memory_named
 from specdec.loading.parts import load_parts
 from specdec.loading.progress import startup_progress
-from specdec.options import LoadArguments, LoadOptions, with_load_options
+from specdec.options.load_options import LoadArguments, LoadOptions, with_load_options
 from specdec.requests.prompts import Prompts, ids_within
 from specdec.requests.request import Completion
 from specdec.requests.scores import Score, scores, to_be_scored
@@ -208,7 +208,7 @@ class SpeculativeModel:
             progress: show a bar.
             options: fields of SamplingParams, as `temperature=0.7`, which replace those; `chat=True`: each text is what
                 the user says in a chat; `continue_final_message`, `chat_template_kwargs`: as in transformers'
-                apply_chat_template. Names of transformers and vLLM: see `specdec.requests.arguments`.
+                apply_chat_template. Names of transformers and vLLM: see `specdec.options.arguments`.
 
         Returns:
             One Completion a prompt, in order (with SamplingParams.n or GenerationConfig.num_return_sequences so many).

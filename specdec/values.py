@@ -69,15 +69,14 @@ def only_known(
 ) -> Callable[P, R]:
     """A method that raises InvalidInputError for a keyword given by its place, too, and `refused(unknown, known)`."""
     names = tuple(signature(call).parameters)[1:]
-    known = frozenset(names)
 
     @wraps(call)
     def checked(*args: P.args, **options: P.kwargs) -> R:
         for name in names[: len(args) - 1]:
             if name in options:
                 raise InvalidInputError(f"{name}={short(options[name])} is given by its place, too: give it once")
-        if not known.issuperset(options):
-            raise refused({name: value for name, value in options.items() if name not in known}, names)
+        if odd := {name: value for name, value in options.items() if name not in names}:
+            raise refused(odd, names)
         return call(*args, **options)
 
     return checked

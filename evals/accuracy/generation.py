@@ -20,8 +20,8 @@ from transformers import GenerationConfig
 
 from evals.runs.answers import Turn
 from specdec.errors import InvalidInputError
-from specdec.logits.options import OFF
-from specdec.requests.generation_config import how_served
+from specdec.options.generation_config import how_served
+from specdec.options.logits_options import OFF
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.submission import from_generation_config
 

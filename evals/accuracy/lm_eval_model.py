@@ -22,7 +22,7 @@ from evals.accuracy.generation import Thinking
 from evals.runs.conversations import Configuration, ModelSpec
 from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
-from specdec.options import LoadOptions, unknown_options
+from specdec.options.load_options import LoadOptions, unknown_options
 
 NAME = "specdec"
 _LOG = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ from specdec.cli.options import (
     TOP_K,
     TOP_P,
     added,
-    check_sampling,
     flag,
     load_options,
     load_options_of,
     offered,
     option,
+    sampling_of,
 )
 
 if TYPE_CHECKING:
@@ -132,12 +132,9 @@ ray_options = added(
 def make_asking(options: Mapping[str, Any]) -> Asking:
     """How questions are asked, final after `settle`. Raises click.UsageError: a sampling option at temperature 0."""
     from evals.runs.conversations import Asking
-    from specdec.requests.sampling import SamplingParams
 
-    names = ("max_new_tokens", "temperature", "top_k", "top_p")
-    check_sampling(options)
     # The configurations are asked the same questions one after the other: none may find what another has left.
-    params = SamplingParams(**{name: options[name] for name in names}, cache_prefix=False)
+    params = sampling_of(options, cache_prefix=False)
     return Asking(params, not options["no_chat_template"], options["system"], options["seed"])
 
 

@@ -12,13 +12,14 @@ import click
 from specdec.cli.options import (
     COUNT,
     PATH,
+    SAMPLING,
     SAMPLING_OPTIONS,
     added,
-    check_sampling,
     examples,
     load_options_of,
     model_options,
     option,
+    sampling_of,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ _SIZES = (
     *("device", "seed"),
 )
 """Load options that a run may go on with other values of."""
-_SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
 _FAILED = 1
 """The exit status where rows ended with an error."""
 
@@ -58,7 +58,6 @@ def batch(context: click.Context, source: Path, target: Path, workers: int | Non
     """
     from specdec.extensions.batches.run_batch import run_batch
 
-    check_sampling(options)
     asking = _asking(options)
     load = load_options_of({name: value for name, value in options.items() if name != "seed"}, seed=asking.seed)
     start = partial(_records, options, load, asking, workers)
@@ -70,16 +69,14 @@ def batch(context: click.Context, source: Path, target: Path, workers: int | Non
 
 def _asking(options: Mapping[str, Any]) -> Asking:
     from specdec.extensions.batches.tasks import Asking
-    from specdec.requests.sampling import SamplingParams
 
-    params = SamplingParams(**{name: options[name] for name in _SAMPLING})
-    return Asking(params, options["seed"] or 0, options["model"])
+    return Asking(sampling_of(options), options["seed"] or 0, options["model"])
 
 
 def _settings(options: Mapping[str, Any], load: LoadOptions, asking: Asking) -> dict[str, Any]:
     """What answers depend on."""
     loaded = {name: value for name, value in load.as_arguments().items() if name not in _SIZES}
-    named = {name: options[name] for name in ("model", "draft", *_SAMPLING)}
+    named = {name: options[name] for name in ("model", "draft", *SAMPLING)}
     return {**named, "seed": asking.seed, "load": {name: _plain(value) for name, value in loaded.items()}}
 
 

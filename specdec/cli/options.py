@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specdec.errors import InvalidInputError
-from specdec.option_kinds import Choice, Flag, Kind, Overrides, Share, Switch, Whole
-from specdec.options import LoadOptions, option_of
+from specdec.options.kinds import Choice, Flag, Kind, Overrides, Share, Switch, Whole
+from specdec.options.load_options import LoadOptions, option_of
 from specdec.values import MOST_COUNT
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ SAMPLING_OPTIONS = (
     option("--seed", "Fixes the random draws.", int),
     option("--stop", "A string that ends the text; may be given several times.", multiple=True),
 )
+SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
+"""Names of these but the seed, which means a request's in some commands and a run's in others."""
 DEFAULT_MODEL = "gsm-llama"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _DRAFT_HELP = (
@@ -71,6 +73,18 @@ def check_sampling(options: Mapping[str, Any]) -> None:
         if options["temperature"] == 0 and options.get(name, off) != off:
             given = f"--{name.replace('_', '-')} {options[name]}"
             raise click.UsageError(f"{given} decides nothing at temperature 0; leave it out, or give --temperature")
+
+
+def sampling_of(options: Mapping[str, Any], **more: Any) -> SamplingParams:
+    """What a command's options of sampling say. more: options of SamplingParams that it decides itself.
+
+    Raises:
+        click.UsageError: see `check_sampling`. InvalidInputError: a value that is not allowed.
+    """
+    from specdec.requests.sampling import SamplingParams
+
+    check_sampling(options)
+    return SamplingParams(**{name: options[name] for name in SAMPLING if name in options} | more)
 
 
 def offered(command: str, without: Container[str] = (), kind: type[LoadOptions] = LoadOptions) -> list[str]:
@@ -179,12 +193,9 @@ def load_for_sampling(options: Mapping[str, Any]) -> tuple[SpeculativeModel, Sam
     Raises:
         InvalidInputError, …: see `load_model`. click.UsageError: see `check_sampling`.
     """
-    from specdec.requests.sampling import SamplingParams
     from specdec.requests.submission import filled
 
-    check_sampling(options)
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
-    params = SamplingParams(**{name: options[name] for name in names})
+    params = sampling_of(options, seed=options["seed"])
     load = {name: value for name, value in options.items() if name != "seed"}
     seed = {} if params.seed is None else {"seed": params.seed}
     model = load_model(options["model"], options["draft"], load_options_of(load, **seed))

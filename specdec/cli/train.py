@@ -44,7 +44,7 @@ _RUN = (
     option("--max-new-tokens", "Longest answer.", click.IntRange(2), 512),
     option("--max-length", "Longest training sequence.", click.IntRange(3), 1024),
     flag("--answers-only", "Only let the target answer (several files in parallel, say)."),
-    flag("--compile compile_", "Run the loss through torch.compile."),
+    flag("--compile", "Run the loss through torch.compile."),
     option("--seed", default=0),
     load_options(
         offered("train"),
@@ -127,8 +127,7 @@ def _run(options: dict[str, Any], family: str, chosen: dict[str, Any]) -> None:
     from specdec.run_files import check_writable
 
     limits = AnswerLimits(options["max_new_tokens"], options["max_length"])
-    names = ("steps", "batch_size", "ttt_steps", "decay", "learning_rate", "seed", "checkpoint_every")
-    config = TrainConfig(compile=options["compile_"], **{name: options[name] for name in names})
+    config = TrainConfig(**{name: options[name] for name in TrainConfig.__dataclass_fields__ if name in options})
     asked = [read_questions(path) for path in options["data"]]
     output, console = options["output"], Console()
     check_writable(output)

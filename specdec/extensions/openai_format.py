@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 from specdec.engine.streams import StreamUpdate
 from specdec.errors import ClosedModelError, DrainingError, InvalidInputError, QueueFullError, SpecdecError
+from specdec.options.arguments import CHAT_OPTIONS, own_names
 from specdec.requests import chats
-from specdec.requests.arguments import own_names
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
@@ -119,7 +119,7 @@ def request_of(body: Mapping[str, Any], chat: bool, allow_lark: bool = False) ->
     """
     if used := [name for name in _UNTOLD if body.get(name) is not None and body[name] is not False]:
         raise InvalidInputError(f"{', '.join(used)}: an answer in OpenAI's format has no place for it")
-    template = {name: body[name] for name in chats.OPTIONS if chat and name in body}
+    template = {name: body[name] for name in CHAT_OPTIONS if chat and name in body}
     elsewhere = (*NO_OPTIONS, *_UNTOLD, *template, "messages", "prompt", "stream", "stream_options")
     own = options_of({name: value for name, value in body.items() if name not in elsewhere}, chat)
     params = SamplingParams.from_dict({"temperature": 1.0, **own})
@@ -148,10 +148,7 @@ def options_of(given: Mapping[str, Any], chat: bool) -> dict[str, Any]:
         if top and not asked:
             raise InvalidInputError(f"top_logprobs={top} without logprobs=true")
         own |= {"logprobs": top} if asked else {}
-    own = own_names(own)
-    if "response_format" in own:
-        own["grammar"] = own.pop("response_format")
-    return own
+    return own_names(own)
 
 
 def _prompt_of(prompt: Any) -> Any:

@@ -25,7 +25,7 @@ from specdec.execution.eager import EagerExecutor
 from specdec.loading.backends import GraphChoice, Graphs, choose_graphs, made_in_inference_mode, uncaptured_state
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.progress import log
-from specdec.requests.generation_config import eos_ids
+from specdec.options.generation_config import eos_ids
 from specdec.rounds.buckets import loop_limits
 from specdec.selftest.selftest import check_target
 from specdec.selftest.twin import TwinReport, twin_test

@@ -13,7 +13,7 @@ import torch
 from drafters.base import DraftsOnSome, Head
 from drafters.vocab import ids_of, most_frequent
 from specdec.errors import InvalidInputError
-from specdec.requests.generation_config import eos_ids
+from specdec.options.generation_config import eos_ids
 from specdec.requests.prompts import encode_prompts
 from specdec.values import short, token_ids, whole
 from specdec.wrapped.group import ALONE, Group

@@ -14,7 +14,7 @@ from attention.runner import GroupRunner
 from specdec.loading.assembly import builds_of
 from specdec.loading.kv_scales import scales_in_words
 from specdec.loading.quantisation import facts_of_quantisation
-from specdec.requests.generation_config import named, sampling_of_model, unsupported
+from specdec.options.generation_config import named, sampling_of_model, unsupported
 from specdec.wrapped.fingerprint import tokens_fingerprint
 from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
 

@@ -10,9 +10,9 @@ import torch
 
 from attention.batch.host import BatchExtra, offsets_within
 from attention.checking import require
-from specdec.logits.options import SAMPLED_ONLY, WITHOUT_EFFECT
 from specdec.logits.prefixes import Prefixes
 from specdec.logits.processing import Filters, Rows, Subject, on_device, process
+from specdec.options.logits_options import SAMPLED_ONLY, WITHOUT_EFFECT
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.user_code import RequestProcessors
 from specdec.rounds.extras import DecidedRows, EarlyDrafts, RoundExtra, drafted_prefixes

@@ -21,8 +21,8 @@ from transformers.generation import logits_process as hf
 
 from attention.cached import cached_property
 from specdec.logits.forms import add_sequence_bias, ban_repeated_ngrams, penalise_tokens, subtract_counts
-from specdec.logits.options import OFF
 from specdec.logits.prefixes import Prefixes
+from specdec.options.logits_options import OFF
 from specdec.requests.user_code import RequestProcessors
 
 _NEVER = float("-inf")

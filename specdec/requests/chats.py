@@ -12,9 +12,6 @@ from jinja2 import TemplateError
 from specdec.errors import InvalidInputError
 from specdec.values import flag, short
 
-OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-"""Options of a call, or of a body, that belong to the chat template. Source: transformers, `apply_chat_template`; vLLM,
-"Chat API", extra parameters."""
 _NOT_VARIABLES = {
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
@@ -35,7 +32,7 @@ class Chat(list[Any]):
 
 
 def with_options(messages: Sequence[Any], given: Mapping[str, Any]) -> Sequence[Any]:
-    """The messages with these of the `OPTIONS`; as they are where none is set.
+    """The messages with these of the `CHAT_OPTIONS`; as they are where none is set.
 
     continue_final_message: the model goes on with the last message, which stays open. chat_template_kwargs: variables
     of the template (`enable_thinking`, `tools`, …).

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec.errors import UNNAMED_ERRORS, InvalidInputError
+from specdec.options.arguments import CHAT_OPTIONS, FIRST, RIGHT_CALLS, given_once, unexpected
 from specdec.requests.chats import chat_ids, texts_of, with_options
-from specdec.values import is_whole, short
+from specdec.values import flag, is_whole, short
 
 Prompts = Any
 """str | token ids | list of chat messages (dicts) | a list of any of these | tensor, array or BatchEncoding of ids."""
@@ -19,10 +20,36 @@ _BESIDE = {"attention_mask", "token_type_ids", "special_tokens_mask", "length"}
 (for the rest see `submission`)."""
 _MEDIA_TYPES = "mm_token_type_ids"
 """A processor's output beside the ids: 0 for text, others for images, videos and sound."""
+_BESIDE_IDS = ("attention_mask", "token_type_ids", "special_tokens_mask", "mm_token_type_ids")
+"""Fields of a BatchEncoding, given as `generate(**inputs)`."""
 _MASK_HINT = (
     "padding is described by an attention_mask: give the tokenizer's whole BatchEncoding (or a dict of input_ids and "
     "attention_mask), or the rows without padding"
 )
+
+
+def prompts_of_call(prompts: Prompts, options: dict[str, Any]) -> Prompts:
+    """The prompts of a call; what belongs to them is taken out of its options.
+
+    Raises:
+        InvalidInputError: prompts that are given twice or by another name, or a mask without ids.
+    """
+    elsewhere = {name: value for name, value in options.items() if RIGHT_CALLS.get(name) == FIRST}
+    if prompts is None and elsewhere:
+        raise unexpected("generate(prompts, {})", elsewhere, ())
+    chat = flag("chat", options.pop("chat", False))
+    for name in ("input_ids", "inputs"):
+        prompts = given_once("prompts", prompts, name, options)
+    beside = {name: options.pop(name) for name in _BESIDE_IDS if name in options}
+    beside = {name: value for name, value in beside.items() if value is not None}
+    if beside and (prompts is None or isinstance(prompts, (str, Mapping))):
+        raise InvalidInputError(
+            f"{', '.join(beside)}: it belongs to token ids that are given by themselves: generate(input_ids, "
+            "attention_mask=mask), or all fields of a BatchEncoding: generate(**inputs)"
+        )
+    prompts = {"input_ids": prompts, **beside} if beside else prompts
+    template = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
+    return chats_with(user_chats(prompts) if chat else prompts, template)
 
 
 def encode_prompts(prompts: Prompts, tokenizer: Any, most: int | None = None) -> list[list[int]]:

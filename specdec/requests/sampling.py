@@ -14,9 +14,9 @@ from attention.cached import cached_property
 from attention.staging import array_names, dtype_of
 from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
-from specdec.logits.options import LogitsOptions, largest_bias, token_ids
 from specdec.ops.draws import SamplingParameters
-from specdec.requests.arguments import only_known_fields, unexpected
+from specdec.options.arguments import only_known_fields, unexpected
+from specdec.options.logits_options import LogitsOptions, largest_bias, token_ids
 from specdec.requests.grammar import DecidedElsewhere, grammar
 from specdec.requests.logprobs import MOST_LOGPROBS, LogprobsMode, PromptLogprobs, TokenRows
 from specdec.requests.shown import changed_fields
@@ -264,7 +264,7 @@ class SamplingParams(LogitsOptions):
             InvalidInputError: it samples in a way that is not supported (typical_p, epsilon_cutoff, …), an option is
                 unknown, or this is no model.
         """
-        from specdec.requests.generation_config import sampling_of_model
+        from specdec.options.generation_config import sampling_of_model
 
         return cls.from_dict({**sampling_of_model(model), **options})
 

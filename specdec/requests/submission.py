@@ -13,10 +13,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
-from specdec.options import Use
-from specdec.requests.arguments import known_options, params_of_call, prompts_of_call, with_options
-from specdec.requests.generation_config import eos_ids, own_fields, sampling_fields
-from specdec.requests.prompts import Prompts, encode_prompts
+from specdec.options.arguments import known_options, params_of_call, with_options
+from specdec.options.generation_config import eos_ids, own_fields, sampling_fields
+from specdec.options.load_options import Use
+from specdec.requests.prompts import Prompts, encode_prompts, prompts_of_call
 from specdec.requests.sampling import SamplingParams
 from specdec.values import short
 
@@ -65,7 +65,7 @@ def submissions(
 
     Args:
         use: whether the model's own generation_config applies. Its current eos ids always do.
-        options: keyword arguments of the call: see `specdec.requests.arguments`. most: tokens of a request.
+        options: keyword arguments of the call: see `specdec.options.arguments`. most: tokens of a request.
 
     Raises:
         InvalidInputError: a bad prompt, bad parameters, or a model's generation_config that cannot be honoured.

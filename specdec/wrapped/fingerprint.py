@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from attention.hf.weights import memory_of
 from drafters.base import Head
-from specdec.requests.generation_config import eos_ids
+from specdec.options.generation_config import eos_ids
 from specdec.wrapped.group import ALONE, Group
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

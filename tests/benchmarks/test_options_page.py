@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from benchmarks import options_page
 from specdec.errors import InvalidInputError
-from specdec.requests.generation_config import how_served
+from specdec.options.generation_config import how_served
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.submission import from_generation_config
 from tests.fakes import tiny_llama

@@ -17,8 +17,8 @@ from evals.runs.conversations import ModelSpec, Worker
 from specdec.cli.main import cli
 from specdec.cli.options import offered
 from specdec.errors import InvalidInputError
-from specdec.option_kinds import Choice, Flag, Overrides, Scales, Share, Switch, Whole
-from specdec.options import LoadOptions, option_of
+from specdec.options.kinds import Choice, Flag, Overrides, Scales, Share, Switch, Whole
+from specdec.options.load_options import LoadOptions, option_of
 
 FIELDS = {each.name: each for each in fields(LoadOptions)}
 

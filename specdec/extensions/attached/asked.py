@@ -23,7 +23,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from specdec.engine.streams import Stream, StreamUpdate, collected
 from specdec.errors import InvalidInputError, SpecdecError
 from specdec.model import SpeculativeModel
-from specdec.requests.generation_config import eos_ids, sampling_fields
+from specdec.options.generation_config import eos_ids, sampling_fields
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.user_code import STATELESS, overlapping

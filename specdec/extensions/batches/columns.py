@@ -13,7 +13,7 @@ from specdec.extensions.batches.answering import Answer
 from specdec.extensions.batches.lines import key_of
 from specdec.extensions.batches.records import columns
 from specdec.extensions.batches.tasks import Asking, Task, params_of, prompt_of
-from specdec.requests import chats
+from specdec.options.arguments import CHAT_OPTIONS
 from specdec.values import short
 
 PROMPTS = ("prompt", "messages", "token_ids")
@@ -44,7 +44,7 @@ def _task(number: int, row: dict[str, Any], asking: Asking) -> Task:
         own = row.get("params") or {}
         if not isinstance(own, dict):
             raise InvalidInputError(f"params={short(own)}: a dict of sampling options is needed")
-        prompt = prompt_of({**row, **{name: own.pop(name) for name in chats.OPTIONS if name in own}})
+        prompt = prompt_of({**row, **{name: own.pop(name) for name in CHAT_OPTIONS if name in own}})
         params = params_of(own, asking, task)
         if task.key is None and own.get("seed") is None:
             params = replace(params, seed=asking.params.seed)

@@ -12,15 +12,14 @@ from typing import Any, Literal
 from specdec.errors import InvalidInputError
 from specdec.extensions.batches.lines import KEYS, Key, Line, digest, fields_of, key_of
 from specdec.extensions.openai_format import NO_OPTIONS, chat_of, options_of, streamed
-from specdec.requests import chats
-from specdec.requests.arguments import own_names, unexpected
+from specdec.options.arguments import CHAT_OPTIONS, own_names, unexpected
 from specdec.requests.sampling import SamplingParams
 from specdec.values import short
 
 Form = Literal["row", "chat.completion", "text_completion"]
 URLS: dict[str, Form] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
 _PROMPTS = ("prompt", "messages", "token_ids")
-_ABOUT_PROMPTS = (*_PROMPTS, *chats.OPTIONS)
+_ABOUT_PROMPTS = (*_PROMPTS, *CHAT_OPTIONS)
 _OPTIONS = tuple(each.name for each in fields(SamplingParams))
 _STREAM = ("stream", "stream_options")
 _NOT_WRITTEN = ("return_logits", "return_scores")
@@ -88,7 +87,7 @@ def _of_openai(task: Task, row: dict[str, Any], asking: Asking) -> Task:
     if not isinstance(body, dict):
         raise InvalidInputError(f"body={short(body)}: a JSON object is needed")
     is_chat = task.form == "chat.completion"
-    about = ("messages", *chats.OPTIONS) if is_chat else ("prompt",)
+    about = ("messages", *CHAT_OPTIONS) if is_chat else ("prompt",)
     prompt = prompt_of({name: body.get(name) for name in about})
     own = {n: v for n, v in body.items() if n not in (*NO_OPTIONS, *_STREAM, *about)}
     if any(streamed(body)):
@@ -105,7 +104,7 @@ def prompt_of(row: Mapping[str, Any]) -> Any:
         InvalidInputError: none of them, several, or one that is no such thing.
     """
     there = {name: row[name] for name in _PROMPTS if row.get(name) is not None}
-    template = {name: row[name] for name in chats.OPTIONS if row.get(name) is not None}
+    template = {name: row[name] for name in CHAT_OPTIONS if row.get(name) is not None}
     if len(there) != 1:
         raise InvalidInputError(f"a row has one of {', '.join(_PROMPTS)}, not {' and '.join(there) or 'none of them'}")
     ((name, value),) = there.items()
@@ -129,8 +128,6 @@ def params_of(own: Mapping[str, Any], asking: Asking, task: Task) -> SamplingPar
         InvalidInputError: an option that there is not, or a value that is not allowed.
     """
     options = own_names({name: value for name, value in own.items() if value is not None})
-    if "response_format" in options:
-        options["grammar"] = options.pop("response_format")
     for name in _NOT_WRITTEN:
         if options.get(name):
             raise InvalidInputError(f"{name}: whole rows of logits are written to no file; ask for logprobs")

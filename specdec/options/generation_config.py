@@ -20,8 +20,8 @@ import numpy as np
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
-from specdec.logits.options import OFF, LogitsOptions
-from specdec.options import Use
+from specdec.options.load_options import Use
+from specdec.options.logits_options import OFF, LogitsOptions
 from specdec.values import Reader, flag, real, refuse_type, short, whole
 
 Served = Literal["device", "host", "without effect", "refused"]
@@ -127,7 +127,7 @@ def sampling_fields(
 
 
 def logits_options(config: GenerationConfig) -> dict[str, Any]:
-    """Options that change logits and that a config sets, by name: see `specdec.logits.options.LogitsOptions`."""
+    """Options that change logits and that a config sets, by name: see `LogitsOptions`."""
     values = {name: getattr(config, name, None) for name in OFF}
     return LogitsOptions(**values).settings
 

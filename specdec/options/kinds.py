@@ -100,12 +100,10 @@ class Name(Kind):
         return str(word) if isinstance(word, int) and not isinstance(word, bool) else word
 
 
-@dataclass(frozen=True)
 class Scales(Kind):
     """A pair of positive numbers (keys, values) for each layer; as a word K:V;K:V;…"""
 
-    def read(self, name: str, value: Any) -> tuple[tuple[float, float], ...]:
-        return scale_pairs(name, value)
+    read = staticmethod(scale_pairs)
 
     def from_word(self, name: str, word: Any) -> Any:
         """See `Kind.from_word`. Raises InvalidInputError: a part of the word is no pair."""

@@ -22,8 +22,8 @@ from specdec.cli.options import load_options, offered
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError
 from specdec.loading.backends import kv_format, kv_layout
-from specdec.option_kinds import Choice, Kind, Switch, Whole
-from specdec.options import _OTHER_NAMES, LoadOptions, Option, option_of
+from specdec.options.kinds import Choice, Kind, Switch, Whole
+from specdec.options.load_options import _OTHER_NAMES, LoadOptions, Option, option_of
 
 
 def keywords() -> list[tuple[str, Any, str]]:

@@ -17,7 +17,7 @@ from attention.backends.kinds import KINDS
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
 from specdec.errors import InvalidInputError
-from specdec.option_kinds import Choice, Flag, Kind, Name, Overrides, Scales, Share, Switch, Tokens, Whole
+from specdec.options.kinds import Choice, Flag, Kind, Name, Overrides, Scales, Share, Switch, Tokens, Whole
 from specdec.values import P, R, only_known, read_options, unknown
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class LoadOptions:
 
     def as_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `SpeculativeModel.from_pretrained`."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return dict(vars(self))
 
 
 _OTHER_NAMES = {

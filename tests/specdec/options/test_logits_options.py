@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specdec.errors import InvalidInputError
-from specdec.logits.options import OFF, LogitsOptions
+from specdec.options.logits_options import OFF, LogitsOptions
 from specdec.requests.sampling import SamplingParams
 
 READ: list[tuple[str, Any, Any]] = [

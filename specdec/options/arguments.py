@@ -17,13 +17,11 @@ from typing import Any, TypeVar
 from transformers import GenerationConfig
 
 from specdec.errors import InvalidInputError
-from specdec.logits.options import OFF
-from specdec.requests import chats
-from specdec.requests.generation_config import is_off
-from specdec.requests.prompts import Prompts, chats_with, user_chats
-from specdec.values import flag, only_known, short, unknown
+from specdec.options.generation_config import is_off
+from specdec.options.logits_options import OFF
+from specdec.values import only_known, short, unknown
 
-_FIRST = "give the prompts as the first argument: generate(prompts, …)"
+FIRST = "give the prompts as the first argument: generate(prompts, …)"
 _STREAM = 'read a stream: for update in model.stream(prompts, …): print(update.text, end="", flush=True)'
 _NO_BEAMS = "beams are not searched; n=… with temperature=… draws several completions"
 _CONSTRAINED = "give grammar=…, see specdec.Grammar; or prefix_allowed_tokens_fn=… or logits_processor=…"
@@ -42,10 +40,12 @@ _OTHER_NAMES = {
     "output_logits": "return_logits",
 }
 """Options of `SamplingParams` that other projects have under another name."""
+_IN_BODIES = {**_OTHER_NAMES, "response_format": "grammar"}
+"""The same of the options of a body or a row."""
 _OF_CALLS = {"use_tqdm": "progress", "apply_chat_template": "chat"}
 """The same of options that a call has beside those."""
-_RIGHT_CALLS = {
-    **dict.fromkeys(("prompt", "prompt_token_ids", "text", "texts", "messages", "conversation"), _FIRST),
+RIGHT_CALLS = {
+    **dict.fromkeys(("prompt", "prompt_token_ids", "text", "texts", "messages", "conversation"), FIRST),
     **dict.fromkeys(("stream", "streamer"), _STREAM),
     **dict.fromkeys(("num_beams", "num_beam_groups", "best_of", "use_beam_search"), _NO_BEAMS),
     **dict.fromkeys(("guided_decoding", "structured_outputs", "response_format", "constraints"), _CONSTRAINED),
@@ -63,10 +63,11 @@ _RIGHT_CALLS = {
     "past_key_values": "prompts that begin alike share their cache: enable_prefix_caching of from_pretrained",
     "progress": "it is an option of generate: generate(prompts, …, progress=True)",
 }
-_BESIDE_IDS = ("attention_mask", "token_type_ids", "special_tokens_mask", "mm_token_type_ids")
-"""Fields of a BatchEncoding, given as `generate(**inputs)`."""
 _SAME_MEANING = {"num_return_sequences": "n", "stop_strings": "stop"}
 
+CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+"""Options of a call, or of a body, that belong to the chat template. Source: transformers, `apply_chat_template`; vLLM,
+"Chat API", extra parameters."""
 K = TypeVar("K", bound=type)
 
 
@@ -81,7 +82,7 @@ def unexpected(
     """
     name, value = next(iter(given.items()))
     names = _OTHER_NAMES | (_OF_CALLS if "progress" in known else {})
-    hint = _RIGHT_CALLS.get(name, "")
+    hint = RIGHT_CALLS.get(name, "")
     if name in names:
         own = names[name]
         hint = f"it is called {own} here: {call.format(f'{own}={short(value)}')}"
@@ -95,35 +96,11 @@ def only_known_fields(kind: K) -> K:
     return kind
 
 
-def prompts_of_call(prompts: Prompts, options: dict[str, Any]) -> Prompts:
-    """The prompts of a call; what belongs to them is taken out of its options.
-
-    Raises:
-        InvalidInputError: prompts that are given twice or by another name, or a mask without ids.
-    """
-    elsewhere = {name: value for name, value in options.items() if _RIGHT_CALLS.get(name) == _FIRST}
-    if prompts is None and elsewhere:
-        raise unexpected("generate(prompts, {})", elsewhere, ())
-    chat = flag("chat", options.pop("chat", False))
-    for name in ("input_ids", "inputs"):
-        prompts = _once("prompts", prompts, name, options)
-    beside = {name: options.pop(name) for name in _BESIDE_IDS if name in options}
-    beside = {name: value for name, value in beside.items() if value is not None}
-    if beside and (prompts is None or isinstance(prompts, (str, Mapping))):
-        raise InvalidInputError(
-            f"{', '.join(beside)}: it belongs to token ids that are given by themselves: generate(input_ids, "
-            "attention_mask=mask), or all fields of a BatchEncoding: generate(**inputs)"
-        )
-    prompts = {"input_ids": prompts, **beside} if beside else prompts
-    template = {name: options.pop(name) for name in chats.OPTIONS if name in options}
-    return chats_with(user_chats(prompts) if chat else prompts, template)
-
-
 def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under the names that they have here. Raises InvalidInputError: one is given two values."""
+    """Options of a body or a row by their names here. Raises InvalidInputError: one is given two values."""
     found, names = dict[str, Any](), dict[str, str]()
     for name, value in options.items():
-        own = _OTHER_NAMES.get(name, name)
+        own = _IN_BODIES.get(name, name)
         if own in found and found[own] != value:
             both = f"{names[own]}={short(found[own])} and {name}={short(value)}"
             raise InvalidInputError(f"{both} are both {own}, and differ; give one of them")
@@ -140,14 +117,15 @@ def params_of_call(params: Any, options: dict[str, Any]) -> Any:
         InvalidInputError: parameters that are given twice.
     """
     for name in ("sampling_params", "generation_config"):
-        params = _once("params", params, name, options)
+        params = given_once("params", params, name, options)
     for name, own in _SAME_MEANING.items():
         if options.get(name) is not None and options.get(own) is None:
             options[own] = options.pop(name)
     return GenerationConfig() if params is None and options.get("do_sample") is not None else params
 
 
-def _once(what: str, given: Any, name: str, options: dict[str, Any]) -> Any:
+def given_once(what: str, given: Any, name: str, options: dict[str, Any]) -> Any:
+    """What is given as `given`, or among the options, out of which it is taken. Raises InvalidInputError: as both."""
     other = options.pop(name, None)
     if given is not None and other is not None:
         raise InvalidInputError(f"{what} and {name}= were both given, and mean the same: give one of them")
@@ -177,12 +155,12 @@ def known_options(options: Mapping[str, Any], known: Collection[str]) -> dict[st
     an option that there is not."""
     rest = {name: value for name, value in options.items() if name not in known and not _changes_nothing(name, value)}
     if rest:
-        raise unexpected("generate(prompts, {})", rest, (*known, "chat", *chats.OPTIONS, "progress"))
+        raise unexpected("generate(prompts, {})", rest, (*known, "chat", *CHAT_OPTIONS, "progress"))
     return {name: value for name, value in options.items() if name in known}
 
 
 def _changes_nothing(name: str, value: Any) -> bool:
     """Whether an option of another project does nothing: unset, or a field of a GenerationConfig that is off."""
     if value is None:
-        return name in _OTHER_NAMES or name in _RIGHT_CALLS or name in vars(GenerationConfig())
+        return name in _OTHER_NAMES or name in RIGHT_CALLS or name in vars(GenerationConfig())
     return name != "do_sample" and is_off(name, value)

@@ -10,7 +10,7 @@ from fakes import EOS, LETTERS, hf_greedy, random_prompts, table_head, tiny_llam
 from transformers import GenerationConfig
 
 from specdec.errors import InvalidInputError
-from specdec.requests.generation_config import merged, refused_fields
+from specdec.options.generation_config import merged, refused_fields
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.submission import from_generation_config
 
