@@ -36,14 +36,12 @@ _shared_options = added(
             default=None,
             help="Local data: see below; default $SPECDEC_DATA.",
         ),
-        click.option("--k", type=click.IntRange(1), default=5, show_default=True, help="Drafts a round."),
-        click.option("--limit", type=click.IntRange(1), default=None, help="First N questions of each task."),
-        click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True),
-        click.option(
-            "--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Questions at a time."
-        ),
-        click.option("--seed", type=int, default=0, show_default=True),
-        click.option("--output", type=shared.FILE, default=None, help="Write the JSON document here."),
+        click.option("--k", type=click.IntRange(1), default=5, help="Drafts a round."),
+        click.option("--limit", type=click.IntRange(1), help="First N questions of each task."),
+        click.option("--max-new-tokens", type=click.IntRange(1), default=256),
+        shared.together_option,
+        shared.seed_option,
+        shared.output_option,
         shared.run_dir_option,
     )
 )
@@ -57,11 +55,14 @@ _shared_options = added(
         "specdec eval gsm8k --tasks specdec_arithmetic --backends flashinfer,batch_invariant,flex,torch",
     ),
 )
+@click.option("--tasks", default="gsm8k", help="gsm8k, gsm8k_cot, specdec_arithmetic, or any of lm-eval's.")
+@click.option("--num-fewshot", type=click.IntRange(0), help="Examples in the prompt; default the task's.")
 @click.option(
-    "--tasks", default="gsm8k", show_default=True, help="gsm8k, gsm8k_cot, specdec_arithmetic, or any of lm-eval's."
+    "--chat-template/--no-chat-template",
+    default=None,
+    show_default=False,
+    help="Default: with it where the tokenizer has one.",
 )
-@click.option("--num-fewshot", type=click.IntRange(0), default=None, help="Examples in the prompt; default the task's.")
-@click.option("--chat-template/--no-chat-template", default=None, help="Default: with it where the tokenizer has one.")
 @click.option(
     "--backends",
     type=shared.Listed("text", click.Choice([name for name in KINDS if name != "auto"])),
@@ -218,14 +219,13 @@ def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]
 def _print(console: Console, document: Json) -> None:
     from rich.table import Table
 
-    from evals.report.terminal import show
+    from evals.report.terminal import print_definitions, show
 
     alone, fast = (arm["name"] for arm in document["arms"])
     table = Table("task", "metric", alone, fast, "difference", f"only {alone}", f"only {fast}", "McNemar p")
     for row in document["scores"]:
-        counts = (f"{row[name] / row['total']:.4f} ({row[name]}/{row['total']})" for name in ("right_a", "right_b"))
         names = (row["task"], f"{row['metric']}, {row['filter']}")
-        table.add_row(*names, *counts, *_compared(row))
+        table.add_row(*names, _right(row, "right_a"), _right(row, "right_b"), *_compared(row))
     console.print(table)
     same, arm = document["identical"], document["arms"][1]
     console.print(f"identical answers: {same['identical']} of {same['questions']}")
@@ -235,10 +235,19 @@ def _print(console: Console, document: Json) -> None:
         if cached["hit_tokens"]:
             tokens = f"{cached['hit_tokens']:,} of {cached['prompt_tokens']:,} prompt tokens"
             console.print(f"prefix cache, {name}: {tokens} ({cached['hit_rate']:.1%})", highlight=False)
-    for line in _warnings(document):
-        console.print(line, style="bold yellow", highlight=False)
-    for key in ("tau", "speedup", "mcnemar", "accuracy_interval", "interval"):
-        console.print(f"[bold]{key}[/bold]: {document['definitions'][key]}", style="dim", highlight=False)
+    for row in document["scores"]:
+        if not row["right_a"] + row["right_b"]:
+            text = "no question is right in either arm, so equal scores show little"
+            console.print(f"{row['task']}, {row['filter']}: {text}", style="bold yellow", highlight=False)
+    if _untested(document):
+        text = "NOT TESTED: no draft was verified; raise --max-new-tokens"
+        console.print(text, style="bold yellow", highlight=False)
+    shown = ("tau", "speedup", "mcnemar", "accuracy_interval", "interval")
+    print_definitions(console, {key: document["definitions"][key] for key in shown})
+
+
+def _right(row: Json, side: str) -> str:
+    return f"{row[side] / row['total']:.4f} ({row[side]}/{row['total']})"
 
 
 def _compared(row: Json) -> tuple[str, str, str, str]:
@@ -246,18 +255,6 @@ def _compared(row: Json) -> tuple[str, str, str, str]:
     p_value = "none differs" if row["p_value"] is None else f"{row['p_value']:.3g}"
     shown = f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
     return shown, str(row["only_a"]), str(row["only_b"]), p_value
-
-
-def _warnings(document: Json) -> list[str]:
-    """Warnings where a comparison shows nothing."""
-    found = [
-        f"{row['task']}, {row['filter']}: no question is right in either arm, so equal scores show little"
-        for row in document["scores"]
-        if not row["right_a"] + row["right_b"]
-    ]
-    if _untested(document):
-        found.append("NOT TESTED: no draft was verified; raise --max-new-tokens")
-    return found
 
 
 def _untested(document: Json) -> bool:
@@ -316,6 +313,8 @@ def _measured(prepared: Prepared, chat_template: bool | None, options: dict[str,
 def _print_grid(console: Console, document: Json) -> None:
     from rich.table import Table
 
+    from evals.report.terminal import print_definitions
+
     table = Table(
         "model", "backend", "K", "task", "metric", "right", "difference", "only first", "only here", "McNemar p"
     )
@@ -323,18 +322,16 @@ def _print_grid(console: Console, document: Json) -> None:
         if "refused" in row:
             continue
         names = (row["model"], row["backend"], row["arm"], row["task"], f"{row['metric']}, {row['filter']}")
-        right = f"{row['right_b'] / row['total']:.4f} ({row['right_b']}/{row['total']})"
         if row["reference"]:
-            table.add_row(*names, right, "the first of its model")
+            table.add_row(*names, _right(row, "right_b"), "the first of its model")
             continue
         *compared, p_value = _compared(row)
         tested = "" if row["tested"] else " NOT TESTED: no draft was verified"
-        table.add_row(*names, right, *compared, p_value + tested)
+        table.add_row(*names, _right(row, "right_b"), *compared, p_value + tested)
     console.print(table)
     for row in document["rows"]:
         if "refused" in row:
             console.print(
                 f"{row['model']} on {row['backend']}: refused: {row['refused']}", highlight=False, markup=False
             )
-    for key in ("mcnemar", "accuracy_interval"):
-        console.print(f"[bold]{key}[/bold]: {document['definitions'][key]}", style="dim", highlight=False)
+    print_definitions(console, document["definitions"])

@@ -42,14 +42,13 @@ EXIT_FAILED = 1
 @shared.model_options
 @shared.draft_option
 @shared.data_options
-@click.option("--k", "ks", type=shared.NUMBERS, default="5", show_default=True, help="Drafts a round; 1,3,5 sweeps.")
+@shared.k_list_option
 @shared.asking_options
-@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Passes that are not measured.")
+@shared.warmup_option
 @click.option(
     "--repeats",
     type=click.IntRange(1),
     default=1,
-    show_default=True,
     help="Runs over all questions: intervals of times have their scatter too. A finished run can be given more.",
 )
 @click.option(
@@ -58,7 +57,7 @@ EXIT_FAILED = 1
     default=None,
     help="Measure round times at these batch sizes for the prediction, e.g. 1,4,16.",
 )
-@click.option("--worst", type=click.IntRange(0), default=5, show_default=True, help="Worst questions in the report.")
+@click.option("--worst", type=click.IntRange(0), default=5, help="Worst questions in the report.")
 @shared.output_options
 @shared.ray_option
 @shared.workers_option
@@ -93,13 +92,11 @@ def acceptance(**options: Any) -> None:
 @click.argument("a")
 @click.argument("b")
 @shared.model_options
-@click.option("--draft", default="auto", show_default=True, help="The head of a side that names none.")
+@click.option("--draft", default="auto", help="The head of a side that names none.")
 @shared.data_options
-@click.option(
-    "--k", "default_k", type=click.IntRange(1), default=5, show_default=True, help="K of a side that names none."
-)
+@click.option("--k", "default_k", type=click.IntRange(1), default=5, help="K of a side that names none.")
 @shared.asking_options
-@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Passes that are not measured.")
+@shared.warmup_option
 @shared.output_options
 @shared.ray_option
 @shared.workers_option
@@ -141,18 +138,16 @@ def compare(a: str, b: str, **options: Any) -> None:
 @shared.model_options
 @shared.draft_option
 @shared.data_options
-@click.option("--k", "ks", type=shared.NUMBERS, default="5", show_default=True, help="Drafts a round, e.g. 5 or 1,5.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=512, show_default=True)
-@click.option("--system", default=None, help="A system prompt before every conversation.")
+@shared.k_list_option
+@click.option("--max-new-tokens", type=click.IntRange(1), default=512)
+@click.option("--system", help="A system prompt before every conversation.")
 @click.option("--no-chat-template", is_flag=True, help="Send the messages as plain text.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Questions at a time.")
-@click.option("--mode", type=click.Choice(["both", "greedy", "sampled"]), default="both", show_default=True)
-@click.option(
-    "--samples", type=click.IntRange(100), default=1000, show_default=True, help="Samples per place and configuration."
-)
-@click.option("--sample-prompts", type=click.IntRange(1), default=2, show_default=True, help="Places of each trial.")
-@click.option("--output", type=shared.FILE, default=None, help="Write the JSON document here.")
+@shared.seed_option
+@shared.together_option
+@click.option("--mode", type=click.Choice(["both", "greedy", "sampled"]), default="both")
+@click.option("--samples", type=click.IntRange(100), default=1000, help="Samples per place and configuration.")
+@click.option("--sample-prompts", type=click.IntRange(1), default=2, help="Places of each trial.")
+@shared.output_option
 @shared.run_dir_option
 @shared.ray_option
 @shared.workers_option

@@ -54,7 +54,6 @@ model_options = added(
 draft_option = click.option(
     "--draft",
     default="auto",
-    show_default=True,
     help="Folder or hub name of the head; auto = the built-in one, or the one given alone as --model.",
 )
 
@@ -85,13 +84,18 @@ asking_options = added(
     )
 )
 
+k_list_option = click.option("--k", "ks", type=NUMBERS, default="5", help="Drafts a round; 1,3,5 sweeps.")
+warmup_option = click.option("--warmup", type=click.IntRange(0), default=1, help="Passes that are not measured.")
+seed_option = click.option("--seed", type=int, default=0)
+together_option = click.option("--batch-size", type=click.IntRange(1), default=32, help="Questions at a time.")
+output_option = click.option("--output", type=FILE, help="Write the JSON document here.")
 run_dir_option = click.option(
     "--run-dir", type=FOLDER, default=None, help="Folder of the run; default runs/<hash of its settings>."
 )
 
 output_options = added(
     (
-        click.option("--output", type=FILE, default=None, help="Write the JSON document here."),
+        output_option,
         click.option("--report", type=FILE, default=None, help="Write a self-contained HTML page here."),
         click.option("--explain", is_flag=True, help="Print the sentence that defines each number."),
         click.option(
@@ -110,9 +114,7 @@ ray_option = click.option(
     help="Spread the questions over Ray workers (a cluster's address; without one, this machine).",
 )
 DEFAULT_WORKERS = 2
-workers_option = click.option(
-    "--workers", type=click.IntRange(1), default=DEFAULT_WORKERS, show_default=True, help="Ray workers."
-)
+workers_option = click.option("--workers", type=click.IntRange(1), default=DEFAULT_WORKERS, help="Ray workers.")
 
 
 def make_asking(options: Mapping[str, Any]) -> Asking:

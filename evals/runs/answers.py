@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from specdec.requests.stats import RoundRecord
@@ -70,10 +70,7 @@ def seconds_a_round(answers: Iterable[Answer]) -> float:
 
 def to_json(answer: Answer) -> dict[str, Any]:
     """The answer as JSON values; rounds become [drafted, accepted, emitted]."""
-    turns = []
-    for turn in answer.turns:
-        rounds = [[r.drafted, r.accepted, r.emitted] for r in turn.rounds]
-        turns.append({**asdict(turn), "token_ids": list(turn.token_ids), "rounds": rounds})
+    turns = [{**asdict(turn), "rounds": [astuple(record) for record in turn.rounds]} for turn in answer.turns]
     return {**asdict(answer), "turns": turns}
 
 

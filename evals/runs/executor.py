@@ -37,8 +37,9 @@ def collect(
     """
     names = [arm.name for arm in arms]
     works = _works(data, arms, asking, batch_size)
-    left = [work for work in works if not _finished(work, store, names)]
-    report([answer for work in works if _finished(work, store, names) for answer in _kept(work.chunk, store, names)])
+    left = [work for work in works if not all(store.finished(question.id, names) for question in work.chunk)]
+    missing = {question.id for work in left for question in work.chunk}
+    report(list(_kept([question for question in data.questions if question.id not in missing], store, names)))
     for answers in executor.run(left):
         store.add(answers)
         report(answers)
@@ -62,10 +63,6 @@ def warm_up(
 def _works(data: DataSet, arms: Sequence[Configuration], asking: Asking, batch_size: int) -> list[Work]:
     starts = range(0, len(data.questions), batch_size)
     return [Work(i, data.questions[start : start + batch_size], tuple(arms), asking) for i, start in enumerate(starts)]
-
-
-def _finished(work: Work, store: RunStore, names: Sequence[str]) -> bool:
-    return all(store.finished(question.id, names) for question in work.chunk)
 
 
 def _kept(questions: Iterable[Question], store: RunStore, names: Sequence[str]) -> Iterator[Answer]:

@@ -45,7 +45,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 @click.option(
     "--with-target-tensors/--without-target-tensors",
     default=True,
-    show_default=True,
     help="speculators: write the embedding (and lm_head) that the head shares with its target, as that package does. "
     "custom_generate: the target's own files, so that the folder is a whole model.",
 )
@@ -54,7 +53,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
     "-k",
     type=click.IntRange(1),
     default=5,
-    show_default=True,
     help="speculators: K that the configuration proposes.",
 )
 @pick_options("head_overrides")

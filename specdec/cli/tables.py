@@ -38,8 +38,10 @@ def stats_table(completions: Sequence[Completion]) -> Table:
     """Acceptance and times of some completions."""
     pooled = pool_requests([c.stats for c in completions])
     table = Table(show_header=False, title="statistics", title_justify="left")
-    for name, value in _rows(pooled):
-        table.add_row(name, value)
+    table.add_row("acceptance length τ", number(pooled.tau, ".2f"))
+    table.add_row("accepted, given those before", percentages(pooled.conditional))
+    table.add_row("accepted, of rounds with that draft", percentages(pooled.unconditional))
+    table.add_row("rounds", str(pooled.rounds))
     table.add_row("new tokens", str(sum(c.stats.new_tokens for c in completions)))
     table.add_row("prompt tokens", prompt_tokens(completions))
     table.add_row("prompt seconds", f"{sum(c.stats.prefill_s for c in completions):.3f}")
@@ -57,15 +59,6 @@ def prompt_tokens(completions: Sequence[Completion]) -> str:
     return (
         f"{read}, of these {found} found ({found / max(read, 1):.0%}), {cached} not read again" if found else str(read)
     )
-
-
-def _rows(pooled: AcceptanceStats) -> list[tuple[str, str]]:
-    return [
-        ("acceptance length τ", number(pooled.tau, ".2f")),
-        ("accepted, given those before", percentages(pooled.conditional)),
-        ("accepted, of rounds with that draft", percentages(pooled.unconditional)),
-        ("rounds", str(pooled.rounds)),
-    ]
 
 
 def route_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -36,22 +36,16 @@ _DATA = (
         help="Folder. An unfinished run goes on; a run made from something else is refused.",
     ),
     click.option("--overwrite", is_flag=True, help="Start anew: remove checkpoints and head of an earlier run there."),
-    click.option(
-        "--checkpoint-every", type=click.IntRange(1), default=250, show_default=True, help="Steps between checkpoints."
-    ),
+    click.option("--checkpoint-every", type=click.IntRange(1), default=250, help="Steps between checkpoints."),
 )
 _RUN = (
-    click.option("--decay", default=0.8, show_default=True, help="Loss weight of step i is decay^i."),
-    click.option(
-        "--held-out", type=click.IntRange(1), default=256, show_default=True, help="Questions that only measure."
-    ),
-    click.option("--max-new-tokens", type=click.IntRange(2), default=512, show_default=True, help="Longest answer."),
-    click.option(
-        "--max-length", type=click.IntRange(3), default=1024, show_default=True, help="Longest training sequence."
-    ),
+    click.option("--decay", default=0.8, help="Loss weight of step i is decay^i."),
+    click.option("--held-out", type=click.IntRange(1), default=256, help="Questions that only measure."),
+    click.option("--max-new-tokens", type=click.IntRange(2), default=512, help="Longest answer."),
+    click.option("--max-length", type=click.IntRange(3), default=1024, help="Longest training sequence."),
     click.option("--answers-only", is_flag=True, help="Only let the target answer (several files in parallel, say)."),
     click.option("--compile", "compile_", is_flag=True, help="Run the loss through torch.compile."),
-    click.option("--seed", default=0, show_default=True),
+    click.option("--seed", default=0),
     load_options(
         "train",
         changes={
@@ -80,7 +74,7 @@ def train() -> None:
         "specdec train eagle3 --data a.jsonl --data b.jsonl --output run --steps 500 --held-out 64",
     )
 )
-@click.option("--model", default="gsm-llama", show_default=True, help=_MODEL_HELP)
+@click.option("--model", default="gsm-llama", help=_MODEL_HELP)
 @added(_DATA)
 @click.option("--draft-vocab-size", type=click.IntRange(1), help="Default: the target's whole vocabulary.")
 @click.option("--intermediate-size", type=click.IntRange(1), help="Of the head's MLP. Default: the target's.")
@@ -88,10 +82,10 @@ def train() -> None:
     "--aux-layers", help="States that the head reads, e.g. 2,4,5: 2 is the state after 2 layers. Default: 2, N//2, N-3."
 )
 @click.option("--taps", hidden=True)  # as it was called
-@click.option("--steps", default=1500, show_default=True)
-@click.option("--batch-size", default=48, show_default=True)
-@click.option("--ttt-steps", default=5, show_default=True, help="Steps of the training-time test.")
-@click.option("--learning-rate", default=1e-3, show_default=True)
+@click.option("--steps", default=1500)
+@click.option("--batch-size", default=48)
+@click.option("--ttt-steps", default=5, help="Steps of the training-time test.")
+@click.option("--learning-rate", default=1e-3)
 @added(_RUN)
 def eagle3(**options: Any) -> None:
     """Train an EAGLE-3 head; the result is OUTPUT/head, in the layout that other engines read too."""
@@ -100,13 +94,13 @@ def eagle3(**options: Any) -> None:
 
 
 @train.command(epilog=examples("specdec train mtp --data questions.jsonl --output run --steps 200 --ttt-steps 3"))
-@click.option("--model", default="gsm-deepseek", show_default=True, help=_MODEL_HELP)
+@click.option("--model", default="gsm-deepseek", help=_MODEL_HELP)
 @added(_DATA)
 @click.option("--module", help="Checkpoint that holds the module. Default: the target's own.")
-@click.option("--steps", default=1000, show_default=True)
-@click.option("--batch-size", default=48, show_default=True)
-@click.option("--ttt-steps", default=4, show_default=True, help="Drafts in a row that the module is trained for.")
-@click.option("--learning-rate", default=2e-4, show_default=True)
+@click.option("--steps", default=1000)
+@click.option("--batch-size", default=48)
+@click.option("--ttt-steps", default=4, help="Drafts in a row that the module is trained for.")
+@click.option("--learning-rate", default=2e-4)
 @pick_options("mtp_concat", "mtp_feedback")
 @added(_RUN)
 def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **options: Any) -> None:
