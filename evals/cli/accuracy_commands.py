@@ -13,6 +13,7 @@ import click
 
 from attention.backends.kinds import KINDS
 from evals.cli import eval_options as shared
+from evals.cli.eval_options import Options
 from evals.errors import require
 from evals.runs.verdict import Verdict
 from specdec.cli.options import added, examples
@@ -152,7 +153,7 @@ def _names_a_folder(argument: str) -> bool:
     return any(line.startswith("include_path:") for line in path.read_text("utf-8").splitlines())
 
 
-def _plan(options: dict[str, Any], tasks: tuple[str, ...]) -> AccuracyPlan:
+def _plan(options: Options, tasks: tuple[str, ...]) -> AccuracyPlan:
     for package in ("lm_eval", "datasets", "scipy"):
         require(package, "eval")
     from evals.accuracy.accuracy import AccuracyPlan
@@ -197,7 +198,7 @@ def _begun(
         yield replace(prepared, plan=plan), fixed, store, progress
 
 
-def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]) -> None:
+def _run(plan: AccuracyPlan, chat_template: bool | None, options: Options) -> None:
     from evals.accuracy import accuracy
     from evals.cli.commands import check_outputs, end
     from evals.runs.conversations import Worker
@@ -266,9 +267,7 @@ BUILT_IN = (("gsm-llama", "auto"), ("gsm-deepseek", "mtp"))
 """The built-in models with their heads."""
 
 
-def run_grid(
-    plan: AccuracyPlan, chat_template: bool | None, backends: tuple[str, ...], options: dict[str, Any]
-) -> None:
+def run_grid(plan: AccuracyPlan, chat_template: bool | None, backends: tuple[str, ...], options: Options) -> None:
     """Every backend over every pair, K=0 and K, as one table."""
     from evals.accuracy import accuracy
     from evals.cli.commands import check_outputs, end
@@ -290,7 +289,7 @@ def run_grid(
         sys.exit(Verdict.NOT_TESTED.exit_code)
 
 
-def _measured(prepared: Prepared, chat_template: bool | None, options: dict[str, Any]) -> Measured:
+def _measured(prepared: Prepared, chat_template: bool | None, options: Options) -> Measured:
     """Evaluate one model on one backend; if the backend refuses it, its error is the result."""
     from evals.accuracy.accuracy import Measured, evaluate
     from evals.runs.conversations import Worker

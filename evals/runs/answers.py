@@ -8,6 +8,8 @@ from typing import Any
 
 from specdec.requests.stats import RoundRecord
 
+Json = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -68,7 +70,7 @@ def seconds_a_round(answers: Iterable[Answer]) -> float:
     return seconds / rounds if rounds else float("nan")
 
 
-def to_json(answer: Answer) -> dict[str, Any]:
+def to_json(answer: Answer) -> Json:
     """The answer as JSON values; rounds become [drafted, accepted, emitted]."""
     turns = [{**asdict(turn), "rounds": [astuple(record) for record in turn.rounds]} for turn in answer.turns]
     return {**asdict(answer), "turns": turns}

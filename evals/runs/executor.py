@@ -14,7 +14,7 @@ from typing import Any
 
 from evals.data.datasets import DataSet, Question
 from evals.errors import WorkerError, require
-from evals.runs.answers import Answer
+from evals.runs.answers import Answer, Json
 from evals.runs.conversations import Asking, Configuration, ModelSpec, Result, Work, Worker
 from evals.runs.store import RunStore
 
@@ -85,7 +85,7 @@ def connect(address: str) -> Iterator[None]:
     require("ray", "ray")
     import ray
 
-    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {"address": address}
+    options: Json = {"include_dashboard": False} if address == "local" else {"address": address}
     try:
         ray.init(log_to_driver=False, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -124,9 +124,9 @@ class RayExecutor:
         found = self._wait_for([actor.facts.remote() for actor in self._actors])
         if any(facts != found[0] for facts in found):
             raise WorkerError("the workers loaded different models; every node needs the same files")
-        self._facts: dict[str, dict[str, Any]] = found[0]
+        self._facts: dict[str, Json] = found[0]
 
-    def facts(self) -> dict[str, dict[str, Any]]:
+    def facts(self) -> dict[str, Json]:
         """What the workers' models are; the same on all of them."""
         return self._facts
 
