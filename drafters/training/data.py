@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,6 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
-Regenerate = Callable[[list[list[int]]], list[list[int]]]
-"""Prompts as token ids -> the target's answers as token ids (with the end token when it was reached)."""
-
-
 @dataclass(frozen=True)
 class AnswerSet:
     """N sequences, each a prompt followed by its answer: tokens [sum of lengths] int64, one after the other.
@@ -136,8 +132,8 @@ class AnswerSet:
         return hashlib.sha256(b"".join(np.ascontiguousarray(array, "<i8").tobytes() for array in arrays)).hexdigest()
 
 
-def answer(prompts: Sequence[Sequence[int]], regenerate: Regenerate, max_length: int) -> AnswerSet:
-    """Let the target answer the prompts (token ids of each), by `regenerate`.
+def answer_set(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], max_length: int) -> AnswerSet:
+    """Join prompts and the target's answers (token ids of each; with the end token when it was reached).
 
     Longer sequences than `max_length` are cut; one whose answer keeps fewer than two tokens is left out (a draft needs
     a bonus token and a token after it).
@@ -145,7 +141,6 @@ def answer(prompts: Sequence[Sequence[int]], regenerate: Regenerate, max_length:
     Raises:
         InvalidInputError: the numbers of answers and prompts differ, or no sequence is left.
     """
-    answers = regenerate([list(prompt) for prompt in prompts])
     if len(answers) != len(prompts):
         raise InvalidInputError(f"{len(prompts)} prompts got {len(answers)} answers")
     sequences = [np.array([*p, *a], dtype=np.int64)[:max_length] for p, a in zip(prompts, answers, strict=True)]

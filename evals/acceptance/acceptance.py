@@ -20,6 +20,7 @@ from evals.acceptance.summary import (
     DRAWS,
     INTERVAL_DEFINITION,
     LEVEL,
+    ByArm,
     Json,
     Repeats,
     by_arm,
@@ -172,7 +173,7 @@ def run(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json
     return _document(executor, plan, store, answers, kept, repeated)
 
 
-def _repeat(executor: Executor, plan: Plan, store: RunStore, report: Report, number: int) -> dict[str, list[Answer]]:
+def _repeat(executor: Executor, plan: Plan, store: RunStore, report: Report, number: int) -> ByArm:
     """The answers of a further run by configuration, to the questions that failed in none of them."""
     arms = [replace(arm, name=f"{arm.name}, run {number}") for arm in plan.arms]
     answers = collect(executor, plan.data, arms, plan.asking, store, batch_size=plan.batch_size, report=report)
@@ -180,7 +181,7 @@ def _repeat(executor: Executor, plan: Plan, store: RunStore, report: Report, num
     return {arm.name: found[repeat.name] for arm, repeat in zip(plan.arms, arms, strict=True)}
 
 
-def _paired(arm: str, kept: list[Answer], repeated: Sequence[dict[str, list[Answer]]]) -> Repeats:
+def _paired(arm: str, kept: list[Answer], repeated: Sequence[ByArm]) -> Repeats:
     """The further runs of one configuration with the target alone's, where all questions have answers."""
     pairs = [(run[arm], run.get(BASELINE)) for run in repeated]
     return [pair for pair in pairs if [a.question_id for a in pair[0]] == [a.question_id for a in kept]]
@@ -191,8 +192,8 @@ def _document(
     plan: Plan,
     store: RunStore,
     answers: Sequence[Answer],
-    kept: dict[str, list[Answer]],
-    repeated: Sequence[dict[str, list[Answer]]],
+    kept: ByArm,
+    repeated: Sequence[ByArm],
 ) -> Json:
     baseline = kept.get(BASELINE)
     seed = plan.asking.seed
@@ -239,7 +240,7 @@ def definitions() -> dict[str, str]:
     }
 
 
-def _prediction(executor: Executor, plan: Plan, kept: dict[str, list[Answer]], summaries: Sequence[Json]) -> Json:
+def _prediction(executor: Executor, plan: Plan, kept: ByArm, summaries: Sequence[Json]) -> Json:
     """The speed-up table, from the acceptance of the largest K and the round times of the run or of a calibration."""
     times = {plan.batch_size: {arm.k: seconds_a_round(kept[arm.name]) for arm in plan.arms}}
     sizes = tuple(size for size in plan.predict_batch_sizes if size != plan.batch_size)

@@ -12,13 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
-from typing import Any
 
 import numpy as np
 
 from evals.acceptance.metrics import METRICS, Columns, Metric, columns, histogram, position_metrics
 from evals.errors import require
-from evals.runs.answers import Answer
+from evals.runs.answers import Answer, Json
 from evals.runs.conversations import Configuration
 
 LEVEL = 0.95
@@ -120,10 +119,11 @@ def _total(columns: Columns, metric: Metric) -> dict[str, np.ndarray]:
     return {name: columns[name].sum() for name in {*metric.over, *metric.under}}
 
 
-Json = dict[str, Any]
+ByArm = dict[str, list[Answer]]
+"""The answers of each configuration, by its name."""
 
 
-def by_arm(answers: Sequence[Answer], arms: Sequence[Configuration]) -> dict[str, list[Answer]]:
+def by_arm(answers: Sequence[Answer], arms: Sequence[Configuration]) -> ByArm:
     """The answers of each configuration in their order, to the questions that failed in no configuration."""
     failed = {answer.question_id for answer in answers if answer.error is not None}
     kept = [answer for answer in answers if answer.question_id not in failed]

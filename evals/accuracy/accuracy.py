@@ -12,8 +12,8 @@ from typing import Any
 import lm_eval
 from lm_eval.tasks import TaskManager, get_task_dict
 
-from evals.acceptance.acceptance import BASELINE, definitions
-from evals.acceptance.summary import Json, by_arm, summarize
+from evals.acceptance.acceptance import definitions, sweep
+from evals.acceptance.summary import ByArm, Json, by_arm, summarize
 from evals.accuracy import scoring as paired
 from evals.accuracy.engine_lm import EngineLM, Report
 from evals.accuracy.scoring import check_programs_run
@@ -54,9 +54,9 @@ class AccuracyPlan:
     unsafe_code: bool = False
 
     @property
-    def arms(self) -> tuple[Configuration, Configuration]:
+    def arms(self) -> tuple[Configuration, ...]:
         """The target alone, and with speculation."""
-        return Configuration(BASELINE, 0), Configuration(f"K={self.k}", self.k)
+        return sweep((self.k,))
 
 
 def settings(plan: AccuracyPlan, facts: Mapping[str, Any]) -> Json:
@@ -208,7 +208,7 @@ def scores(alone: Json, fast: Json) -> list[Json]:
     return rows
 
 
-def _asked(store: RunStore, plan: AccuracyPlan) -> dict[str, list[Answer]]:
+def _asked(store: RunStore, plan: AccuracyPlan) -> ByArm:
     """The answers of each configuration, all in the same order."""
     names = sorted({name for name, _ in store.answers})
     answers = [store.answers[name, arm.name] for name in names for arm in plan.arms]
@@ -269,6 +269,6 @@ def rows_of(one: Measured, measured: Sequence[Measured]) -> list[Json]:
     reference = first.results[0][1]
     rows: list[Json] = []
     for name, result, tested in one.results:
-        facts: dict[str, Any] = {"arm": name, "tested": tested, "reference": result is reference}
+        facts: Json = {"arm": name, "tested": tested, "reference": result is reference}
         rows += [names | facts | score for score in scores(reference, result)]
     return rows

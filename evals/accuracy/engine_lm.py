@@ -46,7 +46,7 @@ class EngineLM(TemplateLM):
     """A loaded `specdec.SpeculativeModel` as an lm-eval model, for `simple_evaluate(model=...)`.
 
     Attributes:
-        tokenizer, batch_sizes: read by lm-eval.
+        tokenizer, batch_sizes, max_length, max_gen_toks: read by lm-eval.
         prompt_tokens, prefix_hit_tokens, cached_tokens: of the answers generated now, see `RequestStats`.
         rounds: the verification rounds of everything generated so far.
     """
@@ -84,9 +84,11 @@ class EngineLM(TemplateLM):
         self.batch_sizes: dict[str, int] = {}
         self.rounds: list[RoundRecord] = []
         self.prompt_tokens = self.prefix_hit_tokens = self.cached_tokens = 0
+        self.max_length = int(model.config.max_model_len)
+        self.max_gen_toks = max_gen_toks
+        self._device = model.device
         self._model = model
         self._arm = arm
-        self._max_gen_toks = max_gen_toks
         self._add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
         self._thinking = Thinking.of(enable_thinking, think_end_token, chat_template_args)
@@ -106,18 +108,6 @@ class EngineLM(TemplateLM):
         if given is not None:
             return given
         return self.eot_token_id if bos is None else int(bos)
-
-    @property
-    def max_length(self) -> int:
-        return int(self._model.config.max_model_len)
-
-    @property
-    def max_gen_toks(self) -> int:
-        return self._max_gen_toks
-
-    @property
-    def device(self) -> Any:
-        return self._model.device
 
     @property
     def tokenizer_name(self) -> str:
@@ -235,7 +225,7 @@ class EngineLM(TemplateLM):
         gen_kwargs = request.args[1]
         key = digest(gen_kwargs)
         if key not in self._generations:
-            self._generations[key] = Generation.of(gen_kwargs, self._model, self._max_gen_toks)
+            self._generations[key] = Generation.of(gen_kwargs, self._model, self.max_gen_toks)
         return self._generations[key]
 
     def _text(self, answer: Answer, request: Instance) -> str:

@@ -13,6 +13,7 @@ import click
 
 from attention.backends.kinds import KINDS
 from evals.cli import eval_options as shared
+from evals.cli.eval_options import Options
 from evals.errors import require
 from evals.runs.verdict import Verdict
 from specdec.cli.options import COUNT, PATH, added, examples, flag, option
@@ -139,7 +140,7 @@ def _names_a_folder(argument: str) -> bool:
     return any(line.startswith("include_path:") for line in path.read_text("utf-8").splitlines())
 
 
-def _plan(options: dict[str, Any], tasks: tuple[str, ...]) -> AccuracyPlan:
+def _plan(options: Options, tasks: tuple[str, ...]) -> AccuracyPlan:
     for package in ("lm_eval", "datasets", "scipy"):
         require(package, "eval")
     from evals.accuracy.accuracy import AccuracyPlan
@@ -184,7 +185,7 @@ def _begun(
         yield replace(prepared, plan=plan), fixed, store, progress
 
 
-def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]) -> None:
+def _run(plan: AccuracyPlan, chat_template: bool | None, options: Options) -> None:
     from evals.accuracy import accuracy
     from evals.cli.commands import check_outputs, end
     from evals.runs.conversations import Worker
@@ -206,14 +207,13 @@ def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]
 def _print(console: Console, document: Json) -> None:
     from rich.table import Table
 
-    from evals.report.terminal import show
+    from evals.report.terminal import print_definitions, show
 
     alone, fast = (arm["name"] for arm in document["arms"])
     table = Table("task", "metric", alone, fast, "difference", f"only {alone}", f"only {fast}", "McNemar p")
     for row in document["scores"]:
-        counts = (f"{row[name] / row['total']:.4f} ({row[name]}/{row['total']})" for name in ("right_a", "right_b"))
         names = (row["task"], f"{row['metric']}, {row['filter']}")
-        table.add_row(*names, *counts, *_compared(row))
+        table.add_row(*names, _right(row, "right_a"), _right(row, "right_b"), *_compared(row))
     console.print(table)
     same, arm = document["identical"], document["arms"][1]
     console.print(f"identical answers: {same['identical']} of {same['questions']}")
@@ -223,10 +223,19 @@ def _print(console: Console, document: Json) -> None:
         if cached["hit_tokens"]:
             tokens = f"{cached['hit_tokens']:,} of {cached['prompt_tokens']:,} prompt tokens"
             console.print(f"prefix cache, {name}: {tokens} ({cached['hit_rate']:.1%})", highlight=False)
-    for line in _warnings(document):
-        console.print(line, style="bold yellow", highlight=False)
-    for key in ("tau", "speedup", "mcnemar", "accuracy_interval", "interval"):
-        console.print(f"[bold]{key}[/bold]: {document['definitions'][key]}", style="dim", highlight=False)
+    for row in document["scores"]:
+        if not row["right_a"] + row["right_b"]:
+            text = "no question is right in either arm, so equal scores show little"
+            console.print(f"{row['task']}, {row['filter']}: {text}", style="bold yellow", highlight=False)
+    if _untested(document):
+        text = "NOT TESTED: no draft was verified; raise --max-new-tokens"
+        console.print(text, style="bold yellow", highlight=False)
+    shown = ("tau", "speedup", "mcnemar", "accuracy_interval", "interval")
+    print_definitions(console, {key: document["definitions"][key] for key in shown})
+
+
+def _right(row: Json, side: str) -> str:
+    return f"{row[side] / row['total']:.4f} ({row[side]}/{row['total']})"
 
 
 def _compared(row: Json) -> tuple[str, str, str, str]:
@@ -234,18 +243,6 @@ def _compared(row: Json) -> tuple[str, str, str, str]:
     p_value = "none differs" if row["p_value"] is None else f"{row['p_value']:.3g}"
     shown = f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
     return shown, str(row["only_a"]), str(row["only_b"]), p_value
-
-
-def _warnings(document: Json) -> list[str]:
-    """Warnings where a comparison shows nothing."""
-    found = [
-        f"{row['task']}, {row['filter']}: no question is right in either arm, so equal scores show little"
-        for row in document["scores"]
-        if not row["right_a"] + row["right_b"]
-    ]
-    if _untested(document):
-        found.append("NOT TESTED: no draft was verified; raise --max-new-tokens")
-    return found
 
 
 def _untested(document: Json) -> bool:
@@ -257,9 +254,7 @@ BUILT_IN = (("gsm-llama", "auto"), ("gsm-deepseek", "mtp"))
 """The built-in models with their heads."""
 
 
-def run_grid(
-    plan: AccuracyPlan, chat_template: bool | None, backends: tuple[str, ...], options: dict[str, Any]
-) -> None:
+def run_grid(plan: AccuracyPlan, chat_template: bool | None, backends: tuple[str, ...], options: Options) -> None:
     """Every backend over every pair, K=0 and K, as one table."""
     from evals.accuracy import accuracy
     from evals.cli.commands import check_outputs, end
@@ -281,7 +276,7 @@ def run_grid(
         sys.exit(Verdict.NOT_TESTED.exit_code)
 
 
-def _measured(prepared: Prepared, chat_template: bool | None, options: dict[str, Any]) -> Measured:
+def _measured(prepared: Prepared, chat_template: bool | None, options: Options) -> Measured:
     """Evaluate one model on one backend; if the backend refuses it, its error is the result."""
     from evals.accuracy.accuracy import Measured, evaluate
     from evals.runs.conversations import Worker
@@ -304,6 +299,8 @@ def _measured(prepared: Prepared, chat_template: bool | None, options: dict[str,
 def _print_grid(console: Console, document: Json) -> None:
     from rich.table import Table
 
+    from evals.report.terminal import print_definitions
+
     table = Table(
         "model", "backend", "K", "task", "metric", "right", "difference", "only first", "only here", "McNemar p"
     )
@@ -311,18 +308,16 @@ def _print_grid(console: Console, document: Json) -> None:
         if "refused" in row:
             continue
         names = (row["model"], row["backend"], row["arm"], row["task"], f"{row['metric']}, {row['filter']}")
-        right = f"{row['right_b'] / row['total']:.4f} ({row['right_b']}/{row['total']})"
         if row["reference"]:
-            table.add_row(*names, right, "the first of its model")
+            table.add_row(*names, _right(row, "right_b"), "the first of its model")
             continue
         *compared, p_value = _compared(row)
         tested = "" if row["tested"] else " NOT TESTED: no draft was verified"
-        table.add_row(*names, right, *compared, p_value + tested)
+        table.add_row(*names, _right(row, "right_b"), *compared, p_value + tested)
     console.print(table)
     for row in document["rows"]:
         if "refused" in row:
             console.print(
                 f"{row['model']} on {row['backend']}: refused: {row['refused']}", highlight=False, markup=False
             )
-    for key in ("mcnemar", "accuracy_interval"):
-        console.print(f"[bold]{key}[/bold]: {document['definitions'][key]}", style="dim", highlight=False)
+    print_definitions(console, document["definitions"])

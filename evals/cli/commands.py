@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from evals.cli import eval_options as shared
+from evals.cli.eval_options import Options
 from evals.errors import require
 from evals.runs.verdict import Verdict
 from specdec.cli.options import COUNT, examples, option
@@ -68,13 +69,12 @@ def acceptance(**options: Any) -> None:
     from evals.acceptance.acceptance import Plan, sweep
 
     data = _data(options)
-    sizes = options["predict_batch_sizes"] or ()
-    options["predict_batch_sizes"] = sizes
     specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
 
     def plan(asking: Any) -> Plan:
         arms = sweep(options["ks"])
         worst = options["worst"] if options["report"] else 0
+        sizes = options["predict_batch_sizes"]
         return Plan(data, arms, asking, options["batch_size"], options["warmup"], sizes, worst, options["repeats"])
 
     _evaluate(options, specs, plan, data)
@@ -110,11 +110,9 @@ def compare(a: str, b: str, **options: Any) -> None:
     sides = [_side(text, options) for text in (a, b)]
     if not any(k for _, k in sides):
         raise click.UsageError("both sides have k=0; give at least one of them drafts")
-    specs = {key: spec for key, (spec, _) in zip("ab", sides, strict=True)}
-    shared_model = _one_model(sides)
-    if shared_model is not None:
-        specs = {"a": shared_model}
-    keys = ("a", "a") if shared_model is not None else ("a", "b")
+    one = _one_model(sides)
+    specs = {"a": one} if one else {key: spec for key, (spec, _) in zip("ab", sides, strict=True)}
+    keys = "aa" if one else "ab"
     options["same"] = sides[0] == sides[1]
     names = (a, b) if a != b else (f"{a} (1)", f"{b} (2)")
     arms = tuple(Configuration(name, k, key) for name, key, (_, k) in zip(names, keys, sides, strict=True))
@@ -171,14 +169,13 @@ def lossless(**options: Any) -> None:
     sys.exit(Verdict(document["verdict"]).exit_code)
 
 
-def _side(text: str, options: dict[str, Any]) -> tuple[ModelSpec, int]:
+def _side(text: str, options: Options) -> tuple[ModelSpec, int]:
     """The model and the K of one side."""
     given = shared.parse_arm(text)
     draft = given.get("draft", options["draft"])
-    k = int(given.get("k", options["default_k"]))
-    merged = dict(options)
-    merged.update({key: value for key, value in given.items() if key in ("backend", "dtype")})
-    return shared.make_spec(merged, draft, k), k
+    k = int(given["k"]) if "k" in given else options["default_k"]
+    own = {key: value for key, value in given.items() if key in ("backend", "dtype")}
+    return shared.make_spec({**options, **own}, draft, k), k
 
 
 def _one_model(sides: list[tuple[ModelSpec, int]]) -> ModelSpec | None:
@@ -189,7 +186,7 @@ def _one_model(sides: list[tuple[ModelSpec, int]]) -> ModelSpec | None:
     return left if left == right else None
 
 
-def _data(options: dict[str, Any]) -> DataSet:
+def _data(options: Options) -> DataSet:
     from evals.data.datasets import NAMED, load
 
     check_outputs(options)
@@ -201,7 +198,7 @@ def _data(options: dict[str, Any]) -> DataSet:
     return load(options["data"], data_dir=options["data_dir"], limit=options["limit"], seed=options["seed"])
 
 
-def check_outputs(options: dict[str, Any]) -> None:
+def check_outputs(options: Options) -> None:
     """Check before the run that its outputs can be written. Raises OutputError: they cannot."""
     from specdec.run_files import check_writable
 
@@ -214,7 +211,7 @@ def check_outputs(options: dict[str, Any]) -> None:
 
 @contextmanager
 def _begun(
-    options: dict[str, Any], specs: dict[str, ModelSpec], make_plan: Callable[[Any], Plan]
+    options: Options, specs: dict[str, ModelSpec], make_plan: Callable[[Any], Plan]
 ) -> Iterator[tuple[Executor, Plan, RunStore, RunProgress]]:
     """A run of loaded models: its plan with how they are asked, what it keeps, and its progress bar."""
     from evals.acceptance.acceptance import settings
@@ -227,9 +224,7 @@ def _begun(
             yield executor, plan, *kept
 
 
-def _evaluate(
-    options: dict[str, Any], specs: dict[str, ModelSpec], make_plan: Callable[[Any], Plan], data: DataSet
-) -> None:
+def _evaluate(options: Options, specs: dict[str, ModelSpec], make_plan: Callable[[Any], Plan], data: DataSet) -> None:
     from evals.acceptance.acceptance import run
     from evals.acceptance.summary import FEW
     from evals.report.terminal import print_acceptance
@@ -251,7 +246,7 @@ def _evaluate(
         sys.exit(Verdict.NOT_TESTED.exit_code)
 
 
-def _write_report(options: dict[str, Any], document: Json, store: RunStore) -> None:
+def _write_report(options: Options, document: Json, store: RunStore) -> None:
     from evals.report import page, spec_bench
     from specdec.run_files import write_atomically
 
@@ -266,7 +261,7 @@ def _write_report(options: dict[str, Any], document: Json, store: RunStore) -> N
         )
 
 
-def end(console: Console, options: dict[str, Any], document: Json, store: RunStore | None = None) -> None:
+def end(console: Console, options: Options, document: Json, store: RunStore | None = None) -> None:
     """Write the JSON document where it was asked for, whole or not at all, and show where the run is."""
     from specdec.run_files import write_atomically
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from evals.runs.store import RunStore
 
 
+Options = dict[str, Any]
+"""What click gives to a command, by name."""
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -196,7 +198,7 @@ def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int)
 
 @contextmanager
 def recorded(
-    folder: Path | None, settings: dict[str, Any], questions: int, arms: int
+    folder: Path | None, settings: Options, questions: int, arms: int
 ) -> Iterator[tuple[RunStore, RunProgress]]:
     """What a run keeps, in the given folder or one named by its settings, and its progress bar."""
     from rich.console import Console

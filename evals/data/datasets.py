@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,10 @@ MT_BENCH_CATEGORIES = frozenset(
 )
 _ID_KEYS = ("question_id", "task_id", "prompt_id", "id")
 
+Labels = Callable[[str], str]
+"""What a data set calls a category -> the task it is reported under."""
+Chat = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
+"""The turns of a conversation, and its messages before them."""
 Message = Mapping[str, str]
 Record = Mapping[str, Any]
 
@@ -71,7 +75,7 @@ class DataSet:
         if limit < 1:
             raise DataError(f"--limit is {limit}; it must be at least 1")
         picked = tuple(self.questions[i * total // limit] for i in range(limit))
-        return DataSet(self.name, picked, self.sha256, self.source)
+        return replace(self, questions=picked)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Named:
 
     path: str
     hub: tuple[str, str | None, str] | None
-    task: Callable[[str], str]
+    task: Labels
     questions: int
 
 
@@ -186,13 +190,13 @@ def _whole(data: DataSet, known: Named, place: str) -> DataSet:
     return data
 
 
-def _from_file(path: Path, name: str, task: Callable[[str], str]) -> DataSet:
+def _from_file(path: Path, name: str, task: Labels) -> DataSet:
     rows = ((f"{path}:{number}", record) for number, record in read_jsonl(path))
     questions = _questions(rows, name, task)
     return DataSet(name, questions, hashlib.sha256(path.read_bytes()).hexdigest(), path.name)
 
 
-def _from_hub(name: str, address: tuple[str, str | None, str], task: Callable[[str], str]) -> DataSet:
+def _from_hub(name: str, address: tuple[str, str | None, str], task: Labels) -> DataSet:
     repository, config, split = address
     require("datasets", "eval")
     import datasets
@@ -225,7 +229,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _questions(rows: Iterable[tuple[str, Record]], name: str, task: Callable[[str], str]) -> tuple[Question, ...]:
+def _questions(rows: Iterable[tuple[str, Record]], name: str, task: Labels) -> tuple[Question, ...]:
     seen: dict[str, str] = {}
     questions: list[Question] = []
     for where, record in rows:
@@ -239,14 +243,14 @@ def _questions(rows: Iterable[tuple[str, Record]], name: str, task: Callable[[st
     return tuple(questions)
 
 
-def _question(record: Record, where: str, number: str, name: str, task: Callable[[str], str]) -> Question:
+def _question(record: Record, where: str, number: str, name: str, task: Labels) -> Question:
     identity = next((record[key] for key in _ID_KEYS if record.get(key) is not None), number)
     category = str(record.get("category") or name)
     turns, history = _conversation(record, where)
     return Question(str(identity), turns, history, category, task(category))
 
 
-def _conversation(record: Record, where: str) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+def _conversation(record: Record, where: str) -> Chat:
     if record.get("messages") is not None:
         return _chat(record["messages"], where)
     for key in ("turns", "prompt", "question"):
@@ -258,7 +262,7 @@ def _conversation(record: Record, where: str) -> tuple[tuple[str, ...], tuple[tu
     raise DataError(f"{where}: needs one of 'turns', 'prompt', 'question' or 'messages'; it has {sorted(record)}")
 
 
-def _chat(messages: Any, where: str) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+def _chat(messages: Any, where: str) -> Chat:
     if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
         raise DataError(f"{where}: 'messages' must be a list of objects with the texts 'role' and 'content'")
     if messages[-1]["role"] != "user":

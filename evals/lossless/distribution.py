@@ -50,20 +50,14 @@ class Spot:
 
 @dataclass(frozen=True)
 class Tested:
-    """The places that were sampled, and the test of every configuration there ([] when no place was found)."""
+    """The places that were sampled, in the order of `Power.places`, and the test of every configuration there.
+
+    Both are empty when the search found no place.
+    """
 
     search: Search
+    spots: tuple[Spot, ...]
     fits: list[ConfigurationFit]
-
-    @property
-    def spots(self) -> tuple[Spot, ...]:
-        """Every place, in the order of `Power.places`."""
-        return spots_of(self.search)
-
-
-def spots_of(found: Search) -> tuple[Spot, ...]:
-    """The places of all trials."""
-    return tuple(Spot(one.trial.name, one.sampling, place) for one in found.chosen for place in one.places)
 
 
 @dataclass(frozen=True)
@@ -86,13 +80,13 @@ class DistributionTest:
         replay = Replay.of(model)
         wanted = trials(self.samples, max(arm.k for arm in self.arms))
         found = search(lambda some: self._answer(model, some), replay, self.questions, self.places, wanted)
-        spots = spots_of(found)
+        spots = tuple(Spot(one.trial.name, one.sampling, place) for one in found.chosen for place in one.places)
         if not spots:
-            return Tested(found, [])
+            return Tested(found, (), [])
         nodes = [NodesAt(replay, spot.place.prompt, spot.sampling) for spot in spots]
         if model.hf_model.dtype in (torch.float32, torch.float64):
-            return Tested(found, self._against_exact(worker, spots, nodes))
-        return Tested(found, self._against_baseline(worker, spots, nodes))
+            return Tested(found, spots, self._against_exact(worker, spots, nodes))
+        return Tested(found, spots, self._against_baseline(worker, spots, nodes))
 
     def _answer(self, model: Any, questions: Sequence[Question]) -> list[tuple[Question, list[int], list[int]]]:
         """Greedy answers of the target alone; a question that leaves no room for one is left out."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from evals.acceptance.summary import Json
+from evals.acceptance.summary import ByArm, Json
 from evals.data.datasets import DataSet, Question
 from evals.runs.answers import Answer
 from evals.runs.conversations import Asking, Configuration, Worker, prompt_of
@@ -220,7 +220,7 @@ def _tolerance(dtype: Any, best: float) -> float:
 
 
 def compare_greedy(
-    executor: Executor, data: DataSet, arms: Sequence[Configuration], kept: dict[str, list[Answer]], asking: Asking
+    executor: Executor, data: DataSet, arms: Sequence[Configuration], kept: ByArm, asking: Asking
 ) -> Json:
     """Compare each configuration with the first one, question by question; every divergence is judged.
 

@@ -127,9 +127,8 @@ def search(
     texts: list[_Text] = []
     for start in range(0, min(len(questions), _MOST_QUESTIONS), _CHUNK):
         texts += _read(answer, scores, questions[start : start + _CHUNK])
-        if all(_content(_choose(texts, trial, TEMPERATURES[0], wanted), wanted) for trial in trials):
-            break
-        if start >= _CHUNK and all(_content(_chosen(texts, trial, wanted), wanted) for trial in trials):
+        temperatures = TEMPERATURES if start else TEMPERATURES[:1]
+        if all(_content(_chosen(texts, trial, wanted, temperatures), wanted) for trial in trials):
             break
     chosen = (_chosen(texts, trial, wanted) for trial in trials)
     return Search(tuple(one for one in chosen if one.places), len(texts), sum(len(text.answer) for text in texts))
@@ -139,9 +138,9 @@ def _content(chosen: Chosen, wanted: int) -> bool:
     return len(chosen.places) >= wanted and min(place.telling for place in chosen.places) >= ENOUGH
 
 
-def _chosen(texts: Sequence[_Text], trial: Trial, wanted: int) -> Chosen:
+def _chosen(texts: Sequence[_Text], trial: Trial, wanted: int, temperatures: Sequence[float] = TEMPERATURES) -> Chosen:
     """The trial at the first temperature whose places are telling enough, else at the most telling one."""
-    found = [_choose(texts, trial, temperature, wanted) for temperature in TEMPERATURES]
+    found = [_choose(texts, trial, temperature, wanted) for temperature in temperatures]
     enough = next((one for one in found if _content(one, wanted)), None)
     return enough or max(found, key=lambda one: sum(min(place.telling, ENOUGH) for place in one.places))
 

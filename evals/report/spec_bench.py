@@ -10,13 +10,12 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from evals.runs.answers import Answer, Turn
+from evals.runs.answers import Answer, Json, Turn
 from specdec.run_files import write_atomically
 
 
-def line(answer: Answer, model_id: str) -> dict[str, Any]:
+def line(answer: Answer, model_id: str) -> Json:
     """One line of an answer file."""
     turns = answer.turns
     choice = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -154,7 +154,9 @@ def print_acceptance(console: Console, document: Json, explain: bool = False) ->
     for text in cautions(document):
         console.print(text, style="yellow", highlight=False)
     if explain:
-        _print_definitions(console, document)
+        labels = {metric.key: metric.label for metric in METRICS}
+        named = {labels.get(key, key.replace("_", " ")): text for key, text in document["definitions"].items()}
+        print_definitions(console, named)
     else:
         text = "what each number means: --explain; [low, high]: 95 % interval over the questions"
         console.print(text, style="dim", highlight=False, markup=False)
@@ -203,6 +205,9 @@ def _metric_table(arms: Sequence[Json], metrics: Sequence[Metric]) -> Table:
     return table
 
 
+_OF_GROUPS = (("metrics", "tau"), ("timing", "speedup"))
+
+
 def _group_table(arms: Sequence[Json], key: str) -> Table:
     drafting = [arm for arm in arms if arm["k"]]
     widest = max(drafting, key=lambda arm: int(arm["k"]))
@@ -210,12 +215,9 @@ def _group_table(arms: Sequence[Json], key: str) -> Table:
     table = _table("group", "questions", *headers, f"drafts 1, 2, … all accepted, {widest['name']}")
     table.columns[1].justify = "left"
     for name in drafting[0][key]:
-        cells = [(arm[key][name]) for arm in drafting]
-        speedups = [cell["timing"].get("speedup", {"estimate": None}) for cell in cells]
-        pairs = zip(cells, speedups, strict=True)
-        shown = [
-            show(value, 2, cell["questions"]) for cell, speedup in pairs for value in (cell["metrics"]["tau"], speedup)
-        ]
+        cells = [arm[key][name] for arm in drafting]
+        values = [(cell, cell[part].get(metric)) for cell in cells for part, metric in _OF_GROUPS]
+        shown = [show(value, 2, cell["questions"]) if value else "-" for cell, value in values]
         positions = " ".join(show({**value, "low": None}, 2) for value in widest[key][name]["unconditional"])
         table.add_row(name, str(cells[0]["questions"]), *shown, positions)
     return table
@@ -285,9 +287,7 @@ def _print_identity(console: Console, arms: Sequence[Json]) -> None:
             )
 
 
-def _print_definitions(console: Console, document: Json) -> None:
-    labels = {metric.key: metric.label for metric in METRICS}
-    for key, sentence in document["definitions"].items():
-        console.print(
-            f"[bold]{labels.get(key, key.replace('_', ' '))}[/bold]: {sentence}", style="dim", highlight=False
-        )
+def print_definitions(console: Console, definitions: Mapping[str, str]) -> None:
+    """Print what each number means."""
+    for name, sentence in definitions.items():
+        console.print(f"[bold]{name}[/bold]: {sentence}", style="dim", highlight=False)

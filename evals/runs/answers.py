@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from specdec.requests.stats import RoundRecord
+
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,9 @@ def seconds_a_round(answers: Iterable[Answer]) -> float:
     return seconds / rounds if rounds else float("nan")
 
 
-def to_json(answer: Answer) -> dict[str, Any]:
+def to_json(answer: Answer) -> Json:
     """The answer as JSON values; rounds become [drafted, accepted, emitted]."""
-    turns = []
-    for turn in answer.turns:
-        rounds = [[r.drafted, r.accepted, r.emitted] for r in turn.rounds]
-        turns.append({**asdict(turn), "token_ids": list(turn.token_ids), "rounds": rounds})
+    turns = [{**asdict(turn), "rounds": [astuple(record) for record in turn.rounds]} for turn in answer.turns]
     return {**asdict(answer), "turns": turns}
 
 

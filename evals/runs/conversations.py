@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
 from evals.data.datasets import Question, opening, render
-from evals.runs.answers import Answer, Turn, seconds_a_round, segments
+from evals.runs.answers import Answer, Json, Turn, seconds_a_round, segments
 from specdec.errors import SpecdecError
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
@@ -190,7 +190,7 @@ class Worker:
         """Call a function with this worker."""
         return function(self)
 
-    def facts(self) -> dict[str, dict[str, Any]]:
+    def facts(self) -> dict[str, Json]:
         """Per model: what it is, the hashes of its weights, and whether it has a chat template."""
         return {key: _facts(model) for key, model in self.models.items()}
 
@@ -216,7 +216,7 @@ _OF_ONE_START = ("start", "kernels")
 """Facts that differ from start to start of the same model; so do the sizes and seconds of its graphs."""
 
 
-def _facts(model: Any) -> dict[str, Any]:
+def _facts(model: Any) -> Json:
     described = {name: value for name, value in model.describe().items() if name not in _OF_ONE_START}
     ranks, template = getattr(model, "ranks", None), getattr(model.tokenizer, "chat_template", None)
     part = "" if ranks is None else f"rank {ranks.rank} of {ranks.size}: "  # the weights that this process holds

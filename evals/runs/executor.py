@@ -14,7 +14,7 @@ from typing import Any
 
 from evals.data.datasets import DataSet, Question
 from evals.errors import WorkerError, require
-from evals.runs.answers import Answer
+from evals.runs.answers import Answer, Json
 from evals.runs.conversations import Asking, Configuration, ModelSpec, Result, Work, Worker
 from evals.runs.store import RunStore
 
@@ -37,8 +37,9 @@ def collect(
     """
     names = [arm.name for arm in arms]
     works = _works(data, arms, asking, batch_size)
-    left = [work for work in works if not _finished(work, store, names)]
-    report([answer for work in works if _finished(work, store, names) for answer in _kept(work.chunk, store, names)])
+    left = [work for work in works if not all(store.finished(question.id, names) for question in work.chunk)]
+    missing = {question.id for work in left for question in work.chunk}
+    report(list(_kept([question for question in data.questions if question.id not in missing], store, names)))
     for answers in executor.run(left):
         store.add(answers)
         report(answers)
@@ -64,10 +65,6 @@ def _works(data: DataSet, arms: Sequence[Configuration], asking: Asking, batch_s
     return [Work(i, data.questions[start : start + batch_size], tuple(arms), asking) for i, start in enumerate(starts)]
 
 
-def _finished(work: Work, store: RunStore, names: Sequence[str]) -> bool:
-    return all(store.finished(question.id, names) for question in work.chunk)
-
-
 def _kept(questions: Iterable[Question], store: RunStore, names: Sequence[str]) -> Iterator[Answer]:
     return (store.answers[question.id, name] for question in questions for name in names)
 
@@ -88,7 +85,7 @@ def connect(address: str) -> Iterator[None]:
     require("ray", "ray")
     import ray
 
-    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {"address": address}
+    options: Json = {"include_dashboard": False} if address == "local" else {"address": address}
     try:
         ray.init(log_to_driver=False, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -127,9 +124,9 @@ class RayExecutor:
         found = self._wait_for([actor.facts.remote() for actor in self._actors])
         if any(facts != found[0] for facts in found):
             raise WorkerError("the workers loaded different models; every node needs the same files")
-        self._facts: dict[str, dict[str, Any]] = found[0]
+        self._facts: dict[str, Json] = found[0]
 
-    def facts(self) -> dict[str, dict[str, Any]]:
+    def facts(self) -> dict[str, Json]:
         """What the workers' models are; the same on all of them."""
         return self._facts
 

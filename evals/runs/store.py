@@ -16,7 +16,7 @@ from typing import Any
 
 from evals.data.datasets import DataSet, digest
 from evals.errors import RunStoreError
-from evals.runs.answers import Answer, from_json, to_json
+from evals.runs.answers import Answer, Json, from_json, to_json
 from specdec.run_files import KeptLines, writing
 
 _PACKAGES = ("specdec-hf", "torch", "transformers", "tokenizers", "flashinfer-python", "lm_eval")
@@ -43,12 +43,12 @@ def device_name(device: str) -> str:
     return platform.machine()
 
 
-def data_facts(data: DataSet) -> dict[str, Any]:
+def data_facts(data: DataSet) -> Json:
     """Name, source, hash and the number of questions asked."""
     return {"name": data.name, "source": data.source, "sha256": data.sha256, "questions": len(data.questions)}
 
 
-def model_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+def model_facts(facts: Mapping[str, Any]) -> Json:
     """A model's facts as they may be published: a folder is reduced to its name, and nothing measured is among them."""
     target = str(facts["target"])
     device = str(facts["device"])

@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
@@ -68,7 +68,7 @@ def examined() -> Facts:
         "packages": {name: _version(name) for name in _PACKAGES},
         "device": device,
         "extras": {name: extra_facts(name, needed) for name, needed in extras.items()},
-        "caches": cache_facts(cache_folders()),
+        "caches": cache_facts(),
         "settings": {name: _short(os.environ[name]) for name in _SETTINGS if name in os.environ},
         "problems": [*shadowed(), *(f"{each} is needed: pip install '{each}'" for each in unmet(wanted))]
         + ([device["error"]] if "error" in device else []),
@@ -131,15 +131,13 @@ def shadowed() -> list[str]:
         checks += [plugin.load for plugin in find_plugins(()).values()]
     except PluginError as error:
         return [str(error)]
-    return [text for check in checks if (text := _failure(check))]
-
-
-def _failure(check: Callable[[], object]) -> str:
-    try:
-        check()
-    except (ImportError, PluginError) as error:
-        return str(error)
-    return ""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except (ImportError, PluginError) as error:
+            found.append(str(error))
+    return found
 
 
 def system_facts() -> Facts:
@@ -181,21 +179,16 @@ def hints(device: Facts) -> list[str]:
         built, busy = device.get("torch built for", ""), busy_cores(device.get("CPU threads", 1))
         text = "; torch is built for CUDA and would use one" if built.startswith("CUDA") else ""
         return [f"no GPU: the torch backend serves on the CPU{text}", *filter(None, [busy])]
-    if _version("flashinfer-python") is None and built_for_cuda(device):
+    if _version("flashinfer-python") is None and str(device["torch built for"]).startswith("CUDA"):
         return [f'FlashInfer is missing: rounds are slower without it; pip install "{DISTRIBUTION}[cuda]"']
     return []
 
 
-def built_for_cuda(device: Facts) -> bool:
-    """Whether torch is built for NVIDIA's GPUs."""
-    return str(device["torch built for"]).startswith("CUDA")
-
-
-def cache_folders() -> dict[str, tuple[Path | None, str]]:
-    """Each cache: its folder (None where it cannot be found out) and the variable that moves it."""
+def cache_facts() -> Facts:
+    """Where each cache lies (None where that cannot be found out), how large it is, and the variable that moves it."""
     base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
     triton = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
-    return {
+    folders: dict[str, tuple[Path | None, str]] = {
         "specdec (matmul algorithms)": (_found("specdec.compiler.gemm_selection:cache_folder"), "XDG_CACHE_HOME"),
         "Triton": (Path(os.environ.get("TRITON_CACHE_DIR") or triton), "TRITON_CACHE_DIR"),
         "torch.compile": (
@@ -204,6 +197,10 @@ def cache_folders() -> dict[str, tuple[Path | None, str]]:
         ),
         "FlashInfer workspace": (base / ".cache" / "flashinfer", "FLASHINFER_WORKSPACE_BASE"),
         "Hugging Face hub": (_found("huggingface_hub.constants:HF_HUB_CACHE"), "HF_HUB_CACHE"),
+    }
+    return {
+        name: {"folder": None if folder is None else _short(folder), "size": _held(folder), "moved by": variable}
+        for name, (folder, variable) in folders.items()
     }
 
 
@@ -214,14 +211,6 @@ def _found(name: str, variable: str = "") -> Path | None:
         return Path(found() if callable(found) else found)
     except Exception:  # a package is missing, or keeps the name elsewhere
         return None
-
-
-def cache_facts(folders: Mapping[str, tuple[Path | None, str]]) -> Facts:
-    """Where each cache lies, how large it is, and what moves it."""
-    return {
-        name: {"folder": None if folder is None else _short(folder), "size": _held(folder), "moved by": variable}
-        for name, (folder, variable) in folders.items()
-    }
 
 
 def _held(folder: Path | None) -> str:

@@ -150,15 +150,10 @@ def _print_head(report: HeadReport, remark: str, as_json: bool) -> None:
     from specdec.cli.tables import make_console, report_table
 
     if as_json:
-        fields = {f.name: {"value": _plain(f.value), "from": f.source} for f in report.fields}
+        fields = {f.name: {"value": f.value, "from": f.source} for f in report.fields}
         found = {"head": str(report.path), "layout": report.layout, "parameters": report.num_parameters}
-        click.echo(json.dumps(found | {"fields": fields, "remark": remark}, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(found | {"fields": fields, "remark": remark}, indent=2, ensure_ascii=False, default=str))
         return
     console = make_console()
     console.print(remark, highlight=False, markup=False)
     console.print(report_table(report))
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON holds it; others as text."""
-    return value if isinstance(value, (bool, int, float, str, list, tuple, type(None))) else str(value)

@@ -26,7 +26,7 @@ import click
 from specdec.errors import SpecdecError
 from specdec.import_names import ROOT, check_sibling
 
-CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 """Click's settings of every group."""
 
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from specdec.extensions.head_check.check import Agreement, Tried
 
 
+Facts = dict[str, Any]
+"""What a model's `describe` gives."""
+
+
 def percentages(rates: Sequence[float]) -> str:
     """Rates as one line, position 1 first: "71 % 54 % 43 %"."""
     return "  ".join(number(rate, ".0%") for rate in rates) or "–"
@@ -38,8 +42,10 @@ def stats_table(completions: Sequence[Completion]) -> Table:
     """Acceptance and times of some completions."""
     pooled = pool_requests([c.stats for c in completions])
     table = Table(show_header=False, title="statistics", title_justify="left")
-    for name, value in _rows(pooled):
-        table.add_row(name, value)
+    table.add_row("acceptance length τ", number(pooled.tau, ".2f"))
+    table.add_row("accepted, given those before", percentages(pooled.conditional))
+    table.add_row("accepted, of rounds with that draft", percentages(pooled.unconditional))
+    table.add_row("rounds", str(pooled.rounds))
     table.add_row("new tokens", str(sum(c.stats.new_tokens for c in completions)))
     table.add_row("prompt tokens", prompt_tokens(completions))
     table.add_row("prompt seconds", f"{sum(c.stats.prefill_s for c in completions):.3f}")
@@ -59,16 +65,7 @@ def prompt_tokens(completions: Sequence[Completion]) -> str:
     )
 
 
-def _rows(pooled: AcceptanceStats) -> list[tuple[str, str]]:
-    return [
-        ("acceptance length τ", number(pooled.tau, ".2f")),
-        ("accepted, given those before", percentages(pooled.conditional)),
-        ("accepted, of rounds with that draft", percentages(pooled.unconditional)),
-        ("rounds", str(pooled.rounds)),
-    ]
-
-
-def route_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def route_rows(facts: Facts) -> list[tuple[str, str]]:
     """What served the attention, and whether rounds ran from graphs."""
     rows = [(f"attention of the {group}", route) for group, route in facts["attention"].items()]
     if recurrent := facts.get("recurrent"):
@@ -113,7 +110,7 @@ def _millions(count: int) -> str:
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
 
 
-def fit_lines(facts: dict[str, Any]) -> list[str]:
+def fit_lines(facts: Facts) -> list[str]:
     """That what was loaded fits: target and head each other, the cache the sizes asked for. Else loading had failed."""
     engine = facts["engine"]
     lines = [f"the target passes its self-test (relative error {human('error', facts['self_test_error'])})"]
@@ -151,13 +148,13 @@ _NOTES = {
 """What a fact is whose name does not tell."""
 
 
-def fact_notes(facts: dict[str, Any]) -> list[str]:
+def fact_notes(facts: Facts) -> list[str]:
     """A sentence for each fact whose name does not tell, where the model has it."""
     shown = facts | facts["engine"]
     return [f"{name}: {text}" for name, text in _NOTES.items() if shown.get(name) is not None]
 
 
-def facts_table(facts: dict[str, Any]) -> Table:
+def facts_table(facts: Facts) -> Table:
     """A description, one fact a row; nested mappings are indented. Long values are folded, never cut."""
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
@@ -178,7 +175,7 @@ def report_table(report: HeadReport) -> Table:
     return table
 
 
-def _flat(facts: dict[str, Any], indent: str = "") -> list[tuple[str, str]]:
+def _flat(facts: Facts, indent: str = "") -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for name, value in facts.items():
         if isinstance(value, dict):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from specdec.extensions.training.run_folder import Questions, Setting
 
 
+Options = dict[str, Any]
 _MODEL_HELP = "Target: built-in name, folder or hub name."
 _DATA = (
     option(
@@ -115,7 +116,7 @@ def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **option
     _run(options, "mtp", {"module": resolve(source), "mtp_concat": mtp_concat, "mtp_feedback": mtp_feedback})
 
 
-def _run(options: dict[str, Any], family: str, chosen: dict[str, Any]) -> None:
+def _run(options: Options, family: str, chosen: dict[str, Any]) -> None:
     """Let the target answer, then train; whatever can be found wrong is found before the target answers."""
     from rich.console import Console
 
@@ -145,7 +146,7 @@ def _run(options: dict[str, Any], family: str, chosen: dict[str, Any]) -> None:
         raise click.exceptions.Exit(_INTERRUPTED) from None
 
 
-def _train(options: dict[str, Any], plan: TrainingPlan[Any], questions: Sequence[Questions], console: Console) -> None:
+def _train(options: Options, plan: TrainingPlan[Any], questions: Sequence[Questions], console: Console) -> None:
     from drafters.training.data import AnswerSet
     from specdec.extensions.training.run_folder import answer_prepared, locked
 
@@ -158,7 +159,7 @@ def _train(options: dict[str, Any], plan: TrainingPlan[Any], questions: Sequence
     click.echo(f"the head is in {result.folder}")
 
 
-def _data_settings(options: dict[str, Any], questions: Sequence[Questions]) -> dict[str, Setting]:
+def _data_settings(options: Options, questions: Sequence[Questions]) -> dict[str, Setting]:
     """What the answers come from; a question's key covers prompts, target and the longest answer."""
     from specdec.extensions.training.run_folder import Setting
 

@@ -131,20 +131,20 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
     probed = probe_target(model.hf_model)
     layers, theta = len(probed.layers), _rope_theta(probed)
     readings = [own for each in FAMILIES.values() for own in each.code().other_readings(head, layers, theta)]
-    if not readings or not runs_in_chains(head):
-        verdict, cause = _judged(rounds, None, head_can_vary=False)
-        return Agreement(len(done), tokens, rounds, None, (), None, verdict, cause)
-    wanted = sorted({layer for each in (head, *(reading.head for reading in readings)) for layer in each.aux_layers})
-    states = aux_states(probed, passages, wanted)
-    own = chains(head, passages, states, num_drafts)
-    tried = tuple(_tried(readings, own, passages, states, num_drafts))
-    best = tried[0] if tried[0].is_better else None
-    verdict, cause = _judged(own.stats, best, head_can_vary=True)
+    own: Chains | None = None
+    tried: tuple[Tried, ...] = ()
+    if readings and runs_in_chains(head):
+        wanted = {layer for each in (head, *(reading.head for reading in readings)) for layer in each.aux_layers}
+        states = aux_states(probed, passages, sorted(wanted))
+        own = chains(head, passages, states, num_drafts)
+        tried = tuple(_tried(readings, own, passages, states, num_drafts))
+    best = tried[0] if tried and tried[0].is_better else None
+    verdict, cause = _judged(rounds if own is None else own.stats, best, head_can_vary=own is not None)
     if best is not None:
         cause += _origin(head, best.reading)
-    if own.stats.unconditional[0] < LOW and best is None and (found := check_map(head, passages, states)).is_wrong:
+    elif own is not None and verdict == "low" and (found := check_map(head, passages, states)).is_wrong:
         cause = found.cause
-    return Agreement(len(done), tokens, rounds, own.stats, tried, best, verdict, cause)
+    return Agreement(len(done), tokens, rounds, None if own is None else own.stats, tried, best, verdict, cause)
 
 
 def _tried(

@@ -148,20 +148,25 @@ _RIGHT, _MARGIN, _SIGMAS, _LEAST_IDS = 0.25, 0.1, 4.0, 8
 head that says this many different draft ids (one that says a single id hits that of the commonest token)."""
 
 
+Examples = tuple[tuple[int, int, int, int, int], ...]
+"""(draft id, token by d2t, token that it comes with, how often, of how many), the commonest first."""
+Pairs = Iterable[tuple[int, int]]
+"""(draft id, the target's own token)."""
+
+
 @dataclass(frozen=True)
 class MapCheck:
     """The map of the file against one learnt from the answers, on first drafts that it was not learnt from.
 
     mapped, learnt: share of first drafts that are the target's own token; error: standard error of their difference.
-    num_ids: different draft ids that the head says. examples: (draft id, token by d2t, token that it comes with, how
-    often, of how many), the commonest first.
+    num_ids: different draft ids that the head says. examples: of ids that come with another token.
     """
 
     mapped: float
     learnt: float
     error: float
     num_ids: int
-    examples: tuple[tuple[int, int, int, int, int], ...]
+    examples: Examples
 
     @property
     def is_wrong(self) -> bool:
@@ -214,21 +219,19 @@ def _first_drafts(head: Head, passage: Passage, states: Mapping[int, torch.Tenso
     return list(zip(draft_ids[:, 0].tolist(), passage.token_ids[rows + 2].tolist(), strict=True))
 
 
-def _counted(pairs: Iterable[tuple[int, int]]) -> dict[int, Counter[int]]:
+def _counted(pairs: Pairs) -> dict[int, Counter[int]]:
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     for draft, token in pairs:
         counts[draft][token] += 1
     return counts
 
 
-def _learnt(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+def _learnt(pairs: Pairs) -> dict[int, int]:
     """The token that each draft id comes with most."""
     return {draft: seen.most_common(1)[0][0] for draft, seen in _counted(pairs).items()}
 
 
-def _examples(
-    pairs: Iterable[tuple[int, int]], tokens: Mapping[int, int]
-) -> tuple[tuple[int, int, int, int, int], ...]:
+def _examples(pairs: Pairs, tokens: Mapping[int, int]) -> Examples:
     """The commonest draft ids that come with another token than the map says."""
     counts = sorted(_counted(pairs).items(), key=lambda item: -item[1].total())
     found = [(draft, tokens[draft], *seen.most_common(1)[0], seen.total()) for draft, seen in counts]

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from drafters.training.data import AnswerSet, answer
+from drafters.training.data import AnswerSet, answer_set
 from specdec import run_files
 from specdec.errors import InvalidInputError, RunFolderError
 from specdec.model import SpeculativeModel
@@ -106,10 +106,9 @@ def _read(path: Path) -> dict[str, Setting]:
 
 
 def _check_same(folder: Path, old: Mapping[str, Setting], settings: Mapping[str, Setting]) -> None:
-    new = {key: Setting(json.loads(json.dumps(s.value)), s.name) for key, s in settings.items()}
     nothing = Setting(None)
-    pairs = {key: (old.get(key, nothing), new.get(key, nothing)) for key in {**old, **new}}
-    changed = [f"  {key}: {a} -> {b}" for key, (a, b) in pairs.items() if a.value != b.value]
+    pairs = {key: (old.get(key, nothing), settings.get(key, nothing)) for key in {**old, **settings}}
+    changed = [f"  {key}: {a} -> {b}" for key, (a, b) in pairs.items() if json.dumps(a.value) != json.dumps(b.value)]
     if changed:
         raise InvalidInputError(
             f"{folder} holds a run made from something else (there -> asked for):\n" + "\n".join(changed) + "\n"
@@ -265,7 +264,7 @@ def answer_prepared(model: SpeculativeModel, questions: Questions, output: Path,
             console.print(line, highlight=False)
         _answer_rest(model, questions, store, console)
         answers = [store.answers.get(i, []) if room >= _SHORTEST else [] for i, room in enumerate(questions.room)]
-    return answer(questions.prompts, lambda prompts: answers, questions.limits.max_length)
+    return answer_set(questions.prompts, answers, questions.limits.max_length)
 
 
 def _hash(content: object) -> str:

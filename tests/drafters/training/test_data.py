@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.errors import InvalidInputError
-from drafters.training.data import AnswerSet, answer, read_questions
+from drafters.training.data import AnswerSet, answer_set, read_questions
 from drafters.training.objective import collate, epoch_order, held_out_batches, training_batches
 from drafters.training.train_config import TrainConfig
 
@@ -69,7 +69,7 @@ def answers_of(*lengths: tuple[int, int]) -> AnswerSet:
     starts = [100 * i for i in range(len(lengths))]
     prompts = [list(range(s, s + p)) for s, (p, _) in zip(starts, lengths, strict=True)]
     replies = [list(range(s + p, s + p + a)) for s, (p, a) in zip(starts, lengths, strict=True)]
-    return answer(prompts, lambda asked: replies, max_length=12)
+    return answer_set(prompts, replies, max_length=12)
 
 
 def test_answers_follow_their_prompts_and_long_ones_are_cut() -> None:
@@ -83,9 +83,9 @@ def test_answers_follow_their_prompts_and_long_ones_are_cut() -> None:
 
 def test_answer_errors() -> None:
     with pytest.raises(InvalidInputError, match="2 prompts got 1 answers"):
-        answer([[1], [2]], lambda prompts: [[1, 2]], 9)
+        answer_set([[1], [2]], [[1, 2]], 9)
     with pytest.raises(InvalidInputError, match="no answer has two tokens"):
-        answer([[1]], lambda prompts: [[1]], 9)
+        answer_set([[1]], [[1]], 9)
     with pytest.raises(InvalidInputError, match="1 to 1 can be held out"):
         answers_of((1, 2), (1, 2)).split(2, seed=0)
 

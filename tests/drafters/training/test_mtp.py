@@ -22,7 +22,7 @@ from drafters.families import FAMILIES, family_of
 from drafters.mtp.checkpoint import load_mtp, save_mtp
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.spec import mtp_target
-from drafters.training.data import AnswerSet, answer
+from drafters.training.data import AnswerSet, answer_set
 from drafters.training.train_config import TrainConfig
 from drafters.training.trainer import TrainResult
 from specdec.cli.train import train
@@ -66,7 +66,8 @@ class Bench:
     @functools.cached_property
     def answers(self) -> AnswerSet:
         """What the target says to a hundred prompts."""
-        return answer(random_prompts([4] * 100, seed=2), self.regenerate, max_length=16)
+        prompts = random_prompts([4] * 100, seed=2)
+        return answer_set(prompts, self.regenerate(prompts), max_length=16)
 
     def regenerate(self, prompts: list[list[int]]) -> list[list[int]]:
         return [c.token_ids for c in self.model.generate(prompts, SamplingParams(max_new_tokens=12))]

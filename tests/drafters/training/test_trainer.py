@@ -20,7 +20,7 @@ from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import TrainingDivergedError
 from drafters.oracle import oracle_drafts
-from drafters.training.data import answer
+from drafters.training.data import answer_set
 from drafters.training.files import whole_folder
 from drafters.training.objective import Features
 from drafters.training.train_config import TrainConfig
@@ -80,7 +80,7 @@ def data(target: LlamaForCausalLM) -> TrainingData:
         )
         return out[:, 4:].tolist()
 
-    train_set, held_out = answer(prompts.tolist(), regenerate, max_length=16).split(20, seed=0)
+    train_set, held_out = answer_set(prompts.tolist(), regenerate(prompts.tolist()), max_length=16).split(20, seed=0)
     return TrainingData(train_set, held_out)
 
 
