@@ -121,7 +121,8 @@ def test_deepseek_with_its_module(two_ranks: Any, ids: Any) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "one-kv-head",
+        # In `make test` test_requests.py has its answers, and test_moves.py the pages of its one KV head.
+        pytest.param("one-kv-head", marks=pytest.mark.long),
         pytest.param("gpt-oss", marks=pytest.mark.long),
         pytest.param("odd-vocabulary", marks=pytest.mark.long),
         pytest.param("qwen3-moe", marks=pytest.mark.long),
