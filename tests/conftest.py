@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -112,6 +113,8 @@ def small_caches() -> Iterator[None]:
 _right_twins: dict[Any, Any] = {}
 _right_targets: dict[Any, float] = {}
 _right_heads: set[Any] = set()
+_LONG_ENOUGH = 64
+"""Tokens of a row over several pages of every size that tests use: the shortest row that stands for longer ones."""
 
 
 def _form(probed: Any) -> tuple[Any, ...]:
@@ -136,30 +139,36 @@ def _weights(model: torch.nn.Module) -> bytes:
 
 
 def _twin_test_once(probed: Any, max_model_len: int) -> Any:
-    """`twin_test`, run once in a process for each class, configuration and length that comes out right.
+    """`twin_test`, run once in a process for each class, configuration and thresholds that comes out right.
 
-    A twin is made of these and a fixed seed, not of the model's weights: its answer is always the same.
+    A twin is made of these and a fixed seed, not of the model's weights: its answer is always the same. How long its
+    rows are, beyond a few pages, is not asked again.
     """
+    from specdec.selftest.shrinking import thresholds
     from specdec.selftest.twin import twin_test
 
-    key = *_form(probed), max_model_len
+    key = *_form(probed), thresholds(probed.model.config, max_model_len), min(max_model_len, _LONG_ENOUGH)
     if key not in _right_twins:
         _right_twins[key] = twin_test(probed, max_model_len)
     return _right_twins[key]
 
 
 def _check_target_once(target: Any, probed: Any, max_model_len: int, report: Any) -> float:
-    """`check_target`, run once for the same weights over the same caches and kernels: most of what loading costs.
+    """`check_target`, run once for the same weights over the same kinds of caches and kernels: most of what loading
+    costs. How many pages there are, beyond those of the test's rows, is not asked again.
 
     A wrong target is never remembered; nor is one that a warning is due for.
     """
+    from specdec.selftest.eager_reference import fewest_pages
     from specdec.selftest.selftest import check_target
 
-    caches = tuple((runner.group, runner.routes) for runner in target.runner.runners)
+    room = min(max_model_len, (fewest_pages(target) - 1) // 3 * target.runner.page_size, _LONG_ENOUGH)
+    groups = [(runner.group, runner.routes) for runner in target.runner.runners]
+    caches = tuple((replace(group, num_pages=max(room, 2)), routes) for group, routes in groups)
     if report.unbuilt is not None or probed.model.device.type != "cpu":
         return check_target(target, probed, max_model_len, report)
     states = None if target.states is None else (target.states.group, target.states.functions)
-    key = *_form(probed), _weights(probed.model), caches, states, max_model_len
+    key = *_form(probed), _weights(probed.model), caches, states, report.passed
     if key not in _right_targets:
         _right_targets[key] = check_target(target, probed, max_model_len, report)
     return _right_targets[key]

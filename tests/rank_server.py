@@ -33,6 +33,9 @@ OF_OTHERS = ("accelerate", "transformers.models.auto.modeling_auto", "transforme
 """What every process imports that loads a model: packages of others."""
 OURS = ("specdec.extensions.parallel.worker",)
 """What every rank imports, too."""
+COMPILERS = ("torch", "triton.compiler.compiler", "triton.language")
+"""What every process imports that compiles kernels: without the interpreter, which Triton's own functions would be made
+for."""
 
 
 SERVER_GONE = 77
@@ -102,16 +105,18 @@ def real_script(code: str, *arguments: str, **options: Any) -> Any:
     return subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, text=True, **given)
 
 
-def fork_and_wait(code: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def fork_and_wait(
+    code: str, *arguments: str, env: dict[str, str], line: socket.socket | None = None
+) -> subprocess.CompletedProcess[str]:
     """As `run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, ...)`.
 
-    What is imported before the fork read the environment of this process.
+    What is imported before the fork read the environment of this process. line: to another server than `server`.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, open(os.devnull) as nothing:
         with theirs:
             files = [nothing.fileno(), out.fileno(), err.fileno(), theirs.fileno()]
-            socket.send_fds(server(), [pickle.dumps(("script", (code, arguments), env))], files)
+            socket.send_fds(line or server(), [pickle.dumps(("script", (code, arguments), env))], files)
         with ours:
             returned = Forked(ours).wait()
         for file in (out, err):
@@ -141,12 +146,23 @@ def fork(command: Sequence[str], *, env: dict[str, str], pass_fds: Sequence[int]
 @functools.cache
 def server() -> socket.socket:
     """The line to this process's server, which ends when the line does."""
+    return start(OF_OTHERS, dict(os.environ))
+
+
+@functools.cache
+def server_of_compilers() -> socket.socket:
+    """The line to a server whose processes compile kernels for a GPU that is not there."""
+    return start(COMPILERS, {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"})
+
+
+def start(names: Sequence[str], env: dict[str, str]) -> socket.socket:
+    """The line to a new server, which has imported `names`."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     root = Path(__file__).resolve().parents[1]
     with theirs:
         subprocess.Popen(
-            [sys.executable, "-P", "-m", "tests.rank_server", str(theirs.fileno())],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
+            [sys.executable, "-P", "-m", "tests.rank_server", str(theirs.fileno()), *names],
+            env={**env, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -281,4 +297,4 @@ def real_ranks(forked_ranks: None) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), OF_OTHERS)
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -69,20 +69,23 @@ def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
     return torch.einsum("hql,lhd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
+WHOLE, IN_PARTS, WIDE = Tiling(64, 2, 3, 1, 1 << 20), Tiling(32, 2, 5, 64, 40), Tiling(128, 4, 3, 8, 128)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["NHD", pytest.param("HND", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("heads", "dim", "page_size", "query_len"),
-    [((8, 2), 128, 16, 6), pytest.param((4, 2), 64, 1, 1, marks=pytest.mark.slow), ((6, 2), 64, 32, 5)],
+    ("heads", "dim", "page_size", "query_len"), [((8, 2), 128, 16, 6), ((4, 2), 64, 1, 1), ((6, 2), 64, 32, 5)]
 )
 @pytest.mark.parametrize(
-    "tiles",
+    ("tiles", "layout"),
     [
-        pytest.param(Tiling(64, 2, 3, 1, 1 << 20), marks=pytest.mark.slow),
-        Tiling(32, 2, 5, 64, 40),
-        pytest.param(Tiling(128, 4, 3, 8, 128), marks=pytest.mark.slow),
+        pytest.param(WHOLE, "NHD", id="whole-NHD"),
+        pytest.param(IN_PARTS, "NHD", id="in parts-NHD"),
+        pytest.param(IN_PARTS, "HND", id="in parts-HND"),
+        pytest.param(WIDE, "NHD", id="wide-NHD", marks=pytest.mark.long),
+        pytest.param(WIDE, "HND", id="wide-HND"),
+        pytest.param(WHOLE, "HND", id="whole-HND", marks=pytest.mark.long),
     ],
-    ids=["whole", "in parts", "wide"],
 )
 def test_packed_attention(
     heads: tuple[int, int],

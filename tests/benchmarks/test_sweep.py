@@ -32,6 +32,8 @@ EXACT = (
     "mamba2",
 )
 FURTHER = (
+    "gemma2",
+    "llama4_text",
     "llama: yarn",
     "mistral",
     "qwen3: sliding",
@@ -45,7 +47,8 @@ FURTHER = (
     "phi3",
     "qwen3_next",
 )
-"""Types that the others stand for in `make test`."""
+"""Types that mamba2 stands for in `make test`: what is tested here is the sweep's judge, which other tests of this file
+give GPT-2, a wrapper and DeepSeek; that the types are exact is tested where their attention is."""
 REFUSED = {"rwkv": "keeps state", "xlm-roberta": "comes out wrong"}
 
 
@@ -56,6 +59,7 @@ def test_telling_types_are_exact(name: str) -> None:
     verdict = check(case, torch.float32, "cpu")
     assert verdict.outcome == "exact", verdict
     assert verdict.accepted is not None and verdict.accepted > 0.2
+    assert "eager attention" not in verdict.notes
 
 
 @pytest.mark.slow
@@ -120,7 +124,6 @@ def test_eager_attention_that_gives_other_tokens_is_noted(monkeypatch: pytest.Mo
         return copied
 
     (case,) = (c for c in all_cases() if c.name == "gpt2")
-    assert check(case, torch.float32, "cpu").notes == ""
     monkeypatch.setattr(sweep_check, "eager_copy", other)
     verdict = check(case, torch.float32, "cpu")
     assert (verdict.outcome, verdict.notes) == (

@@ -69,12 +69,12 @@ def drafts_of(pair: Pair, options: dict[str, Any]) -> tuple[Any, Compared]:
 
 
 def pairs() -> list[Any]:
-    """Every head from graphs, of modules over MLA and over attention one, and one of each draft loop eagerly; the other
-    pairs are long ones."""
+    """A head of each draft loop from graphs, modules over MLA there, and EAGLE-3 eagerly; the other pairs are long
+    ones."""
     eagerly = ("eagle3", "mimo")
     marks = {name: pytest.mark.long if name == "glm4_moe" else pytest.mark.slow for name in HEADS}
     found = [pytest.param(name, TIGHT, "graphs", marks=marks[name]) for name in HEADS]
-    marks = {name: pytest.mark.slow if name in eagerly else pytest.mark.long for name in HEADS}
+    marks = {name: pytest.mark.slow if name == "eagle3" else pytest.mark.long for name in HEADS}
     found += [pytest.param(name, TIGHT, "eager", marks=marks[name]) for name in HEADS]
     chunks = {"max_num_batched_tokens": 20}
     return found + [pytest.param(n, chunks, e, marks=pytest.mark.long) for n in eagerly for e in ("eager", "graphs")]

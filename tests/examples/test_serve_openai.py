@@ -258,9 +258,9 @@ def test_a_body_that_does_not_arrive_is_refused_and_holds_up_no_end() -> None:
 
 def test_a_signal_lets_running_requests_end_and_refuses_new_ones() -> None:
     running, found = Running(key=None), dict[str, Any]()
-    right = direct(running, max_new_tokens=300, ignore_eos=True).text
+    right = direct(running, max_new_tokens=150, ignore_eos=True).text
     asking = threading.Thread(
-        target=lambda: found.update(done=ask(running, max_tokens=300, extra_body={"ignore_eos": True}))
+        target=lambda: found.update(done=ask(running, max_tokens=150, extra_body={"ignore_eos": True}))
     )
     asking.start()
     while not running.model.engine.scheduler.running:

@@ -105,17 +105,24 @@ def test_an_object_says_what_its_own_generate_says(name: str) -> None:
     model = adapted(name)
     right = own(model)
     assert right != PLAIN, "the adapter changes nothing, so nothing is tested"
-    with wrap(model) as wrapped:
-        assert ours(wrapped) == right and wrapped.hf_model is model.get_base_model()
     with wrap(model, table_head(tiny_llama()), num_speculative_tokens=3) as wrapped:  # a head for the base
-        assert ours(wrapped) == right
+        assert ours(wrapped) == right and wrapped.hf_model is model.get_base_model()
         assert wrapped.describe()["adapter"] == "live: default"
     assert own(model) == right
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["DoRA", "VB-LoRA", "LoRA with an lm_head"])
-@pytest.mark.parametrize("merge", ["auto", False], ids=["merged", "live"])
+@pytest.mark.parametrize(
+    ("name", "merge"),
+    [
+        pytest.param("DoRA", "auto", id="merged-DoRA"),
+        pytest.param("DoRA", False, id="live-DoRA", marks=pytest.mark.long),
+        pytest.param("VB-LoRA", "auto", id="merged-VB-LoRA", marks=pytest.mark.long),
+        pytest.param("VB-LoRA", False, id="live-VB-LoRA"),
+        pytest.param("LoRA with an lm_head", "auto", id="merged-LoRA with an lm_head"),
+        pytest.param("LoRA with an lm_head", False, id="live-LoRA with an lm_head", marks=pytest.mark.long),
+    ],
+)
 def test_a_folder_and_an_adapter_beside_its_base(name: str, merge: Any, base: Path, tmp_path: Path) -> None:
     model = adapted(name)
     right, folder = own(model), save(model, tmp_path / "adapter", base)

@@ -193,7 +193,7 @@ def generated(model: Any, **options: Any) -> list[int]:
     return list(said[0, len(PROMPT) :].tolist())
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_options_of_the_models_own_config_apply(num_drafts: int) -> None:
     """To calls by name and to a GenerationConfig, never to SamplingParams; they are those of the moment."""
     wrapped = loaded(num_drafts, eos_token_id=UNSAID)

@@ -102,7 +102,8 @@ DEFECTS: dict[str, tuple[Callable[..., Handoff], int]] = {
 }
 
 
-QUICK = ("blocks in another order", "no pages of the head", "another key")
+SEEN = ("blocks in another order", "no pages of the head", "another key")
+"""One of pages, one of the head's, one of what draws: the others are much like these, and long tests."""
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def pair() -> Iterator[tuple[SpeculativeModel, SpeculativeModel]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in DEFECTS])
+@pytest.mark.parametrize("name", [n if n in SEEN else pytest.param(n, marks=pytest.mark.long) for n in DEFECTS])
 def test_a_planted_defect_is_seen(name: str, pair: tuple[SpeculativeModel, SpeculativeModel]) -> None:
     """What moves is needed: the comparison fails without any part of it (tokens alone would hide the head's)."""
     (p, d), (spoil, sampled) = pair, DEFECTS[name]

@@ -211,15 +211,20 @@ USES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("use", USES)
-def test_a_closed_model_says_so(use: str) -> None:
+@pytest.fixture(scope="module")
+def closed() -> Any:
     model = wrap(tiny_llama())
     model.close()
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", USES)
+def test_a_closed_model_says_so(use: str, closed: Any) -> None:
     with pytest.raises(ClosedModelError, match="this SpeculativeModel is closed"):
-        USES[use](model)
+        USES[use](closed)
     with pytest.raises(AttributeError, match="no attribute 'generat'"):
-        model.generat  # noqa: B018
+        closed.generat  # noqa: B018
 
 
 @pytest.mark.slow
@@ -356,18 +361,12 @@ def test_a_stream_that_is_open_when_the_program_ends_ends_quietly(monkeypatch: p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ids", ["hi", [], [0.5], [[1, 2]], [10**6], torch.tensor([[1, 2]])], ids=str)
-def test_own_logits_of_what_are_no_token_ids(ids: Any) -> None:
-    with (
-        wrap(tiny_llama()) as model,
-        pytest.raises(InvalidInputError, match=r"own_logits: give at least one token id.*one sequence of integers"),
-    ):
-        model.own_logits(ids)
-
-
-@pytest.mark.slow
-def test_own_logits_of_a_tensor() -> None:
+def test_own_logits_of_what_are_no_token_ids_and_of_a_tensor() -> None:
     with wrap(tiny_llama()) as model:
+        for ids in ("hi", [], [0.5], [[1, 2]], [10**6], torch.tensor([[1, 2]])):
+            words = r"own_logits: give at least one token id.*one sequence of integers"
+            with pytest.raises(InvalidInputError, match=words):
+                model.own_logits(ids)
         assert torch.equal(model.own_logits(torch.tensor([1, 2, 3])), model.own_logits([1, 2, 3]))
 
 

@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 KINDS = ("qwen3_next", "kimi_linear", "falcon_h1", "jamba", "lfm2", "mamba2")
 """A type of each kind of layer."""
-CROWDED = ("qwen3_next", "kimi_linear", "mamba2")
+CROWDED = ("qwen3_next", "mamba2")
 
 
 def settings() -> list[Any]:

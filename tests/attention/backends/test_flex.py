@@ -36,7 +36,10 @@ def attended(rig: Rig, backend: FlexBackend) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "scale", "alibi"),
-    [("NHD", 0.11, None), pytest.param("HND", 0.12, None, marks=pytest.mark.long), ("HND", 0.1, SLOPES)],
+    [
+        *(pytest.param(*own, None, marks=pytest.mark.long) for own in (("NHD", 0.11), ("HND", 0.12))),
+        ("HND", 0.1, SLOPES),
+    ],
 )
 def test_all_batches_of_a_tile_size_share_one_compilation(layout: Any, scale: float, alibi: Any) -> None:
     """Traced by torch's compiler, and run operator by operator: sizes are variables from the first call on."""

@@ -134,9 +134,9 @@ def swapped_fc(head: Any) -> None:
     [
         ("speculators_llama", swap_concat),
         ("speculators_llama", other_feedback),
-        ("speculators_llama", other_residual),
+        pytest.param("speculators_llama", other_residual, marks=pytest.mark.long),
         ("speculators_llama", offset_ids),
-        ("speculators_llama", swap_norms),
+        pytest.param("speculators_llama", swap_norms, marks=pytest.mark.long),
         ("speculators_qwen3", positions_from_zero),
         ("deepspec", wrong_theta),
         ("specforge", raw_logits),

@@ -130,7 +130,7 @@ def hot(graphs_for_all: None) -> Open:
     return Open(places, tuple(NodesAt(replay, place.prompt, HOT) for place in places))
 
 
-@pytest.mark.slow
+@pytest.mark.long  # `make test`: the next test has the distribution, test_eval_checks.py the search
 def test_the_evaluation_passes_in_graphs(graphs_for_all: None) -> None:
     """As `specdec eval lossless --mode sampled` runs it: the places and the temperature are found by its own search."""
     model = built_in("probabilistic")

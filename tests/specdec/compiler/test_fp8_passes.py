@@ -84,9 +84,10 @@ def test_what_only_fp8_layers_read_is_quantised_where_it_is_computed(
     plain = [after[name] for name in ("rms_norm", "add_rms_norm", "silu_product", "fp8_quantise")]
     assert (fused, plain) == (([0, 0, 0], [1, 1, 1, 3]) if read else ([1, 1, 1], [0, 0, 0, 0]))
     assert after["fp8_matmul"] == 3
-    monkeypatch.setattr("specdec.compiler.passes.quantise_at_once", lambda graph: None)
-    apart, before = rewritten(layer, x)
-    assert before["fp8_quantise"] == 3 and all(map(torch.equal, out, apart)), "the same bits"
+    if not read:  # what is read elsewhere, too, stays apart in both graphs
+        monkeypatch.setattr("specdec.compiler.passes.quantise_at_once", lambda graph: None)
+        apart, before = rewritten(layer, x)
+        assert before["fp8_quantise"] == 3 and all(map(torch.equal, out, apart)), "the same bits"
     layers.release()
 
 

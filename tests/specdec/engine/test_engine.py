@@ -53,10 +53,10 @@ def test_a_reduced_draft_vocabulary_changes_no_token() -> None:
 @pytest.mark.parametrize(
     ("options", "preempts"),
     [
-        pytest.param({"max_num_batched_tokens": 12}, False, marks=pytest.mark.slow),
+        pytest.param({"max_num_batched_tokens": 12}, False, marks=pytest.mark.long),
         pytest.param({"max_num_seqs": 1, "max_num_batched_tokens": 7}, False, marks=pytest.mark.slow),
-        pytest.param({"max_num_seqs": 6, "max_num_batched_tokens": 64}, False, marks=pytest.mark.slow),
-        pytest.param({"kv_cache_tokens": 104}, True, marks=pytest.mark.slow),
+        pytest.param({"max_num_seqs": 6, "max_num_batched_tokens": 64}, False, marks=pytest.mark.long),
+        pytest.param({"kv_cache_tokens": 104}, True, marks=pytest.mark.long),
         ({"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 24}, True),
         ({"page_size": 1}, False),
         pytest.param({"page_size": 64, "kv_cache_tokens": 640}, False, marks=pytest.mark.slow),

@@ -147,7 +147,7 @@ REACHES = pytest.mark.parametrize("reach", [WINDOW, CHUNKS], ids=str)
 
 @pytest.mark.slow
 @REACHES
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(**WORKLOAD)
 def test_every_key_that_a_query_sees_is_its_rows_own(
     reach: Reach, prompts: list[int], new: list[int], num_pages: int, windowed_pages: int, seed: int

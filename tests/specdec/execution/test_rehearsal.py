@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.compiled import printed
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
-ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import json, sys, threading
 import torch, triton
@@ -77,11 +75,8 @@ GREEDY = ["_parts_kernel", "_best_kernel"]
 
 def run(argument: str, cache: Path) -> list[tuple[list[tuple[str, bool]], list[str]]]:
     """Of each part of the script: the kernels that were compiled, and whether on the main thread; those launched."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, argument]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    said = printed(SCRIPT, argument, TRITON_CACHE_DIR=str(cache))
+    return json.loads(said.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow

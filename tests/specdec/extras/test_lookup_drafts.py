@@ -89,8 +89,13 @@ def acceptance(completions: list[Any]) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(("k", "least"), [(1, 1), (4, 2), (7, 3)])
+@pytest.mark.parametrize(
+    ("k", "least", "ahead"),
+    [
+        *((1, 1, False), (4, 2, True), (7, 3, False)),
+        *(pytest.param(*own, marks=pytest.mark.long) for own in ((1, 1, True), (4, 2, False), (7, 3, True))),
+    ],
+)
 def test_greedy_tokens_and_drafts_are_exact(k: int, least: int, ahead: bool) -> None:
     """With prompts in chunks, rows that wait for a row, and pages of each other's prompts."""
     model = looking_up(num_speculative_tokens=k, lookup_min=least, max_num_batched_tokens=max(24, 3 * (k + 1)))
@@ -221,7 +226,7 @@ def test_sampled_tokens_have_the_targets_distribution(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [3, 6])
+@pytest.mark.parametrize("k", [pytest.param(3, marks=pytest.mark.long), 6])
 def test_a_long_match_replaces_the_drafts_of_a_head(k: int) -> None:
     """Where there are as many as the row may have; other rows keep the head's."""
     model = wrap(
@@ -372,7 +377,7 @@ def test_requests_that_move_draft_as_they_would_have(beside: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
+@pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("mamba2", marks=pytest.mark.long)])
 def test_targets_with_recurrent_layers(kind: str) -> None:
     """Rejected drafts leave their states as they were."""
     target, params = tiny_hybrid(kind), SamplingParams(24)

@@ -126,11 +126,11 @@ def test_chat_template_refuses_unknown_roles(tokenizer: PreTrainedTokenizerFast)
 
 @pytest.mark.slow
 def test_the_target_answers_heldout_problems_right(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """40 of the held-out problems; the card has the number for 1,000."""
-    found = problems("heldout", 40, seed=11)
+    """20 of the held-out problems; the card has the number for 1,000."""
+    found = problems("heldout", 20, seed=11)
     answers = greedy(model, tokenizer, found)
     right = [ended(answer, problem) for answer, problem in zip(answers, found, strict=True)]
-    assert sum(right) >= 34
+    assert sum(right) >= 17, sum(right)
 
 
 def ended(answer: str, problem: Problem) -> bool:

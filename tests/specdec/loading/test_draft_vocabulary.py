@@ -178,7 +178,7 @@ def test_answers_are_the_targets_and_inspect_says_what_is_drafted_on(model: Spec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["mtp", ["mtp", "lookup"]])
+@pytest.mark.parametrize("draft", [pytest.param("mtp", marks=pytest.mark.long), ["mtp", "lookup"]])
 def test_drafts_by_lookup_and_grammars_go_with_it(draft: Any) -> None:
     with opened(draft, draft_vocab=range(300, 900)) as own:  # no digit is drafted on: the grammar masks all that are
         for params in (PARAMS, SamplingParams(max_new_tokens=20, grammar=DIGITS)):
@@ -187,8 +187,13 @@ def test_drafts_by_lookup_and_grammars_go_with_it(draft: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("renewed", [True, False])
-@pytest.mark.parametrize("how", ["refresh", "assigned", "update_weights"])
+@pytest.mark.parametrize(
+    ("how", "renewed"),
+    [
+        *(("refresh", True), ("assigned", True), ("update_weights", True), ("update_weights", False)),
+        *(pytest.param(how, False, marks=pytest.mark.long) for how in ("refresh", "assigned")),
+    ],
+)
 def test_new_values_of_lm_head_are_copied(how: str, renewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: they are not."""
     with opened(draft_vocab=range(300, 900)) as own:

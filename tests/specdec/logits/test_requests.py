@@ -178,9 +178,19 @@ def test_every_option_changes_some_answer(name: str) -> None:
 
 
 @pytest.mark.parametrize("names", [*EVERY, *(pytest.param(names, id="mixed") for names in MIXED)])
-@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_tokens_are_transformers(names: list[str | None], drafts: int) -> None:
+    """Each option under drafts; without them `test_without_drafts_they_are_too` has all options in one batch."""
     assert said(names, drafts, False) == right(names)
+
+
+@pytest.mark.slow
+def test_without_drafts_they_are_too() -> None:
+    """All options in batches of six."""
+    every = [name for name in OPTIONS if name != "several"]
+    for start in range(0, len(every), len(PROMPTS)):
+        names: list[str | None] = [*every[start : start + len(PROMPTS)], *[None] * len(PROMPTS)][: len(PROMPTS)]
+        assert said(names, 0, False) == right(names), names
 
 
 @pytest.mark.slow
@@ -243,7 +253,7 @@ DEFECTS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_planted_defects_are_seen(defect: str, graphs: bool, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
     if graphs:
@@ -291,8 +301,9 @@ def sampled_oracle(prompt: list[int], completion: Any, options: Mapping[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    ("drafts", "graphs"), [(0, False), (3, False), (3, True), pytest.param(0, True, marks=pytest.mark.long)]
+)
 @torch.no_grad()
 def test_sampled_tokens_are_decided_by_transformers_distribution(drafts: int, graphs: bool, request: Any) -> None:
     if graphs:

@@ -124,7 +124,10 @@ MIXED = ["paced", None, "fading", "all", "criterion", "function"]
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("names", [MIXED, ["several"] * 6], ids=["mixed", "several"])
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(MIXED, id="mixed"), pytest.param(["several"] * 6, id="several", marks=pytest.mark.long)],
+)
 def test_tokens_are_transformers(names: list[str | None], drafts: int, graphs: bool, request: Any) -> None:
     if graphs:
         request.getfixturevalue("graphs_on_cpu")
@@ -223,7 +226,7 @@ def failing(engine: Engine, params: Sequence[SamplingParams]) -> tuple[list[Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_what_a_processor_raises_ends_its_request_alone(drafts: int) -> None:
     own = Raising(lambda ids: len(ids) == len(PROMPTS[1]) + 7)
     params = [SamplingParams(NEW), SamplingParams(NEW, logits_processor=own), *[SamplingParams(NEW)] * 4]
@@ -237,7 +240,7 @@ def test_what_a_processor_raises_ends_its_request_alone(drafts: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("kind", "said"), [(Banning, "the largest score is -inf"), (Unknown, "a score is NaN")])
 def test_scores_that_leave_no_token_end_their_request_alone(
@@ -277,11 +280,18 @@ def test_what_all_options_leave_is_divided_by_the_temperature(options: dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize(
-    "sampled",
-    [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "top_h": 0.5}, {"temperature": 1.0, "eta_cutoff": 0.1}],
-    ids=["greedy", "sampled", "top_h", "eta"],
+    ("drafts", "sampled"),
+    [
+        pytest.param(drafts, own, id=f"{name}-{drafts}", marks=[pytest.mark.long] * (drafts == 0 and name != "greedy"))
+        for name, own in {
+            "greedy": {},
+            "sampled": {"temperature": 1.0, "seed": 3},
+            "top_h": {"temperature": 1.0, "top_h": 0.5},
+            "eta": {"temperature": 1.0, "eta_cutoff": 0.1},
+        }.items()
+        for drafts in (0, 3)
+    ],
 )
 @pytest.mark.parametrize(
     "options",
@@ -338,7 +348,7 @@ def test_empty_lists_are_none() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_what_later_options_repair_is_no_error(drafts: int) -> None:
     """The only token that the function allows may not end the request yet, and is then forced to end it."""
     length = len(PROMPTS[0]) + 3
@@ -436,7 +446,7 @@ def test_what_a_criterion_raises_once_is_its_requests() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_what_is_raised_behind_an_end_ends_nothing(drafts: int) -> None:
     """A grammar that is over may raise; the token that ended its request came before."""
     expected = right([None] * 6)
@@ -588,7 +598,7 @@ DEFECTS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", DEFECTS)
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_planted_defects_are_seen(defect: str, graphs: bool, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
     if graphs:
         request.getfixturevalue("graphs_on_cpu")

@@ -442,8 +442,11 @@ def test_emitted_tokens_have_the_targets_distribution(one_hot: bool, emission: E
 @pytest.mark.parametrize(
     "defect",
     [
-        *("filters forgotten", "the draft's uniform again"),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("q of a greedy draft", "q of another step")),
+        "filters forgotten",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("the draft's uniform again", "q of a greedy draft", "q of another step")
+        ),
     ],
 )
 def test_planted_defects_are_seen(defect: str, emission: Emission) -> None:

@@ -5,14 +5,10 @@ And what they may load before they wait for the kernel before them is loaded the
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.compiled import printed
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 COMPILE = """
@@ -63,12 +59,8 @@ print(*map(loads_before_waiting, draws))
 
 @pytest.mark.slow
 def test_for_sm_90() -> None:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for line, least in zip(done.stdout.splitlines(), ((0, 5, 6, 6), (0, 6, 7, 7), (6, 7, 4)), strict=True):
+    said = printed(COMPILE)
+    for line, least in zip(said.splitlines(), ((0, 5, 6, 6), (0, 6, 7, 7), (6, 7, 4)), strict=True):
         loads = [int(n) for n in line.split()]
-        assert all(n >= m for n, m in zip(loads, least, strict=True)), done.stdout
+        assert all(n >= m for n, m in zip(loads, least, strict=True)), said
         assert len(loads) == 3 or loads[0] == 0  # what the first of them is launched after may write all of it

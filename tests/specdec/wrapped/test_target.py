@@ -195,7 +195,7 @@ def test_aux_hidden_states_are_those_of_the_model(aux_layers: tuple[int, ...]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("aux_layers", [(2,), (3, 1, FINAL_NORM)])
+@pytest.mark.parametrize("aux_layers", [pytest.param((2,), marks=pytest.mark.long), (3, 1, FINAL_NORM)])
 def test_a_compiled_forward_has_its_aux_hidden_states_copied_in_one_launch(aux_layers: tuple[int, ...]) -> None:
     """One token more than counts, as a batch of one has; all in their places, nothing after the last row."""
     model, ids = tiny_llama(context=0.35), torch.tensor(random_prompts([9]))

@@ -44,7 +44,7 @@ from tests.specdec.test_hybrid_kv_cache import mixed
 from tests.specdec.wrapped.test_long_rope import OPTIONS, answers_of, model_of, scripted
 
 PROMPTS = random_prompts((5, 33, 1, 17))
-GREEDY = SamplingParams(max_new_tokens=20, return_drafts=True)
+GREEDY = SamplingParams(max_new_tokens=14, return_drafts=True)
 PARAMS = [
     GREEDY,
     replace(GREEDY, temperature=0.8, seed=3),

@@ -91,6 +91,9 @@ def tiny(name: str) -> Any:
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config: Any = {
         "one-kv-head": lambda: LlamaConfig(**{**sizes, "num_key_value_heads": 1, "attention_bias": True}),
+        "one-layer": lambda: LlamaConfig(
+            **{**sizes, "num_key_value_heads": 1, "attention_bias": True, "num_hidden_layers": 1}
+        ),
         "deepseek-v3": lambda: DeepseekV3Config(
             **{**sizes, "num_key_value_heads": 4, "head_dim": 8},
             **{**experts, **latent},

@@ -18,8 +18,8 @@ from specdec.extensions.parallel.engine import differing_ids
 pytest.importorskip("triton", reason="Triton is not installed")
 
 TEXTS = ["Anna has 12 apples and buys 8 more.", "Tom reads 7 pages a day.", "A box holds 6 eggs."]
-GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
-SAMPLED = SamplingParams(max_new_tokens=14, temperature=0.9, top_p=0.95, seed=3, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=8, temperature=0.9, top_p=0.95, seed=3, ignore_eos=True)
 
 
 @pytest.fixture
