@@ -57,6 +57,7 @@ _WARMUP = option("--warmup", "Passes that are not measured.", click.IntRange(0),
     "--predict-batch-sizes",
     "Measure round times at these batch sizes for the prediction, e.g. 1,4,16.",
     shared.NUMBERS,
+    (),
 )
 @option("--worst", "Worst questions in the report.", click.IntRange(0), 5)
 @shared.output_options
