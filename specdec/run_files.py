@@ -6,6 +6,7 @@ frees when the process that holds it ends, and the settings that the lines depen
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -70,6 +71,8 @@ def check_writable(path: Path) -> None:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     with writing(path):
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a file")
         if path.is_file():
             path.open("ab").close()
         if path.is_file() or path.is_dir() or not path.exists():  # else a pipe or a device

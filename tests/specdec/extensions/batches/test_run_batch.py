@@ -92,10 +92,10 @@ def test_the_input_is_no_output(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_run_which_goes_on_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdec.extensions.batches import output
+    from specdec import run_files
 
     source, target = write(tmp_path / "in.jsonl", *({"prompt": "a"} for _ in range(5))), tmp_path / "out.jsonl"
-    plain, left = output.write_whole, [3]
+    plain, left = run_files.write_whole, [3]
 
     def full(file: Any, data: bytes) -> None:
         left[0] -= 1
@@ -103,7 +103,7 @@ def test_a_full_disk_ends_the_run_which_goes_on_afterwards(tmp_path: Path, monke
             raise OSError(28, "No space left on device")
         plain(file, data)
 
-    monkeypatch.setattr(output, "write_whole", full)
+    monkeypatch.setattr(run_files, "write_whole", full)
     with pytest.raises(OutputError, match="the same command goes on from there"):
         run(source, target)
     assert lines_answered(target) == [1, 2, 3]
