@@ -55,7 +55,7 @@ class HostBatch:
     made the batch has noted them.
 
     Lengths are exact, never upper bounds. Padding rows are on the null page: seq_len 1, position 0, slot 0, block
-    table 0. Padding tokens after a row's own (see specdec/rounds/static.py) write to slot 0.
+    table 0. Padding tokens after a row's own (see specdec/rounds/fixed.py) write to slot 0.
 
     Attributes:
         query_start_loc: [B+1] int32, row i's tokens are query_start_loc[i] … query_start_loc[i+1]-1.

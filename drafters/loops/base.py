@@ -237,7 +237,7 @@ class DraftLoop(Protocol[L, D]):
 
 
 @dataclass(frozen=True)
-class StaticShape:
+class FixedShape:
     """Rounds of one fixed shape: `rows` rows of query_len = K+1 tokens each, over pages of page_size tokens.
 
     page_entries: most entries that the rows' page lists have together, the padding's included.
@@ -267,7 +267,7 @@ class CarriedRows(Generic[A]):
 
 
 @dataclass(frozen=True)
-class StaticPrefill:
+class FixedPrefill:
     """Device inputs of the static draft prefill right after a verification.
 
     token_ids: [T] int64, the verification's tokens shifted by one: at position p the token of p+1. last_row: [rows]
@@ -290,7 +290,7 @@ class Chosen:
     logits: torch.Tensor
 
 
-class StaticSteps(Protocol):
+class FixedSteps(Protocol):
     """Host arrays of all draft steps for a fixed number of rows, written into the buffers that CUDA graphs read."""
 
     def send(self, rows: DraftingRows) -> tuple[Sequence[HostBatch], Staged]:
@@ -300,7 +300,7 @@ class StaticSteps(Protocol):
         """Attention metadata of each step, at fixed addresses."""
 
 
-class StaticLoop(Protocol):
+class FixedLoop(Protocol):
     """The static form of a draft loop for CUDA graphs: passes of fixed shape over persistent buffers.
 
     Drafts are chosen greedily; for sampled rows the executor draws drafts from the logits in `Chosen`.
@@ -310,11 +310,11 @@ class StaticLoop(Protocol):
 
     drafts: torch.Tensor
 
-    def steps(self, shape: StaticShape) -> StaticSteps:
+    def steps(self, shape: FixedShape) -> FixedSteps:
         """The host arrays of the draft steps for this shape."""
 
     def prefill(
-        self, inputs: StaticPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
+        self, inputs: FixedPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
         """Run the draft prefill over a verification's token rows; writes draft 1 and the inputs of the steps.
 
@@ -340,9 +340,9 @@ class StaticLoop(Protocol):
 class GraphLoop(DraftLoop[L, D], Protocol[L, D]):
     """A draft loop that can run from CUDA graphs, which the executor captures."""
 
-    def static_form(
+    def fixed_form(
         self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
-    ) -> StaticLoop:
+    ) -> FixedLoop:
         """The loop's static form.
 
         Args:

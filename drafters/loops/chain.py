@@ -11,7 +11,7 @@ from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Choose, Compile, Draft, Greedy, LoopSize
 from drafters.loops.chain_arrays import ChainInputs, ChainSection, chain_arrays
-from drafters.loops.chain_passes import HeadPasses, StaticChain
+from drafters.loops.chain_passes import FixedChain, HeadPasses
 
 
 class ChainLoop:
@@ -53,7 +53,7 @@ class ChainLoop:
             token_ids.append(head.to_target_ids(ids))
         return Draft.of(token_ids, chosen)
 
-    def static_form(
+    def fixed_form(
         self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
-    ) -> StaticChain:
-        return StaticChain(self._passes(), runner, aux, limits, greedy, compiler)
+    ) -> FixedChain:
+        return FixedChain(self._passes(), runner, aux, limits, greedy, compiler)

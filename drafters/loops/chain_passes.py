@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from attention.batch.fixed import LiveBatch, covering, write_pages
 from attention.batch.host import HostBatch, slots_at
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.batch.static import LiveBatch, covering, write_pages
 from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
 from attention.runner import GroupRunner, PlannedBatch
 from attention.staging import Staged, StagingArena, bucket_of
@@ -27,10 +27,10 @@ from drafters.loops.base import (
     Chosen,
     Compile,
     DraftingRows,
+    FixedPrefill,
+    FixedShape,
     Greedy,
     LoopSize,
-    StaticPrefill,
-    StaticShape,
     paged_attend,
 )
 from drafters.loops.chain_arrays import StepSection
@@ -139,8 +139,8 @@ def target_ids_of(head: Head, device: torch.device) -> torch.Tensor | None:
     return None if torch.equal(ids, target_ids) else target_ids.contiguous()
 
 
-class StaticChain:
-    """The static form of `ChainLoop`; a `drafters.loops.base.StaticLoop`.
+class FixedChain:
+    """The static form of `ChainLoop`; a `drafters.loops.base.FixedLoop`.
 
     hidden: [R, H] outputs of the draft prefill, by row of the last verification.
     """
@@ -166,17 +166,17 @@ class StaticChain:
         self.hidden = hidden.new_zeros(rows, hidden.shape[1])
         self.drafts = torch.zeros(rows, limits.drafts, dtype=torch.int64, device=aux.device)
 
-    def steps(self, shape: StaticShape) -> FixedSteps:
-        return FixedSteps(shape, self._aux.device)
+    def steps(self, shape: FixedShape) -> FixedChainSteps:
+        return FixedChainSteps(shape, self._aux.device)
 
     def step_width(self, index: int) -> int:
         """One token."""
         return 1
 
     def prefill(
-        self, inputs: StaticPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
+        self, inputs: FixedPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
-        """See `StaticLoop.prefill`; it has one pass."""
+        """See `FixedLoop.prefill`; it has one pass."""
         run, last_row, (own,) = self._prefill if compiled else self._plain.prefill, inputs.last_row, positions
         if len(last_row) == 1:
             last_row = last_row.repeat(2)  # a single row would be compiled once more
@@ -188,7 +188,7 @@ class StaticChain:
     def step(
         self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
     ) -> tuple[torch.Tensor, Chosen]:
-        """See `StaticLoop.step`: x [rows, H]. Step 0 copies its input: for a view code would be compiled once more."""
+        """See `FixedLoop.step`: x [rows, H]. Step 0 copies its input: for a view code would be compiled once more."""
         x = self.hidden[:rows].clone() if before is None else before
         with self._plain.carrying(paged_attend(self._runner, planned)):
             x, logits = self._step(x, self.drafts[:rows, index], planned.metadata.positions)
@@ -205,7 +205,7 @@ _STEPS = StepSection(table=False)
 class _StepsPlace:
     """One host buffer of the draft steps, with the batches over it."""
 
-    def __init__(self, host: Mapping[str, np.ndarray], shape: StaticShape) -> None:
+    def __init__(self, host: Mapping[str, np.ndarray], shape: FixedShape) -> None:
         self.arrays = _STEPS.buffers(host)
         self.arrays.query_start_loc[:] = np.arange(shape.rows + 1)
         self.batches = tuple(
@@ -223,10 +223,10 @@ class _StepsPlace:
         )
 
 
-class FixedSteps:
-    """A chain's `StaticSteps`. Padding rows, and rows that do not take a step, use the null page."""
+class FixedChainSteps:
+    """A chain's `FixedSteps`. Padding rows, and rows that do not take a step, use the null page."""
 
-    def __init__(self, shape: StaticShape, device: torch.device) -> None:
+    def __init__(self, shape: FixedShape, device: torch.device) -> None:
         self._shape = shape
         self._numbers = np.arange(2, shape.query_len)[:, None]  # step j of K
         self._offsets = self._numbers - 2
@@ -241,7 +241,7 @@ class FixedSteps:
         return _STEPS.of(batches, staged)
 
     def send(self, rows: DraftingRows) -> tuple[tuple[HostBatch, ...], Staged]:
-        """See `StaticSteps.send`; the batches are views of the arena, valid until the round after the next.
+        """See `FixedSteps.send`; the batches are views of the arena, valid until the round after the next.
 
         Computes `drafters.loops.chain_arrays.draft_steps` in place. K=3, a row at 18 with 3 drafts, pages [7, 9] of 16
         tokens: positions 18, 19, seq_lens 19, 20, slots 146, 147.

@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from attention.batch.fixed import LiveBatch, covering, write_pages
 from attention.batch.host import HostBatch, slots_at
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.batch.static import LiveBatch, covering, write_pages
 from attention.runner import GroupRunner, PlannedBatch
 from attention.staging import Staged, StagingArena, bucket_of
 from drafters.attend import Attend
@@ -33,10 +33,10 @@ from drafters.loops.base import (
     Chosen,
     Compile,
     DraftingRows,
+    FixedPrefill,
+    FixedShape,
     Greedy,
     LoopSize,
-    StaticPrefill,
-    StaticShape,
     from_layer,
     paged_attend,
 )
@@ -64,8 +64,8 @@ class ModulePasses(MtpPasses):
         return self.head.logits(x)
 
 
-class StaticModules:
-    """The static form of `ModuleLoop`; a `drafters.loops.base.StaticLoop`, and `CarriesVectors`.
+class FixedModules:
+    """The static form of `ModuleLoop`; a `drafters.loops.base.FixedLoop`, and `CarriesVectors`.
 
     hidden: [M, R, H] outputs of the draft prefill at each request's last row, by row of the last verification.
     carried: [M-1, R+1, H] the same of all modules except the last, by the request's row in the row table, until its
@@ -106,14 +106,14 @@ class StaticModules:
     def carry(self, request_row: int, vectors: torch.Tensor) -> None:
         self.carried[:, request_row] = vectors
 
-    def steps(self, shape: StaticShape) -> FixedModuleSteps:
+    def steps(self, shape: FixedShape) -> FixedModuleSteps:
         return FixedModuleSteps(shape, len(self._passes), self._aux.device)
 
     def step_width(self, index: int) -> int:
         return step_width(index + 1, len(self._passes))
 
     def prefill(
-        self, inputs: StaticPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
+        self, inputs: FixedPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
         assert inputs.carried is not None
         rows, tokens, own = len(inputs.last_row), inputs.token_ids, inputs.carried
@@ -134,7 +134,7 @@ class StaticModules:
     def step(
         self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
     ) -> tuple[torch.Tensor, Chosen]:
-        """See `StaticLoop.step`: outputs [rows·w, H]."""
+        """See `FixedLoop.step`: outputs [rows·w, H]."""
         step, num_modules = index + 1, len(self._passes)
         m, width = step % num_modules, step_width(step, num_modules)
         x = before
@@ -182,7 +182,7 @@ class _StepsPlace:
     """One host buffer of the draft steps, with the batches over it. first: [K-1, rows] first positions of the rows."""
 
     def __init__(
-        self, host: Mapping[str, np.ndarray], shape: StaticShape, widths: Sequence[int], section: FixedStepSection
+        self, host: Mapping[str, np.ndarray], shape: FixedShape, widths: Sequence[int], section: FixedStepSection
     ) -> None:
         self.arrays = arrays = section.buffers(host)
         arrays.query_start_loc[:] = np.arange(shape.rows + 1) * np.array(widths, np.int64)[:, None]
@@ -203,12 +203,12 @@ class _StepsPlace:
 
 
 class FixedModuleSteps:
-    """The `StaticSteps` of M modules; step s has min(s, M) tokens a row.
+    """The `FixedSteps` of M modules; step s has min(s, M) tokens a row.
 
     Padding rows, and rows that do not take a step, use the null page.
     """
 
-    def __init__(self, shape: StaticShape, num_modules: int, device: torch.device) -> None:
+    def __init__(self, shape: FixedShape, num_modules: int, device: torch.device) -> None:
         self._shape = shape
         rows, steps = shape.rows, np.arange(1, shape.num_steps + 1)
         self._numbers = steps[:, None]
@@ -232,7 +232,7 @@ class FixedModuleSteps:
         return self._section.of(batches, staged)
 
     def send(self, rows: DraftingRows) -> tuple[tuple[HostBatch, ...], Staged]:
-        """See `StaticSteps.send`; the batches are views of the arena, valid until the round after the next.
+        """See `FixedSteps.send`; the batches are views of the arena, valid until the round after the next.
 
         Computes `drafters.loops.module_arrays.module_step` in place. K=4, M=2, a row of 18 positions with 4 drafts,
         pages [7, 9] of 16 tokens: positions 17 | 18 19 | 18 19, slots 145 | 146 147 | 146 147.

@@ -16,7 +16,7 @@ from drafters.base import Head
 from drafters.loops.base import Choose, Compile, Draft, DraftInput, Greedy, LoopSize, paged_attend
 from drafters.loops.chain_arrays import DevicePass
 from drafters.loops.module_arrays import ModuleArrays, ModuleInputs, ModuleSection, module_arrays
-from drafters.loops.module_passes import ModulePasses, StaticModules
+from drafters.loops.module_passes import FixedModules, ModulePasses
 
 
 class ModuleStack(Protocol):
@@ -59,11 +59,11 @@ class ModuleLoop:
             return Draft(inputs.request_rows.new_empty(0, 0), None)
         return draft_modules(self._stack, runner, last[:, : inputs.num_drafting], inputs.steps, choose)
 
-    def static_form(
+    def fixed_form(
         self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
-    ) -> StaticModules:
-        """See `GraphLoop.static_form`; it keeps its own vectors: an engine runs one form or the other."""
-        return StaticModules(self._stack.passes(self.num_modules), runner, aux, limits, greedy, compiler)
+    ) -> FixedModules:
+        """See `GraphLoop.fixed_form`; it keeps its own vectors: an engine runs one form or the other."""
+        return FixedModules(self._stack.passes(self.num_modules), runner, aux, limits, greedy, compiler)
 
     @property
     def carried_shape(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import torch
 
 from attention.runner import GroupRunner
 from drafters.base import Head
-from drafters.loops.base import Draft, DraftInput, DraftLoop, StaticLoop
+from drafters.loops.base import Draft, DraftInput, DraftLoop, FixedLoop
 from specdec.execution.readback import HostReads, Readback
 from specdec.execution.sampled import SampledDrafts
 from specdec.rounds.randomness import SamplingRound
@@ -121,7 +121,7 @@ class DraftBuffers:
         loop: has the buffer of drafts. drawn: distributions of the drafts of sampled rows; None if none are drawn.
     """
 
-    loop: StaticLoop
+    loop: FixedLoop
     drawn: SampledDrafts | None
 
 

@@ -14,7 +14,7 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.groups import Planned
 from attention.hf.padding import padding_known
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch, Planner
-from drafters.loops.base import CarriedRows, Chosen, Draft, StaticLoop, StaticPrefill, passes_attend
+from drafters.loops.base import CarriedRows, Chosen, Draft, FixedLoop, FixedPrefill, passes_attend
 from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.compiling import compiler_settings
@@ -114,7 +114,7 @@ class EmptyRound:
     """A round without rows in a bucket's shape, at the addresses that its graphs will read.
 
     prefill: the head's attention in each pass after the verification; steps: in each draft step; () without a
-    head. carried: see `StaticPrefill`.
+    head. carried: see `FixedPrefill`.
     """
 
     target: DeviceRound
@@ -135,7 +135,7 @@ def step_rows(rows: int) -> int:
 class DraftCapture:
     """Captures the static form of a draft loop."""
 
-    def __init__(self, loop: StaticLoop, sampled: SampledDrafts | None, runner: GroupRunner, pool: Any) -> None:
+    def __init__(self, loop: FixedLoop, sampled: SampledDrafts | None, runner: GroupRunner, pool: Any) -> None:
         """sampled: None where drafts are greedy in all rows."""
         self.loop = loop
         self.sampled = sampled
@@ -200,7 +200,7 @@ class DraftCapture:
         """Run over every token row of the verification (query_len for each row), up to the last accepted token."""
         rows, query_len = result.tokens.shape
         first = torch.arange(0, rows * query_len, query_len, device=result.packed.device)
-        inputs = StaticPrefill(result.tokens.reshape(-1), first + result.num_accepted, round_.carried)
+        inputs = FixedPrefill(result.tokens.reshape(-1), first + result.num_accepted, round_.carried)
         positions = [metadata.positions for metadata in round_.prefill]
         with padding_known(round_.prefill[0]):
             return self.loop.prefill(inputs, positions, passes_attend(self._runner, planned), compiled)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from attention.hf.gate import gate_of
-from drafters.loops.base import Draft, DraftInput, GraphLoop, StaticLoop, StaticSteps
+from drafters.loops.base import Draft, DraftInput, FixedLoop, FixedSteps, GraphLoop
 from specdec.acceptance.judge import fill_from_loop, filled_drafts, in_order, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.compiling import (
@@ -62,11 +62,11 @@ from specdec.execution.readback import HostReads
 from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.ops.experts import mixtures, using_capturable_experts
 from specdec.ops.greedy_rows import greedy_drafts, greedy_ids
-from specdec.rounds.buckets import graph_rows, loop_limits, static_shape
+from specdec.rounds.buckets import fixed_shape, graph_rows, loop_limits
 from specdec.rounds.drafting import accepted_by_row, ahead_inputs, rows_after
 from specdec.rounds.extras import Decision, adjusted, noted, read_early, rewritten
+from specdec.rounds.fixed import FixedSampling, fixed_target
 from specdec.rounds.randomness import SamplingRound
-from specdec.rounds.static import FixedSampling, fixed_target
 from specdec.rounds.transfer import AheadTransfer, DeviceRound
 from specdec.rounds.verification import TargetArrays, empty_target
 from specdec.selftest.selftest import invariance_test, matmul_test
@@ -112,8 +112,8 @@ class GraphExecutor:
         self._num_modules = drafter.loop.num_modules if drafter is not None and drafting else 0
         self._transfer = AheadTransfer(self._num_modules, config, device)
         self._fixed = {n: fixed_target(fixed, n, self._num_modules, device) for n in rows}
-        self._loop: StaticLoop | None = None
-        self._steps: dict[int, StaticSteps] = {}
+        self._loop: FixedLoop | None = None
+        self._steps: dict[int, FixedSteps] = {}
         self._buckets: dict[int, Bucket] = {}
         self._mixed, self._beside_prompts = {mixed_bucket(config, n) for n in rows}, mixed_buckets(config, rows[0])
         self._alterations = Alterations(self)
@@ -138,8 +138,8 @@ class GraphExecutor:
     def _draft_forms(self, drafter: Drafter, config: EngineConfig, rows: Sequence[int]) -> DraftCapture:
         """Make the static form of the draft loop and buffers of sampled drafts; returns the capture of both."""
         target = self._target
-        self._loop = loop = _static_form(target, drafter, config)
-        self._steps = {n: loop.steps(static_shape(config, step_rows(n))) for n in rows}
+        self._loop = loop = _fixed_form(target, drafter, config)
+        self._steps = {n: loop.steps(fixed_shape(config, step_rows(n))) for n in rows}
         if config.draws_drafts:
             self._drawn = SampledDrafts(drafter.head, loop, self._sampling.device, target.vocab_size)
         own = self._pool, self._compiling, target.group
@@ -401,11 +401,11 @@ def _is_invariant(target: Target) -> bool:
     return target.runner.batch_invariant
 
 
-def _static_form(target: Target, drafter: Drafter, config: EngineConfig) -> StaticLoop:
+def _fixed_form(target: Target, drafter: Drafter, config: EngineConfig) -> FixedLoop:
     """The static form of the head's loop, over the target's buffer of aux hidden states."""
     loop = drafter.loop
     if not isinstance(loop, GraphLoop):
         raise InvalidInputError(f"{loop.name} run without CUDA graphs; use cuda_graphs=False")
     aux, limits = target.aux_hidden_states(config.max_num_batched_tokens), loop_limits(config)
     limits = replace(limits, rows=graph_rows(config.max_num_seqs, config.num_speculative_tokens + 1)[0])
-    return loop.static_form(drafter.runner, aux, limits, greedy_drafts, compiled)
+    return loop.fixed_form(drafter.runner, aux, limits, greedy_drafts, compiled)

@@ -19,7 +19,7 @@ import torch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.hf.custom_op import LayerAttend
 from attention.runner import GroupRunner, PlannedBatch
-from drafters.loops.base import CarriedRows, Chosen, StaticLoop, StaticPrefill
+from drafters.loops.base import CarriedRows, Chosen, FixedLoop, FixedPrefill
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
 from specdec.execution.segments import Between, SegmentedGraph, record_segments, unowned
@@ -85,7 +85,7 @@ class _TargetGraph:
 class _PrefillGraph:
     """inputs and positions [T] of each pass are read, the loop's own buffers and `chosen` written."""
 
-    inputs: StaticPrefill
+    inputs: FixedPrefill
     positions: tuple[torch.Tensor, ...]
     graph: SegmentedGraph
     chosen: Chosen
@@ -200,7 +200,7 @@ class RaggedPrefill:
 
     def __init__(
         self,
-        loop: StaticLoop,
+        loop: FixedLoop,
         num_passes: int,
         runner: GroupRunner,
         config: EngineConfig,
@@ -273,7 +273,7 @@ class RaggedPrefill:
             new, rows = partial(torch.zeros, dtype=torch.int64, device=self._device), self.num_rows
             nobody = new(rows).fill_(-1)  # request rows of -1: the captured launch writes to no request's place
             carried = CarriedRows(nobody, new(tokens)) if self._num_passes > 1 else None
-            inputs = StaticPrefill(new(tokens), new(rows), carried)
+            inputs = FixedPrefill(new(tokens), new(rows), carried)
             positions = tuple(_integers(tokens, self._device) for _ in range(self._num_passes))
 
             def launch(attend: LayerAttend, served: Any) -> tuple[torch.Tensor, torch.Tensor]:

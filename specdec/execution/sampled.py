@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from drafters.base import Head
-from drafters.loops.base import Chosen, StaticLoop
+from drafters.loops.base import Chosen, FixedLoop
 from drafters.loops.chain_passes import target_ids_of
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.draws import DraftPlaces, Filtered, Proposal, accept_drafts, draw_drafts, filter_rows, inverse_map
@@ -21,10 +21,10 @@ from specdec.rounds.transfer import DeviceSampling
 class SampledDrafts:
     """The drafts of sampled rows, drawn from the head's own distribution, and that distribution, for the acceptance.
 
-    By row of the last verification, like `StaticLoop.drafts`.
+    By row of the last verification, like `FixedLoop.drafts`.
     """
 
-    def __init__(self, head: Head, loop: StaticLoop, sampling: DeviceSampling, vocab_size: int) -> None:
+    def __init__(self, head: Head, loop: FixedLoop, sampling: DeviceSampling, vocab_size: int) -> None:
         """sampling: parameters of the round that the drafts follow, in fixed places; vocab_size: V of the target."""
         self._target_ids = target_ids_of(head, loop.drafts.device)
         self._drafts = loop.drafts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attention.batch.transforms.windowed import most_listed_pages
-from drafters.loops.base import LoopSize, StaticShape
+from drafters.loops.base import FixedShape, LoopSize
 from specdec.config import EngineConfig
 
 TILE_TOKENS = 128
@@ -57,7 +57,7 @@ def graph_rows(max_num_seqs: int, query_len: int) -> tuple[int, ...]:
     return tuple(sorted(powers | {max(max_num_seqs, least)}, reverse=True))
 
 
-def static_shape(config: EngineConfig, rows: int) -> StaticShape:
+def fixed_shape(config: EngineConfig, rows: int) -> FixedShape:
     """The shape of the rounds that CUDA graphs of so many rows read: fixed addresses, whatever the lengths.
 
     Rows that share pages each list them, so the lists together may be longer than the pool.
@@ -67,7 +67,7 @@ def static_shape(config: EngineConfig, rows: int) -> StaticShape:
     if not config.enable_prefix_caching:
         padding = rows * (1 - (-query_len // config.page_size))  # entries of the null page, after every row
         entries = min(entries, config.num_head_pages + padding)
-    return StaticShape(rows, query_len, config.page_size, entries)
+    return FixedShape(rows, query_len, config.page_size, entries)
 
 
 def most_pages(config: EngineConfig) -> int:
@@ -82,7 +82,7 @@ def group_entries(config: EngineConfig) -> tuple[int, ...]:
     return tuple(min(rows * most_pages(config), entries) for entries in most)
 
 
-def static_entries(config: EngineConfig, shape: StaticShape) -> tuple[int, ...]:
+def fixed_entries(config: EngineConfig, shape: FixedShape) -> tuple[int, ...]:
     """The same for rounds of one fixed shape."""
     listed = (most_listed_pages(pool.reach, shape.query_len, shape.page_size) for pool in config.windowed)
     return tuple(shape.rows * min(most_pages(config), pages) for pages in listed)

@@ -15,7 +15,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from attention.batch.host import HostBatch
 from benchmarks.shapes import SHAPES
-from drafters.loops.module_passes import StaticModules
+from drafters.loops.module_passes import FixedModules
 from drafters.mtp.head import MtpHead, MtpStack
 from drafters.mtp.spec import MtpSpec, mtp_target
 from specdec import Completion
@@ -121,7 +121,7 @@ def check(ours: list[Completion], others: list[Completion], least: float) -> Non
 @pytest.mark.parametrize(("modules", "drafts"), [(2, 1), (2, 2), (2, 3), (2, 5), (3, 5)])
 def test_graphs_give_the_eager_tokens_and_drafts(modules: int, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     eager = model(modules, drafts, False).generate(PROMPTS, GREEDY)
-    captured = count_calls(monkeypatch, StaticModules, "prefill")
+    captured = count_calls(monkeypatch, FixedModules, "prefill")
     graphed = model(modules, drafts, True)
     assert bool(captured) == (drafts > 1)  # of one draft it is the chain of the first module
     drafting = count_calls(monkeypatch, type(graphed.engine.executor), "_draft_on")

@@ -40,9 +40,9 @@ from attention.backends.flashinfer.trtllm import (
     serves_key,
 )
 from attention.backends.flashinfer.wrapper import (
-    FixedShape,
     Kernel,
     Part,
+    PlanShape,
     Route,
     building,
     dtype_name,
@@ -282,7 +282,7 @@ class FlashInferBackend:
             return FixedTrtllmBuilder(self._trtllm(group, key), rows, query_len)
         if not key.value_in_key and not has_flashinfer_heads(key):
             return InvariantBuilder(query_len)
-        shape = FixedShape(rows, query_len, tokens)
+        shape = PlanShape(rows, query_len, tokens)
         geometry = (group.page_size, group.layout, group.format, key, dtype, shape)
         if tokens is None and is_packed(group, key, dtype, query_len):
             return FixedBuilder(self._packed.kernel(key, dtype, rows, query_len), geometry)
@@ -301,7 +301,7 @@ class FlashInferBackend:
             self._zeroed = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return TrtllmKernel(self._zeroed, group, key)
 
-    def _workspace_for(self, key: AttentionSpec, shape: FixedShape | None = None) -> torch.Tensor:
+    def _workspace_for(self, key: AttentionSpec, shape: PlanShape | None = None) -> torch.Tensor:
         """The shared float workspace, or a larger one from now on; wrappers made before keep theirs."""
         sms = torch.cuda.get_device_properties(self._workspace.device).multi_processor_count
         needed = split_bytes(key, sms, *(() if shape is None else (shape.rows, shape.query_len, shape.tokens)))

@@ -117,7 +117,7 @@ _SPLIT_SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class FixedShape:
+class PlanShape:
     """The shape of every batch that a captured launch serves: `rows` rows of `query_len` tokens each.
 
     tokens: token count of the batch if rows have varying lengths 0 … query_len; None: rows·query_len.
@@ -176,7 +176,7 @@ def splits_kv(key: AttentionSpec, rows: int, device: torch.device) -> bool:
     return rows < math.ceil(_SPLIT_SHARE * most_tiles)
 
 
-def _rows_of_a_page(fixed: FixedShape | None, device: torch.device) -> dict[str, torch.Tensor]:
+def _rows_of_a_page(fixed: PlanShape | None, device: torch.device) -> dict[str, torch.Tensor]:
     """The index arrays of rows with one page each, by which a wrapper is planned when it is made."""
     rows, query_len = (1, 1) if fixed is None else (fixed.rows, fixed.query_len)
     ones = torch.arange(rows + 1, dtype=torch.int32)
@@ -204,7 +204,7 @@ class Kernel:
         key: AttentionSpec,
         dtype: torch.dtype,
         route: Route = "fa2",
-        fixed: FixedShape | None = None,
+        fixed: PlanShape | None = None,
     ) -> None:
         """Waits for FlashInfer's kernel where it is being built; see `building`."""
         module = building(group.format.dtype_for(dtype), key, dtype, route).wait()

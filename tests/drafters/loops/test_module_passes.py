@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.batch.host import HostBatch
-from drafters.loops.base import DraftingRows, StaticShape
+from drafters.loops.base import DraftingRows, FixedShape
 from drafters.loops.module_arrays import module_step, step_width
 from drafters.loops.module_passes import FixedModuleSteps
 
@@ -21,7 +21,7 @@ Rows = list[tuple[int, int]]
 
 def fixed_steps(page_size: int, modules: int, drafts: int) -> FixedModuleSteps:
     entries = ROWS * -(-LONGEST // page_size)
-    return FixedModuleSteps(StaticShape(ROWS, drafts + 1, page_size, entries), modules, CPU)
+    return FixedModuleSteps(FixedShape(ROWS, drafts + 1, page_size, entries), modules, CPU)
 
 
 def drafting_rows(rows: Rows, page_size: int, drafts: int) -> DraftingRows:

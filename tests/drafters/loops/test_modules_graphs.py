@@ -17,11 +17,11 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import drafters.loops.module_arrays
 import specdec.execution.ragged
-import specdec.rounds.static
+import specdec.rounds.fixed
 from attention.batch.host import HostBatch
-from drafters.loops.base import CarriedRows, StaticPrefill
+from drafters.loops.base import CarriedRows, FixedPrefill
 from drafters.loops.module_arrays import rows_before, shifted_batch
-from drafters.loops.module_passes import StaticModules
+from drafters.loops.module_passes import FixedModules
 from specdec.compiler.compiling import compiler_settings
 from specdec.engine.launcher import Lookahead
 from specdec.execution.graphs import GraphExecutor
@@ -114,7 +114,7 @@ def test_tokens_and_drafts_are_those_of_eager_rounds(
     ahead: list[Any] = []
     before_commit = Lookahead.before_commit
     monkeypatch.setattr(Lookahead, "before_commit", lambda *args: (ahead.append(before_commit(*args)), ahead[-1])[1])
-    prefills = count_calls(monkeypatch, StaticModules, "prefill")
+    prefills = count_calls(monkeypatch, FixedModules, "prefill")
     ragged = count_calls(monkeypatch, RaggedPrefill, "run")
     lengths = (40, 14, 45, 3, 20, 9) if modules == 4 else (24, 10, 27, 3, 14, 7)
     params = [SamplingParams(max_new_tokens=n, return_drafts=True) for n in lengths]
@@ -286,11 +286,11 @@ def test_sampled_rows_draft_and_verify_beside_greedy_ones_as_eagerly(
         assert all(same)
 
 
-def altered_prefill(change: Callable[[StaticModules, StaticPrefill], StaticPrefill], keep: bool = False) -> Any:
+def altered_prefill(change: Callable[[FixedModules, FixedPrefill], FixedPrefill], keep: bool = False) -> Any:
     """The draft prefill over changed inputs; keep: what is carried stays as it was."""
-    plain = StaticModules.prefill
+    plain = FixedModules.prefill
 
-    def prefill(self: StaticModules, inputs: StaticPrefill, *args: Any, **options: Any) -> Any:
+    def prefill(self: FixedModules, inputs: FixedPrefill, *args: Any, **options: Any) -> Any:
         carried = self.carried.clone()
         chosen = plain(self, change(self, inputs), *args, **options)
         if keep:
@@ -300,21 +300,21 @@ def altered_prefill(change: Callable[[StaticModules, StaticPrefill], StaticPrefi
     return prefill
 
 
-def _with_rows(inputs: StaticPrefill, rows: torch.Tensor) -> StaticPrefill:
+def _with_rows(inputs: FixedPrefill, rows: torch.Tensor) -> FixedPrefill:
     assert inputs.carried is not None
     return replace(inputs, carried=CarriedRows(rows, inputs.carried.sources))
 
 
-def _same(loop: StaticModules, inputs: StaticPrefill) -> StaticPrefill:
+def _same(loop: FixedModules, inputs: FixedPrefill) -> FixedPrefill:
     return inputs
 
 
-def _one_slot(loop: StaticModules, inputs: StaticPrefill) -> StaticPrefill:
+def _one_slot(loop: FixedModules, inputs: FixedPrefill) -> FixedPrefill:
     assert inputs.carried is not None
     return _with_rows(inputs, inputs.carried.request_rows * 0)
 
 
-def _other_module(loop: StaticModules, inputs: StaticPrefill) -> StaticPrefill:
+def _other_module(loop: FixedModules, inputs: FixedPrefill) -> FixedPrefill:
     loop.carried.copy_(loop.carried.roll(1, 0))
     return inputs
 
@@ -340,9 +340,9 @@ def _not_split(
 
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "what is carried is not updated": (StaticModules, "prefill", altered_prefill(_same, keep=True)),
-    "what is carried is another module's": (StaticModules, "prefill", altered_prefill(_other_module)),
-    "all requests carry in one place": (StaticModules, "prefill", altered_prefill(_one_slot)),
+    "what is carried is not updated": (FixedModules, "prefill", altered_prefill(_same, keep=True)),
+    "what is carried is another module's": (FixedModules, "prefill", altered_prefill(_other_module)),
+    "all requests carry in one place": (FixedModules, "prefill", altered_prefill(_one_slot)),
     "rows read their own output": (drafters.loops.module_arrays, "rows_before", _row_itself),
     "rows carry a neighbour's": (drafters.loops.module_arrays, "rows_before", _wrong_first),
     "a pass stands where the one before does": (
@@ -387,7 +387,7 @@ def test_a_stale_plan_of_a_later_pass_shows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planted: pass 1 of one shape is never planned anew."""
-    sent = specdec.rounds.static.FixedTarget.send
+    sent = specdec.rounds.fixed.FixedTarget.send
     later: list[HostBatch] = []
     replan = FixedPlaceBuilder.replan
 
@@ -400,7 +400,7 @@ def test_a_stale_plan_of_a_later_pass_shows(
         if not any(host is each for each in later) or self.box.plan is None:
             replan(self, host)
 
-    monkeypatch.setattr(specdec.rounds.static.FixedTarget, "send", send)
+    monkeypatch.setattr(specdec.rounds.fixed.FixedTarget, "send", send)
     monkeypatch.setattr(FixedPlaceBuilder, "replan", stale)
     assert any(ours != oracle for ours, oracle in drafts_with(make, 2))
 

@@ -13,7 +13,7 @@ from attention.groups import GroupedPlanner
 from specdec.engine.launcher import Lookahead
 from specdec.execution.graphs import GraphExecutor
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.static import FixedTarget
+from specdec.rounds.fixed import FixedTarget
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401
 from tests.specdec.test_hybrid_kv_cache import PROMPTS, SIZES, freed_pages, lived, mixed
 

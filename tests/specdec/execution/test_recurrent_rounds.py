@@ -18,7 +18,7 @@ from specdec import SamplingParams
 from specdec.engine.launcher import Lookahead
 from specdec.errors import InvalidInputError, SpecdecWarning
 from specdec.execution.graphs import GraphExecutor
-from specdec.rounds.static import FixedTarget
+from specdec.rounds.fixed import FixedTarget
 from specdec.selftest.eager_reference import dummy_ids, read_eager, read_paged, scrambled_table
 from tests.hybrids import TYPES, RecallHead, greedy_text, tiny_hybrid
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401

@@ -38,7 +38,7 @@ triton.knobs.runtime.jit_post_compile_hook = note
 import attention.kernels.launch as together
 from specdec.execution.capture import rehearse_decisions
 from specdec.ops.greedy_kernel import launch_greedy
-from specdec.rounds.static import FixedSampling
+from specdec.rounds.fixed import FixedSampling
 
 if sys.argv[1] == "planted":  # what was compiled is not put where launches find it
     submit = together._Together.submit

@@ -18,7 +18,7 @@ from specdec.execution.graphs import GraphExecutor
 from specdec.execution.ragged import RaggedPrefill, RaggedTarget
 from specdec.execution.readback import HostReads
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.static import FixedSampling, FixedTarget
+from specdec.rounds.fixed import FixedSampling, FixedTarget
 from specdec.rounds.transfer import AheadTransfer
 from tests.sampled_rounds import kernels_by_reference
 from tests.specdec.execution.mixed import mixed_rounds, until

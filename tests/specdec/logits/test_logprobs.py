@@ -18,7 +18,7 @@ from specdec.logits.logprobs import Logprobs
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.extras import Decision, RoundExtra
-from specdec.rounds.static import FixedTarget
+from specdec.rounds.fixed import FixedTarget
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu  # noqa: F401
 from tests.specdec.logits.test_requests import processors_of
 from tests.specdec.rounds.test_extras import NEW, PROMPTS, answers, engine_with

@@ -23,8 +23,8 @@ from specdec.logits.extra import OptionColumns
 from specdec.logits.prefixes import Prefixes
 from specdec.requests.sampling import SamplingArrays, SamplingParams
 from specdec.rounds.extras import RoundExtra
+from specdec.rounds.fixed import FixedTarget
 from specdec.rounds.randomness import SamplingRound, request_key
-from specdec.rounds.static import FixedTarget
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, graphs_on_cpu, recorded_on_cpu  # noqa: F401
 from tests.specdec.rounds.test_extras import PROMPTS, answers, engine_with
 

@@ -25,8 +25,8 @@ from specdec.extensions.handoff.moving import moving_requests
 from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors
 from specdec.requests.target_probs import target_probs
 from specdec.rounds.extras import RoundExtra, drafted_prefixes
+from specdec.rounds.fixed import FixedTarget
 from specdec.rounds.randomness import SamplingRound, request_key
-from specdec.rounds.static import FixedTarget
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, graphs_on_cpu, recorded_on_cpu  # noqa: F401
 from tests.specdec.rounds.toy_extra import SumColumns, Sums, ToyBias, ToyProcessor, favoured, with_extra
 

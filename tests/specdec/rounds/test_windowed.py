@@ -15,10 +15,10 @@ import attention.batch.transforms.windowed as windowed_module
 import specdec.rounds.buckets
 from attention.spec import Reach
 from attention.staging import Staged, StagingArena, layout_of
-from drafters.loops.base import StaticShape
+from drafters.loops.base import FixedShape
 from specdec.config import EngineConfig, WindowedPool
-from specdec.rounds.buckets import group_entries, power_of_two, static_entries, static_shape
-from specdec.rounds.static import fixed_target
+from specdec.rounds.buckets import fixed_entries, fixed_shape, group_entries, power_of_two
+from specdec.rounds.fixed import fixed_target
 from specdec.rounds.transfer import RoundTransfer, staging_bytes
 from specdec.rounds.verification import RoundTables, TargetArrays, WindowedTable
 
@@ -110,13 +110,13 @@ def test_a_fixed_shape_lists_the_pages_of_a_ragged_round(
 def test_entries_are_bounded_by_the_window_not_by_the_row() -> None:
     """32,768 tokens a row: 2,048 pages in the first group, 73 in one with a window of 1,024."""
     sizes = EngineConfig(5, 32768, 256, 2048, 16, 10**6, windowed=(WindowedPool(Reach(1024), 10**5),))
-    shape = static_shape(sizes, 256)
-    assert static_entries(sizes, shape) == (256 * 73,) and shape.page_entries > 256 * 2048
+    shape = fixed_shape(sizes, 256)
+    assert fixed_entries(sizes, shape) == (256 * 73,) and shape.page_entries > 256 * 2048
     assert group_entries(sizes) == (256 * 73 + 128,)
-    small = StaticShape(2, 6, 16, 100)
-    assert static_entries(EngineConfig(5, 64, 2, 16, 16, 99, windowed=(WindowedPool(Reach(60), 9),)), small) == (2 * 5,)
+    small = FixedShape(2, 6, 16, 100)
+    assert fixed_entries(EngineConfig(5, 64, 2, 16, 16, 99, windowed=(WindowedPool(Reach(60), 9),)), small) == (2 * 5,)
     chunks = replace(sizes, windowed=(WindowedPool(Reach(8192, 8192), 10**5),))
-    assert static_entries(chunks, shape) == (256 * 513,), "a chunk of 512 pages, and the one after it begun"
+    assert fixed_entries(chunks, shape) == (256 * 513,), "a chunk of 512 pages, and the one after it begun"
 
 
 def sent_bytes(sizes: EngineConfig) -> int:
@@ -145,7 +145,7 @@ def sent_bytes(sizes: EngineConfig) -> int:
 def test_a_group_more_sends_slots_and_page_lists_more() -> None:
     """Not lengths, positions, token ids nor anything else of the batch; 64 bytes are what a field is aligned to."""
     one, two = config(16, ()), config(16, (Reach(40),))
-    (entries,) = static_entries(two, static_shape(two, ROWS))
+    (entries,) = fixed_entries(two, fixed_shape(two, ROWS))
     own = 8 * ROWS * (DRAFTS + 1) + 4 * (ROWS + 1) + 4 * entries
     assert own <= sent_bytes(two) - sent_bytes(one) < own + 3 * 64
 

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import attention.batch.transforms.local_attention
+from attention.batch.fixed import LiveBatch
 from attention.batch.host import HostBatch, rows_batch
-from attention.batch.static import LiveBatch
 from attention.batch.transforms.local_attention import local_attention, virtual_rows
 from attention.errors import InvalidInputError
 

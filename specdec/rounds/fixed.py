@@ -19,15 +19,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from attention.batch.fixed import LiveBatch, covering, write_pages
 from attention.batch.host import BatchExtra, HostBatch, page_counts_of, slots_at
 from attention.batch.metadata import BatchArrays, CommonAttentionMetadata, MakeSection
-from attention.batch.static import LiveBatch, covering, write_pages
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
 from attention.spec import Reach
 from attention.staging import Staged, StagingArena, bucket_of
-from drafters.loops.base import CarriedRows, StaticShape
+from drafters.loops.base import CarriedRows, FixedShape
 from specdec.config import EngineConfig
-from specdec.rounds.buckets import static_entries, static_shape
+from specdec.rounds.buckets import fixed_entries, fixed_shape
 from specdec.rounds.extras import make_sections
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import DeviceRound, PassesSection, SamplingSection, VerificationSection, target_sizes
@@ -43,7 +43,7 @@ class _Pages:
         self,
         buffers: BatchArrays[np.ndarray],
         start: np.ndarray,
-        shape: StaticShape,
+        shape: FixedShape,
         extras: tuple[BatchExtra, ...] = (),
     ) -> None:
         self.slots = buffers.slot_mapping.reshape(shape.rows, shape.query_len)
@@ -64,14 +64,14 @@ class _Pages:
 class _WindowedPages:
     """Buffers of one of the target's windowed cache groups, whose page lists begin near its window."""
 
-    def __init__(self, buffers: BatchArrays[np.ndarray], reach: Reach, shape: StaticShape) -> None:
+    def __init__(self, buffers: BatchArrays[np.ndarray], reach: Reach, shape: FixedShape) -> None:
         self._reach = reach
         self._start, self._seq_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
         self._buffers = buffers
         self.rows = np.zeros(shape.rows, np.int64)
         self.slots = buffers.slot_mapping.reshape(shape.rows, shape.query_len)
 
-    def write(self, start: np.ndarray, table: WindowedTable, shape: StaticShape) -> WindowedBatch:
+    def write(self, start: np.ndarray, table: WindowedTable, shape: FixedShape) -> WindowedBatch:
         """Lengths and the page list of verifications from `start` [rows] on."""
         buffers, size, count = self._buffers, shape.page_size, len(table.rows)
         self.rows[:count], self.rows[count:] = table.rows, len(table.block_table) - 1
@@ -100,7 +100,7 @@ class _WindowedPages:
 class _LaterPass:
     """The draft prefill of module m > 0: the verification, m positions further back, on the head's pages."""
 
-    def __init__(self, buffers: BatchArrays[np.ndarray], m: int, shape: StaticShape) -> None:
+    def __init__(self, buffers: BatchArrays[np.ndarray], m: int, shape: FixedShape) -> None:
         self._m = m
         self._start = np.zeros(shape.rows, np.int64)
         self._buffers = buffers
@@ -108,7 +108,7 @@ class _LaterPass:
         self.pages = _Pages(buffers, self._start, shape)
         buffers.query_start_loc[:] = np.arange(0, shape.rows * shape.query_len + 1, shape.query_len)
 
-    def write(self, start: np.ndarray, shape: StaticShape) -> np.ndarray:
+    def write(self, start: np.ndarray, shape: FixedShape) -> np.ndarray:
         """Lengths and the positions of all tokens for verifications from `start` [rows] on; returns the page counts."""
         np.subtract(start, self._m, out=self._start)
         np.maximum(self._start, 0, out=self._start)  # rows that are added
@@ -116,7 +116,7 @@ class _LaterPass:
         return _write_lengths(self._buffers, self._start, shape)
 
 
-def _write_lengths(buffers: BatchArrays[np.ndarray], start: np.ndarray, shape: StaticShape) -> np.ndarray:
+def _write_lengths(buffers: BatchArrays[np.ndarray], start: np.ndarray, shape: FixedShape) -> np.ndarray:
     """Lengths as the kernels see them, padding tokens included; returns the page counts [rows]."""
     last = start + (shape.query_len - 1)
     counts, within = np.divmod(last, shape.page_size)
@@ -133,7 +133,7 @@ class _TargetPlace:
     def __init__(
         self,
         host: Mapping[str, np.ndarray],
-        shape: StaticShape,
+        shape: FixedShape,
         section: VerificationSection,
         passes: PassesSection | None,
         reaches: Sequence[Reach],
@@ -172,7 +172,7 @@ class FixedTarget:
 
     def __init__(
         self,
-        shape: StaticShape,
+        shape: FixedShape,
         passes: int,
         device: torch.device,
         reaches: Sequence[Reach] = (),
@@ -295,9 +295,9 @@ class FixedTarget:
 
 def fixed_target(config: EngineConfig, rows: int, passes: int, device: torch.device) -> FixedTarget:
     """The verifications of so many rows of an engine; passes: see `FixedTarget`."""
-    shape, reaches = static_shape(config, rows), [pool.reach for pool in config.windowed]
+    shape, reaches = fixed_shape(config, rows), [pool.reach for pool in config.windowed]
     extras = make_sections(config.extras, True)
-    return FixedTarget(shape, passes, device, reaches, static_entries(config, shape), extras)
+    return FixedTarget(shape, passes, device, reaches, fixed_entries(config, shape), extras)
 
 
 class FixedSampling:

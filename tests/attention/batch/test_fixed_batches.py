@@ -6,8 +6,8 @@ from dataclasses import fields
 
 import numpy as np
 
+from attention.batch.fixed import LiveBatch
 from attention.batch.host import HostBatch, rows_batch
-from attention.batch.static import LiveBatch
 
 DERIVED = ("query_lens", "page_counts", "page_indices", "last_page_len", "page_indptr")
 TABLE = np.array([[3, 5, 0], [2, 4, 6]], np.int32)

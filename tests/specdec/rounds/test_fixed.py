@@ -1,5 +1,5 @@
 """Verifications in a fixed shape: what CUDA graphs read. (Rounds from them: test_graphs.py; draft steps:
-tests/drafters/loops/test_chain_static.py.)"""
+tests/drafters/loops/test_chain_fixed.py.)"""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from attention.batch.host import HostBatch, slots_of
 from drafters.loops.module_arrays import module_batch, module_rows, rows_before
 from specdec.config import EngineConfig
 from specdec.requests.sampling import SamplingArrays, SamplingParams
-from specdec.rounds.buckets import static_shape
+from specdec.rounds.buckets import fixed_shape
+from specdec.rounds.fixed import FixedSampling, FixedTarget
 from specdec.rounds.randomness import SamplingRound
-from specdec.rounds.static import FixedSampling, FixedTarget
 from specdec.rounds.verification import RoundTables, TargetArrays
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ rows_lists = st.lists(st.tuples(st.integers(0, 36), st.integers(0, DRAFTS)), min
 @given(st.lists(rows_lists, min_size=1, max_size=4), st.sampled_from([1, 3, 16]))
 def test_verifications_of_one_shape_one_after_the_other(rounds: list[Rows], page_size: int) -> None:
     """Nothing of an earlier and larger round is left in a later one."""
-    fixed = FixedTarget(static_shape(config(page_size), ROWS), 1, CPU)
+    fixed = FixedTarget(fixed_shape(config(page_size), ROWS), 1, CPU)
     for rows in rounds:
         target = target_of(rows, page_size)
         batch, (head,), staged = fixed.send(target)
@@ -102,7 +102,7 @@ def test_passes_of_later_modules_hold_the_rows_of_a_ragged_round(
     rounds: list[Rows], page_size: int, modules: int, accepted: int
 ) -> None:
     """The first accepted+1 rows of pass m are those of `module_rows`; all others are past its end or nowhere."""
-    fixed = FixedTarget(static_shape(config(page_size), ROWS), modules, CPU)
+    fixed = FixedTarget(fixed_shape(config(page_size), ROWS), modules, CPU)
     for rows in rounds:
         target = target_of(rows, page_size)
         _, attended, carried = fixed.device(target)
@@ -134,7 +134,7 @@ def test_passes_of_later_modules_hold_the_rows_of_a_ragged_round(
 
 def test_worked_example() -> None:
     """A row at position 20 with 1 of 3 drafts: its two slots, then the null page; seq_len 24."""
-    shape = static_shape(EngineConfig(DRAFTS, LONGEST, 1, 4, 16, 100), 1)
+    shape = fixed_shape(EngineConfig(DRAFTS, LONGEST, 1, 4, 16, 100), 1)
     target = target_of([(20, 1)], 16)
     target.pages.target[0, :2] = [7, 9]
     batch, _, _ = FixedTarget(shape, 0, CPU).send(target)
@@ -144,7 +144,7 @@ def test_worked_example() -> None:
 
 def test_drafts_may_stand_in_other_rows() -> None:
     """Rows that were rows 2 and 0 of the batch that drafted; what is added keeps to itself."""
-    fixed = FixedTarget(static_shape(config(16), ROWS), 1, CPU)
+    fixed = FixedTarget(fixed_shape(config(16), ROWS), 1, CPU)
     _, _, staged = fixed.send(target_of([(5, 1), (9, 2)], 16, [2, 0]))
     assert staged["target.sources"].tolist() == [2, 0, 2, 3]
     _, _, staged = fixed.send(target_of([(5, 1), (9, 2)], 16))
@@ -154,7 +154,7 @@ def test_drafts_may_stand_in_other_rows() -> None:
 def test_page_lists_have_room_for_a_full_pool_and_the_padding() -> None:
     """Their room follows from the pool, not from the longest row there could be."""
     small = EngineConfig(DRAFTS, 4000, ROWS, ROWS * (DRAFTS + 1), 4, 12)  # 11 pages of 4 tokens
-    shape = static_shape(small, ROWS)
+    shape = fixed_shape(small, ROWS)
     assert shape.page_entries < 40
     rows = [(15, 3), (15, 3), (8, 0)]  # 5 + 5 pages (one more for padding tokens each), and the last page of all
     batch, (head,), _ = FixedTarget(shape, 1, CPU).send(target_of(rows, 4))

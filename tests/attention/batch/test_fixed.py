@@ -8,14 +8,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+import attention.batch.fixed
 import attention.batch.host
-import attention.batch.static
+from attention.batch.fixed import covering, write_pages
 from attention.batch.host import flat_pages, slots_at, slots_of
-from attention.batch.static import covering, write_pages
 
 
 def test_the_examples_in_the_docstrings() -> None:
-    outcomes = [doctest.testmod(module) for module in (attention.batch.static, attention.batch.host)]
+    outcomes = [doctest.testmod(module) for module in (attention.batch.fixed, attention.batch.host)]
     assert [outcome.failed for outcome in outcomes] == [0, 0]
     assert [outcome.attempted for outcome in outcomes] == [3, 9]
 

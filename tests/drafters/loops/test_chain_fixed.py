@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.batch.host import HostBatch
-from drafters.loops.base import DraftingRows, LoopSize, StaticPrefill, StaticShape
+from drafters.loops.base import DraftingRows, FixedPrefill, FixedShape, LoopSize
 from drafters.loops.chain_arrays import StepSection, draft_steps, step_arrays
-from drafters.loops.chain_passes import EaglePasses, FixedSteps, StaticChain
+from drafters.loops.chain_passes import EaglePasses, FixedChain, FixedChainSteps
 from tests.drafters.eagle3.test_head import make_head
 
 CPU = torch.device("cpu")
@@ -25,8 +25,8 @@ Rows = list[tuple[int, int]]
 rows_lists = st.lists(st.tuples(st.integers(0, 36), st.integers(0, DRAFTS)), min_size=1, max_size=ROWS)
 
 
-def shape(page_size: int) -> StaticShape:
-    return StaticShape(ROWS, DRAFTS + 1, page_size, ROWS * -(-LONGEST // page_size))
+def shape(page_size: int) -> FixedShape:
+    return FixedShape(ROWS, DRAFTS + 1, page_size, ROWS * -(-LONGEST // page_size))
 
 
 def drafting_rows(rows: Rows, page_size: int) -> DraftingRows:
@@ -39,7 +39,7 @@ def drafting_rows(rows: Rows, page_size: int) -> DraftingRows:
 @given(st.lists(rows_lists, min_size=1, max_size=4), st.sampled_from([1, 3, 16]))
 def test_they_equal_the_index_arithmetic_one_round_after_the_other(rounds: list[Rows], page_size: int) -> None:
     """Nothing of an earlier and larger round is left in a later one; added rows stand on the null page."""
-    fixed = FixedSteps(shape(page_size), CPU)
+    fixed = FixedChainSteps(shape(page_size), CPU)
     for rows in rounds:
         own = drafting_rows(rows, page_size)
         steps = draft_steps(own.committed_lens, own.num_drafts, own.block_table, page_size, DRAFTS - 1)
@@ -62,7 +62,7 @@ def test_they_equal_what_a_ragged_round_sends(rows: Rows, page_size: int) -> Non
     own = drafting_rows(rows, page_size)
     ragged = StepSection().arrays.values(step_arrays(own).sent)
     assert bool(ragged) == (own.num_steps > 0)
-    _, staged = FixedSteps(shape(page_size), CPU).send(own)
+    _, staged = FixedChainSteps(shape(page_size), CPU).send(own)
     for name in ("step.positions", "step.seq_lens", "step.slot_mapping", "step.last_page_len") if ragged else ():
         assert staged[name][: own.num_steps, : len(rows)].tolist() == ragged[name].tolist(), name
 
@@ -70,7 +70,9 @@ def test_they_equal_what_a_ragged_round_sends(rows: Rows, page_size: int) -> Non
 def test_worked_example() -> None:
     """K=3, page size 16: the second row takes no step and stands on the null page."""
     pages = np.array([[7, 9], [3, 4]], np.int32)
-    batches, staged = FixedSteps(shape(16), CPU).send(DraftingRows(np.array([18, 20]), np.array([3, 1]), pages, 16))
+    batches, staged = FixedChainSteps(shape(16), CPU).send(
+        DraftingRows(np.array([18, 20]), np.array([3, 1]), pages, 16)
+    )
     assert staged["step.slot_mapping"].tolist() == [[146, 0, 0, 0], [147, 0, 0, 0]]
     assert [b.seq_lens.tolist() for b in batches] == [[19, 1, 1, 1], [20, 1, 1, 1]]
 
@@ -93,8 +95,8 @@ def test_a_pass_ends_with_the_launch_that_finds_its_drafts(mapped: bool) -> None
         return query.clone()
 
     aux, size = torch.randn(12, len(head.aux_layers) * spec.target_hidden_size), LoopSize(rows=4, drafts=3)
-    chain = StaticChain(EaglePasses(head), SimpleNamespace(attend=attend), aux, size, greedy, lambda function: function)  # type: ignore[arg-type]
-    inputs = StaticPrefill(torch.arange(12) % 7, torch.tensor([3, 8]))
+    chain = FixedChain(EaglePasses(head), SimpleNamespace(attend=attend), aux, size, greedy, lambda function: function)  # type: ignore[arg-type]
+    inputs = FixedPrefill(torch.arange(12) % 7, torch.tensor([3, 8]))
     planned = SimpleNamespace(metadata=SimpleNamespace(positions=torch.tensor([4, 6])))
     with torch.no_grad(), seen:
         chosen = [chain.prefill(inputs, (torch.arange(12),), lambda layer, q, k, v: q.clone())]
