@@ -74,7 +74,7 @@ class Head(Protocol):
         """The loop that drafts with this head, for one engine with at most these sizes.
 
         `drafters.loops.chain.ChainLoop(self)` suits every head that is fed its own output. Rounds run from CUDA
-        graphs only with a loop that has a static form (`drafters.loops.base.GraphLoop`).
+        graphs only with a loop that has a fixed-shape form (`drafters.loops.base.GraphLoop`).
         """
 
 

@@ -268,7 +268,7 @@ class CarriedRows(Generic[A]):
 
 @dataclass(frozen=True)
 class FixedPrefill:
-    """Device inputs of the static draft prefill right after a verification.
+    """Device inputs of the draft prefill of fixed shape right after a verification.
 
     token_ids: [T] int64, the verification's tokens shifted by one: at position p the token of p+1. last_row: [rows]
     int64, the token row of each row's last accepted token. carried: None for a loop of one head.
@@ -281,7 +281,7 @@ class FixedPrefill:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Greedy draft choices of a static pass with their logits, at the same addresses in every replay.
+    """Greedy draft choices of a pass of fixed shape with their logits, at the same addresses in every replay.
 
     ids: [R] int64 on the draft vocabulary; logits: [R, Vd].
     """
@@ -301,7 +301,7 @@ class FixedSteps(Protocol):
 
 
 class FixedLoop(Protocol):
-    """The static form of a draft loop for CUDA graphs: passes of fixed shape over persistent buffers.
+    """The fixed-shape form of a draft loop for CUDA graphs: passes of fixed shape over persistent buffers.
 
     Drafts are chosen greedily; for sampled rows the executor draws drafts from the logits in `Chosen`.
 
@@ -343,7 +343,7 @@ class GraphLoop(DraftLoop[L, D], Protocol[L, D]):
     def fixed_form(
         self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
     ) -> FixedLoop:
-        """The loop's static form.
+        """The loop's fixed-shape form.
 
         Args:
             aux: [T, A·Ht] the target's buffer of aux hidden states, always the same memory.

@@ -1,9 +1,9 @@
-"""Passes of a head as compilable functions of tensors, and their static form for CUDA graphs.
+"""Passes of a head as compilable functions of tensors, and their fixed-shape form for CUDA graphs.
 
-The static draft prefill is launched right after the verification, before the host knows the accepted drafts: it reads
-every token row of the verification, and takes the output at each row's last accepted token. Cache entries of rejected
-tokens lie past the row's end and are overwritten. The arrays of the steps are written in place into the pinned buffers
-from which they are sent.
+The draft prefill of fixed shape is launched right after the verification, before the host knows the accepted drafts: it
+reads every token row of the verification, and takes the output at each row's last accepted token. Cache entries of
+rejected tokens lie past the row's end and are overwritten. The arrays of the steps are written in place into the pinned
+buffers from which they are sent.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def target_ids_of(head: Head, device: torch.device) -> torch.Tensor | None:
 
 
 class FixedChain:
-    """The static form of `ChainLoop`; a `drafters.loops.base.FixedLoop`.
+    """The fixed-shape form of `ChainLoop`; a `drafters.loops.base.FixedLoop`.
 
     hidden: [R, H] outputs of the draft prefill, by row of the last verification.
     """

@@ -1,4 +1,4 @@
-"""Passes of one of several modules as functions of tensors, and their static form for CUDA graphs.
+"""Passes of one of several modules as functions of tensors, and their fixed-shape form for CUDA graphs.
 
 The draft prefill and every draft step run the same code, compiled once; it does not depend on the rows of a request.
 
@@ -65,7 +65,7 @@ class ModulePasses(MtpPasses):
 
 
 class FixedModules:
-    """The static form of `ModuleLoop`; a `drafters.loops.base.FixedLoop`, and `CarriesVectors`.
+    """The fixed-shape form of `ModuleLoop`; a `drafters.loops.base.FixedLoop`, and `CarriesVectors`.
 
     hidden: [M, R, H] outputs of the draft prefill at each request's last row, by row of the last verification.
     carried: [M-1, R+1, H] the same of all modules except the last, by the request's row in the row table, until its

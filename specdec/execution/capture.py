@@ -133,7 +133,7 @@ def step_rows(rows: int) -> int:
 
 
 class DraftCapture:
-    """Captures the static form of a draft loop."""
+    """Captures the fixed-shape form of a draft loop."""
 
     def __init__(self, loop: FixedLoop, sampled: SampledDrafts | None, runner: GroupRunner, pool: Any) -> None:
         """sampled: None where drafts are greedy in all rows."""

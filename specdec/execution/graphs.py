@@ -92,7 +92,7 @@ class GraphExecutor:
 
         Raises:
             UnsupportedModelError: the backend is batch-invariant and the model is a mixture of experts.
-            InvalidInputError: the head's draft loop has no static form.
+            InvalidInputError: the head's draft loop has no fixed-shape form.
         """
         started, self._memory = time.perf_counter(), torch.cuda.memory_reserved()
         invariant = _is_invariant(target)
@@ -136,7 +136,7 @@ class GraphExecutor:
         self._seconds = time.perf_counter() - started
 
     def _draft_forms(self, drafter: Drafter, config: EngineConfig, rows: Sequence[int]) -> DraftCapture:
-        """Make the static form of the draft loop and buffers of sampled drafts; returns the capture of both."""
+        """Make the fixed-shape form of the draft loop and buffers of sampled drafts; returns the capture of both."""
         target = self._target
         self._loop = loop = _fixed_form(target, drafter, config)
         self._steps = {n: loop.steps(fixed_shape(config, step_rows(n))) for n in rows}
@@ -402,7 +402,7 @@ def _is_invariant(target: Target) -> bool:
 
 
 def _fixed_form(target: Target, drafter: Drafter, config: EngineConfig) -> FixedLoop:
-    """The static form of the head's loop, over the target's buffer of aux hidden states."""
+    """The fixed-shape form of the head's loop, over the target's buffer of aux hidden states."""
     loop = drafter.loop
     if not isinstance(loop, GraphLoop):
         raise InvalidInputError(f"{loop.name} run without CUDA graphs; use cuda_graphs=False")

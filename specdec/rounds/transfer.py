@@ -303,7 +303,7 @@ class AheadTransfer:
     """Sends rounds of any shape that run from graphs: the verification, then a draft prefill launched before its read.
 
     The draft prefill is a second copy, because its arrays are made while the device verifies. Sampling and draft steps
-    have fixed places, see `static.py`.
+    have fixed places, see `fixed.py`.
     """
 
     def __init__(self, num_modules: int, config: EngineConfig, device: torch.device) -> None:

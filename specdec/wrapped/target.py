@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class AuxStateRecorder:
-    """Copies the aux hidden states that a head reads into one static buffer [max_tokens, A·Ht] while the target runs.
+    """Copies the aux hidden states that a head reads into one buffer at a fixed place, [max_tokens, A·Ht].
 
     Hooks, not `output_hidden_states`: the list form of that means different layers in different transformers releases.
     """
@@ -148,7 +148,7 @@ class _AfterLayer(Hook):
 class TargetOutput:
     """logits [R, V] at the logits indices; aux_hidden_states [T, A·Ht], the aux hidden states.
 
-    `aux_hidden_states` is a view of the static buffer, valid until the next forward.
+    `aux_hidden_states` is a view of that buffer, valid until the next forward.
     """
 
     logits: torch.Tensor
