@@ -16,7 +16,7 @@ class RunStoreError(InvalidInputError):
 
 
 class MissingExtraError(SpecdecError):
-    """A package of an optional extra is not installed. The message says how to install it."""
+    """A package of an optional extra is not installed. The message has the command that installs it."""
 
 
 class WorkerError(SpecdecError):

@@ -117,7 +117,7 @@ SPEED_RATIO = "Ratio of totals: (new tokens / wall seconds) of the second config
 
 @dataclass(frozen=True)
 class Plan:
-    """An acceptance run: the questions (`data`), the configurations (`arms`), how questions are asked.
+    """An acceptance run: the questions (`data`), the configurations (`arms`), how questions are sent.
 
     Attributes:
         batch_size: questions generated together. warmup: passes over the first chunk whose answers are dropped.

@@ -147,7 +147,7 @@ def evaluate(model: Any, prepared: Prepared, store: RunStore, report: Report) ->
 
 
 def _task_manager(plan: AccuracyPlan) -> TaskManager:
-    """Our tasks, and lm-eval's folder of gsm8k; all of lm-eval's tasks when others are asked for."""
+    """Our tasks, and lm-eval's folder of gsm8k; all of lm-eval's tasks for any other names."""
     stock = Path(lm_eval.__file__).parent / "tasks" / "gsm8k"
     others = not set(plan.tasks) <= {*_LOCAL, *OWN_TASKS}
     metadata: dict[str, Any] = {} if plan.data_dir is None else {"data_dir": str(plan.data_dir)}

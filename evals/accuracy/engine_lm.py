@@ -229,7 +229,7 @@ class EngineLM(TemplateLM):
         return self._generations[key]
 
     def _text(self, answer: Answer, request: Instance) -> str:
-        """The text of an answer, which lm-eval's cache of answers is told at once."""
+        """The text of an answer, stored in lm-eval's cache of answers at once."""
         self.rounds += answer.rounds
         text = self._generation(request).answer(self._thinking.left_out(answer.turns[0], self.tokenizer))
         self.cache_hook.add_partial("generate_until", request.args, text)
@@ -335,7 +335,7 @@ def _last_tokens(context: list[int], own: list[int], most: int) -> Pair:
 
 
 def _names(requests: Sequence[Instance]) -> list[str]:
-    """A name for each request that tells its task, document and prompt, and numbers repeats of one request."""
+    """A name for each request from its task, document and prompt, and numbers repeats of one request."""
     seen: dict[str, int] = {}
     names = []
     for request in requests:

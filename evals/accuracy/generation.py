@@ -91,7 +91,7 @@ class Thinking:
     """What a model thinks before its answer.
 
     Attributes:
-        enabled: whether the chat template is told to let it think; None: as the template has it.
+        enabled: passed to the chat template: whether the model may think; None: the template's default.
         end: the text, or the id of the token, that ends thinking; None: everything is the answer.
         template_args: arguments of the chat template.
     """

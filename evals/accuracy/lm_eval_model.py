@@ -57,7 +57,7 @@ class SpecdecLM(EngineLM):
             max_length: lm-eval's name for max_model_len.
             options: what `EngineLM` takes, schema_field for documents with a JSON schema each (json_schema in
                 jsonschema_bench) among it; and load options, see LoadOptions. lm-eval's command line gives
-                device="cuda:0" when nothing was asked for, so on a machine without CUDA, and for a model divided among
+                device="cuda:0" by default, so on a machine without CUDA, and for a model divided among
                 GPUs, that means the default device; and each of several processes, of `accelerate launch`, takes the
                 GPU of its own.
 
@@ -101,7 +101,7 @@ class SpecdecLM(EngineLM):
 
 
 def _model(pretrained: Any, draft: str | None, given: LoadOptions, names: Sequence[str]) -> SpeculativeModel:
-    """The model to ask: loaded now, or before.
+    """The model under test: loaded now, or before.
 
     Raises:
         InvalidInputError: options of loading beside a loaded model; what `from_pretrained` raises.

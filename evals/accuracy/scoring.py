@@ -106,7 +106,7 @@ def pass_at_1(references: Sequence[str], predictions: Sequence[Sequence[str]]) -
 
 
 def check_programs_run() -> None:
-    """Check that right and wrong programs can be told apart here.
+    """Check that right and wrong programs are scored differently here.
 
     Raises:
         SpecdecError: they cannot.

@@ -214,7 +214,7 @@ def check_outputs(options: Options) -> None:
 def _begun(
     options: Options, specs: dict[str, ModelSpec], make_plan: Callable[[Any], Plan]
 ) -> Iterator[tuple[Executor, Plan, RunStore, RunProgress]]:
-    """A run of loaded models: its plan with how they are asked, what it keeps, and its progress bar."""
+    """A run of loaded models: its plan, how prompts are sent, its store and its progress bar."""
     from evals.acceptance.acceptance import settings
 
     with shared.open_executor(specs, options["ray"], options["workers"]) as executor:

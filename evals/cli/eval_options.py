@@ -53,7 +53,7 @@ class Listed(click.ParamType):
 
 NUMBERS = Listed("n,n,...", click.IntRange(1))
 OWN_NAMES = {"num_speculative_tokens": "--k", "max_num_seqs": "--batch-size", "seed": "--seed"}
-"""Load options that the eval commands have under a name of their own, which says more than how to load."""
+"""Load options that the eval commands have under a name of their own, which is not about loading alone."""
 
 model_options = added(
     (
@@ -92,7 +92,7 @@ _ASKED = (
 
 
 def batch_size_option(default: int) -> Callable[[Any], Any]:
-    """How many questions are asked at a time."""
+    """The number of questions in one batch."""
     return option("--batch-size", "Questions at a time.", COUNT, default)
 
 
@@ -132,10 +132,10 @@ ray_options = added(
 
 
 def make_asking(options: Mapping[str, Any]) -> Asking:
-    """How questions are asked, final after `settle`. Raises click.UsageError: a sampling option at temperature 0."""
+    """How questions are sent, final after `settle`. Raises click.UsageError: a sampling option at temperature 0."""
     from evals.runs.conversations import Asking
 
-    # The configurations are asked the same questions one after the other: none may find what another has left.
+    # The configurations get the same questions one after the other: none may find what another has left.
     params = sampling_of(options, cache_prefix=False)
     return Asking(params, not options["no_chat_template"], options["system"], options["seed"])
 

@@ -1,7 +1,7 @@
 """Generated word problems with worked answers: training data, tests and an evaluation task of the built-in targets.
 
 The layout of an answer is GSM8K's: a sentence a step, each calculation annotated as `<<48/2=24>>`, last line `#### 24`.
-None of GSM8K's text is used. Words and sentences are those of `problem_texts.toml`, which says what they mean.
+None of GSM8K's text is used. Words and sentences are in `problem_texts.toml`, with their meaning.
 Source: the annotation format is described in openai/grade-school-math README.md.
 
 >>> problem = problems("train", 1, seed=0)[0]
@@ -37,7 +37,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {subject: tuple(texts) for subject, text
 
 @dataclass(frozen=True)
 class Frame:
-    """One sentence of a problem and the lines of the answer that it asks for."""
+    """One sentence of a problem and the lines that it adds to the answer."""
 
     needs: str
     gives: str

@@ -1,4 +1,4 @@
-"""Questions to ask a model: local JSONL first, the hub by name, and the generated arithmetic set; their prompts.
+"""Questions for a model: local JSONL first, the hub by name, and the generated arithmetic set; their prompts.
 
 A file is JSON Lines. Each object has `turns` (list of user messages), `prompt` (text, or a list taken as turns),
 `question` (GSM8K) or `messages` (a chat whose last message is of the user).

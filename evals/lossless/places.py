@@ -2,7 +2,7 @@
 
 A trained model is nearly certain of most tokens. Where one token has the whole probability every rule of acceptance
 gives that token, so that a sample there shows nothing. The search reads the target's own greedy answers and computes
-for every token how well a sample there tells a named defect from the truth. The first token of a sample comes from the
+for every token how well a sample there shows a named defect. The first token of a sample comes from the
 prompt's forward pass, without drafts; so only the tokens after it count.
 """
 

@@ -86,7 +86,7 @@ def metric_parts() -> list[tuple[str, list[Metric]]]:
 
 
 def decimals(value: float, questions: int, most: int = 3) -> int:
-    """Decimals worth showing: two digits in all where so few questions were asked that the intervals are wide.
+    """Decimals worth showing: two digits in all where few questions make the intervals wide.
 
     >>> decimals(3.741, 6), decimals(0.951, 6), decimals(110.0, 6, most=1), decimals(3.741, 80)
     (1, 2, 0, 3)

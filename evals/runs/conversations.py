@@ -46,7 +46,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Asking:
-    """How every question is asked, the same for all configurations.
+    """How every question is sent, the same for all configurations.
 
     params: sampling; its seed is replaced by one drawn from `seed`, the question and the turn. templated: apply the
     chat template; system: a system prompt, or None. return_drafts: return the drafted tokens as segments of the text.
@@ -68,7 +68,7 @@ def run_chunk(
 ) -> list[Answer]:
     """Answer a chunk under every configuration; the configurations start at `rotation`, so that none is always first.
 
-    A chunk that raises is asked again question by question; what still raises becomes an answer with `error`.
+    A chunk that raises is repeated question by question; what still raises becomes an answer with `error`.
     """
     shift = rotation % len(arms)
     answers: list[Answer] = []

@@ -44,7 +44,7 @@ def device_name(device: str) -> str:
 
 
 def data_facts(data: DataSet) -> Json:
-    """Name, source, hash and the number of questions asked."""
+    """Name, source, hash and the number of questions."""
     return {"name": data.name, "source": data.source, "sha256": data.sha256, "questions": len(data.questions)}
 
 

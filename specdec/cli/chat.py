@@ -32,7 +32,7 @@ _HELP = (
 @added(SAMPLING_OPTIONS)
 @model_options(["seed"])
 def chat(system: str | None, **options: Any) -> None:
-    """Talk with a model. It is told all that was said; /help lists what can be typed beside messages."""
+    """Talk with a model. It sees the whole conversation; /help lists what can be typed beside messages."""
     model, params = load_for_sampling(options)
     if not getattr(model.tokenizer, "chat_template", None):
         raise InvalidInputError(
@@ -58,7 +58,7 @@ def next_line() -> str | None:
 
 
 class Conversation:
-    """What was said to a model and by it.
+    """The messages of a conversation.
 
     Attributes:
         messages: of the chat template. done: finished answers, those before the last /reset too.
@@ -72,7 +72,7 @@ class Conversation:
         self.done: list[Completion] = []
 
     def take(self, line: str) -> bool:
-        """Do what a line says: a command, or a message to the model. Returns whether the conversation goes on."""
+        """Run a line: a command, or a message to the model. Returns whether the conversation goes on."""
         if line in ("/quit", "/exit"):
             return False
         if line == "/reset":

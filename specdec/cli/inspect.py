@@ -43,7 +43,7 @@ def inspect(
 
     With HEAD (a folder or hub name), also whether the two agree: the target answers a few prompts, and if it accepts
     few drafts, other readings of the head's files are tried on the answers and the likely cause is named. Where neither
-    --target nor HEAD's own files say which target, or it is not on this machine, HEAD alone is shown.
+    --target nor HEAD's own files name a target, or it is not on this machine, HEAD alone is shown.
     """
     load = load_options_of(options)
     if head is None:
@@ -84,7 +84,7 @@ def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
 
 
 def _described(head: str, load: LoadOptions) -> HeadReport:
-    """A head without a target: what its own files say."""
+    """Print a head without a target, from its own files."""
     from drafters.families import family_of
     from specdec.loading.builtin import resolve
     from specdec.loading.heads import reading_options
@@ -94,7 +94,7 @@ def _described(head: str, load: LoadOptions) -> HeadReport:
 
 
 def _depends(report: HeadReport) -> str:
-    """What a head's aux layers depend on that only a target says."""
+    """A note on aux layers that depend on the target."""
     ids = any(field.name == "aux_layers" and "(read as ids" in field.source for field in report.fields)
     return (
         "; the aux layers shown are those for most targets: of DeepSeek's, and where the largest id is the target's "

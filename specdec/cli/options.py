@@ -76,7 +76,7 @@ def check_sampling(options: Mapping[str, Any]) -> None:
 
 
 def sampling_of(options: Mapping[str, Any], **more: Any) -> SamplingParams:
-    """What a command's options of sampling say. more: options of SamplingParams that it decides itself.
+    """SamplingParams from a command's options. more: options of SamplingParams that it decides itself.
 
     Raises:
         click.UsageError: see `check_sampling`. InvalidInputError: a value that is not allowed.
@@ -149,12 +149,12 @@ _draft = option("--draft", _DRAFT_HELP, default="auto")
 
 
 def model_options(without: Container[str] = ()) -> Callable[[_Command], _Command]:
-    """A decorator that adds the options which say which model and head to load, and how. without: see `offered`."""
+    """A decorator that adds the options for loading a model and a head. without: see `offered`."""
     return added((_model, _draft, load_options(offered("run", without))))
 
 
 def draft_of(model: str, draft: str, options: LoadOptions) -> str | None:
-    """The head that the options of `model_options` say; None for no head.
+    """The head that the options of `model_options` name; None for no head.
 
     Raises:
         InvalidInputError: no head is wanted, and the model is one.
@@ -172,7 +172,7 @@ _NO_TARGET = "--draft none: --model {} is a draft head; to run its target alone 
 
 
 def load_model(model: str, draft: str, options: LoadOptions) -> SpeculativeModel:
-    """Load what the options of `model_options` say.
+    """Load the model and head that the options of `model_options` name.
 
     Raises:
         InvalidInputError: no head is wanted, and the model is one. Others: see `SpeculativeModel.from_pretrained`.

@@ -111,7 +111,7 @@ def _millions(count: int) -> str:
 
 
 def fit_lines(facts: Facts) -> list[str]:
-    """That what was loaded fits: target and head each other, the cache the sizes asked for. Else loading had failed."""
+    """That what was loaded fits: target and head each other, the cache the requested sizes. Else loading had failed."""
     engine = facts["engine"]
     lines = [f"the target passes its self-test (relative error {human('error', facts['self_test_error'])})"]
     if facts["head"] is not None:
@@ -145,11 +145,11 @@ _NOTES = {
     "fold_rule": "when recurrent layers store (fold) accepted tokens into their states; until then their inputs are "
     "kept and replayed",
 }
-"""What a fact is whose name does not tell."""
+"""Explanations of facts whose names do not explain themselves."""
 
 
 def fact_notes(facts: Facts) -> list[str]:
-    """A sentence for each fact whose name does not tell, where the model has it."""
+    """A sentence for each fact that the model has and whose name does not explain itself."""
     shown = facts | facts["engine"]
     return [f"{name}: {text}" for name, text in _NOTES.items() if shown.get(name) is not None]
 

@@ -84,7 +84,7 @@ class Choice(Kind):
 
 @dataclass(frozen=True)
 class Name(Kind):
-    """A text that is not empty; `allowed` says of what, for the message."""
+    """A text that is not empty; `allowed` describes it in the message."""
 
     allowed: str
 

@@ -41,7 +41,7 @@ _NO_TRAINING = frozenset({"run", "eval"})
 
 @dataclass(frozen=True)
 class Option:
-    """What is said about an option beside its name, type and default.
+    """Facts of an option that its name, type and default do not have.
 
     kind: the values it takes; None stays None where that is the default. help: one line for `--help`. commands: which
     commands offer it: "run" (generate, inspect), "eval" and "train". letter: its one-letter form, "" for none.

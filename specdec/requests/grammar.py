@@ -73,7 +73,7 @@ class Grammar:
         """JSON that a schema allows: a dict, its text, or a pydantic model; None: any object. `begin`, `end`: see
         `Grammar`.
 
-        White space between two parts is at most 8 characters, unless the schema's "x-guidance" says otherwise.
+        White space between two parts is at most 8 characters, unless the schema's "x-guidance" changes that.
 
         Raises:
             InvalidInputError: it is none of these.

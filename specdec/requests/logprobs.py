@@ -1,4 +1,4 @@
-"""TokenLogprobs: what a request is told of the probabilities of one token."""
+"""TokenLogprobs: the log-probabilities of one token and its alternatives."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 
 LogprobsMode = Literal["raw", "processed"]
 MOST_LOGPROBS = 1024
-"""Alternatives of a token that a request may ask for."""
+"""Most alternatives of a token in one request."""
 COLUMNS = 2
 """Of the notes of a token before its alternatives: see `of_notes`."""
 MOST_ROW_BYTES = 2**31
-"""Rows of logits and scores that one request may ask for, on the host."""
+"""Most bytes of logits and scores of one request, on the host."""
 
 
 class TokenLogprobs(NamedTuple):
     """Log-probabilities (natural logarithm) at the position of one token.
 
     token_id: the token. logprob: its own. rank: tokens that are more probable. top: the most probable tokens, each
-        (token id, log-probability), as many as were asked for, the most probable first; of equal ones any, the token
+        (token id, log-probability), the requested number, the most probable first; of equal ones any, the token
         itself perhaps not.
     """
 
@@ -30,10 +30,10 @@ class TokenLogprobs(NamedTuple):
 
 
 class PromptLogprobs:
-    """Log-probabilities of one request's prompt tokens, as its rounds tell them: in order, some perhaps once more.
+    """Log-probabilities of one request's prompt tokens, as its rounds deliver them: in order, some perhaps twice.
 
     Attributes:
-        count: alternatives of each. start: the first position asked for, at least 1: nothing stands before the first.
+        count: alternatives of each. start: the first requested position, at least 1: the first token has none.
         told: those so far, of the positions from `start` on.
     """
 
@@ -52,7 +52,7 @@ class PromptLogprobs:
             self.told.append(found)
 
     def of_prompt(self, prompt_len: int) -> tuple[TokenLogprobs | None, ...]:
-        """One for each prompt token, None where nothing was told."""
+        """One for each prompt token, None where none was requested."""
         before = min(self.start, prompt_len)
         return (*(None,) * before, *self.told, *(None,) * (prompt_len - before - len(self.told)))
 

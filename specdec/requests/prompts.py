@@ -89,7 +89,7 @@ def _check_length(text: str, tokenizer: Any, most: int) -> None:
 
 
 def user_chats(prompts: Prompts) -> list[Any]:
-    """One prompt or many, each text as what the user says in a chat. Raises InvalidInputError: a prompt of ids."""
+    """One prompt or many, each text as a user's message in a chat. Raises InvalidInputError: a prompt of ids."""
     found = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in split_prompts(prompts)]
     odd = next((prompt for prompt in found if not _is_chat(prompt)), None)
     if odd is not None:

@@ -91,7 +91,7 @@ class Update:
         completion: set when the request is finished.
         error: set when the request failed; it is ended.
         progress: how much of the request has been reported with this update.
-        logprobs: of its token_ids, where they were asked for.
+        logprobs: of its token_ids, where requested.
     """
 
     request_id: int

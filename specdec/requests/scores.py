@@ -36,7 +36,7 @@ class Score:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether greedy decoding would have said it: no other token was more probable at any of its places."""
+        """Whether greedy decoding would have generated it: no other token was more probable at any of its places."""
         return not any(each.rank for each in self.logprobs)
 
 

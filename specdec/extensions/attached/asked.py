@@ -52,7 +52,7 @@ _BY_ROW = STATELESS | {
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call asks for, prepared as transformers prepares it.
+    """The parameters of a call, prepared as transformers prepares them.
 
     Attributes:
         ids: [B, L] int64, padded. mask: [B, L], 0 where padding is.
@@ -71,7 +71,7 @@ class Asked:
 
     @property
     def outputs(self) -> frozenset[str]:
-        """Which of `_OUTPUTS` are asked for; scores and logits are only given in a dict, as in transformers."""
+        """The requested ones of `_OUTPUTS`; scores and logits are only given in a dict, as in transformers."""
         asked = {name for name in _OUTPUTS if getattr(self.config, name, None)}
         return frozenset(asked) if "return_dict_in_generate" in asked else frozenset()
 
@@ -321,7 +321,7 @@ def _public(config: GenerationConfig) -> dict[str, Any]:
 
 
 def _steps(rows: Sequence[np.ndarray | None], most: int, device: torch.device) -> tuple[torch.Tensor, ...] | None:
-    """[B·n, V] of each new token, 0 of sequences that have ended; None where they were not asked for."""
+    """[B·n, V] of each new token, 0 of sequences that have ended; None where not requested."""
     found = [each for each in rows if each is not None]
     if not found:
         return None

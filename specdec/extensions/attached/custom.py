@@ -162,7 +162,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _of_config(criterion: Any, config: GenerationConfig) -> bool:
-    """Whether a criterion says what the config says."""
+    """Whether a criterion repeats the config."""
     if isinstance(criterion, MaxLengthCriteria):
         return bool(criterion.max_length >= (config.max_length or 0))
     if isinstance(criterion, MaxTimeCriteria):

@@ -31,7 +31,7 @@ _FEATURES = ("temperature", "top_k", "top_p")
 
 @dataclass
 class _Ongoing:
-    """A completion of the manager. output: added to as its tokens come, told as a copy. parent: its request's id."""
+    """A completion of the manager. output: grows with its tokens, delivered as a copy. parent: its request's id."""
 
     output: GenerationOutput
     parent: str
@@ -60,7 +60,7 @@ class Manager:
     """Requests are added at any time and share one batch; a thread of the manager's runs the rounds.
 
     As in transformers: `start`, `stop`, `join`, `pause`, `add_request(s)`, `cancel_request`, `get_result`, iteration,
-    `request_id_iter`, `register_result_handler`. A streaming request is told of after each round, with several tokens.
+    `request_id_iter`, `register_result_handler`. A streaming request has a result a round, with several tokens.
     A cancelled one ends with the tokens that it has. All options of the generation config are honoured.
     """
 
@@ -262,7 +262,7 @@ class Manager:
         return replace(self._params, **changed)
 
     def _run(self) -> None:
-        """The thread: queue what is new, run a round, tell what came of it."""
+        """The thread: queue new requests, run a round, deliver its results."""
         try:
             while self._wait():
                 self._queue()
@@ -303,7 +303,7 @@ class Manager:
             self._stream.cancel(*cancelled)
 
     def _step(self, stream: Stream) -> None:
-        """Tell of one update."""
+        """Deliver one update."""
         found = stream.next_update()
         if found is None:
             raise SpecdecError("requests of this manager are no longer in the engine: its model was used in a fork?")

@@ -16,7 +16,7 @@ from specdec.extensions.attached.manager import Manager
 from specdec.model import SpeculativeModel
 
 _REFUSALS = (ModelChangedError, ValueError)
-"""What says that a call is not served, InvalidInputError among them; transformers' own ValueErrors it raises again."""
+"""Errors of a call that is not served, InvalidInputError among them; transformers' own ValueErrors it raises again."""
 _own_path = ContextVar("_own_path", default=False)
 """Whether a model's own `generate_batch` runs, whose manager is the model's own then."""
 

@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 
 class _Refused(InvalidInputError):
-    """A task that cannot be asked; the message is its error."""
+    """A task that cannot run; the message is its error."""
 
 
 def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[Answer]:
@@ -73,7 +73,7 @@ def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[Answer]
 
 
 def error_text(error: SpecdecError) -> str:
-    """An error as answers tell it."""
+    """An error as answers record it."""
     return str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""The lines of an input file, read one at a time, what tells it from another file, and the keys of its rows."""
+"""The lines of an input file, read one at a time, a digest of it, and the keys of its rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class InputFacts:
-    """What a run is asked. lines: the number of the last line. rows: lines that are not blank."""
+    """The input of a run. lines: the number of the last line. rows: lines that are not blank."""
 
     sha256: str
     lines: int

@@ -71,7 +71,7 @@ def _row(task: Task, completions: Sequence[Completion], error: str) -> dict[str,
 
 
 def columns(completion: Completion) -> dict[str, Any]:
-    """What is told of every completion."""
+    """Fields of every completion."""
     pooled = completion.pooled
     return {
         "text": completion.text,
@@ -86,7 +86,7 @@ def columns(completion: Completion) -> dict[str, Any]:
 
 
 def _told(completion: Completion) -> dict[str, Any]:
-    """What is told where it was asked for."""
+    """Fields of completions that requested them."""
     found: dict[str, Any] = {
         "truncated_by": completion.truncated_by,
         "drafts": completion.drafts,

@@ -1,4 +1,4 @@
-"""Tasks: what a row asks, in our own form or in that of OpenAI's batches.
+"""Tasks: the request of a row, in specdec's form or in that of OpenAI's batches.
 
 Source: OpenAI API reference, "Batch", "The request input object", "Create chat completion", "Create completion".
 """
@@ -27,9 +27,9 @@ _NOT_WRITTEN = ("return_logits", "return_scores")
 
 @dataclass(frozen=True)
 class Asking:
-    """What a run asks of every row: its sampling, where the row has no option of its own, and the seed of the run.
+    """Settings of a run for every row: its sampling, where the row has no option of its own, and the seed of the run.
 
-    name: of the model, as OpenAI's answers tell it.
+    name: of the model, in OpenAI's answers.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -43,8 +43,8 @@ class Task:
 
     Attributes:
         number: its line, or its place among others. key: None where it has none. form: as which it is answered.
-        prompt, params: as `SpeculativeModel.stream` takes them. kept: fields that are told again with the answer.
-        error: why it cannot be asked, with the name of the error's class; "" where it can.
+        prompt, params: as `SpeculativeModel.stream` takes them. kept: fields that are copied to the answer.
+        error: why it cannot run, with the name of the error's class; "" where it can.
     """
 
     number: int

@@ -3,8 +3,8 @@
 The training-time test runs all chains of drafts at once on the text's own tokens. A chain's step k is what the head
 would really have drafted as long as its steps before k hit the text; what comes after the first miss does not count.
 
-A wrong map leaves a head's own choices intact: the same draft id still comes where the target says the same token, only
-another token than d2t says. So what each draft id stands for is learnt from one half of the answers and tried on the
+A wrong map leaves a head's own choices intact: the same draft id comes where the target generates the same token, only
+another token than d2t has. So what each draft id stands for is learnt from one half of the answers and tried on the
 other, and compared with the map.
 """
 
@@ -84,7 +84,7 @@ class Chains:
     """One chain of drafts from each position of some texts.
 
     Attributes:
-        drafted, accepted: [C] int64, drafts of each chain and how many of them the target says itself.
+        drafted, accepted: [C] int64, drafts of each chain and how many of them the target generates itself.
     """
 
     drafted: torch.Tensor
@@ -159,7 +159,7 @@ class MapCheck:
     """The map of the file against one learnt from the answers, on first drafts that it was not learnt from.
 
     mapped, learnt: share of first drafts that are the target's own token; error: standard error of their difference.
-    num_ids: different draft ids that the head says. examples: of ids that come with another token.
+    num_ids: different draft ids that the head emits. examples: of ids that come with another token.
     """
 
     mapped: float
@@ -176,7 +176,7 @@ class MapCheck:
 
     @property
     def cause(self) -> str:
-        """What is said of a wrong map."""
+        """The message about a wrong map."""
         shown = "; ".join(
             f"draft id {draft} is token {mapped} by d2t, and comes with token {token} in {hits} of {count} places"
             for draft, mapped, token, hits, count in self.examples
@@ -232,7 +232,7 @@ def _learnt(pairs: Pairs) -> dict[int, int]:
 
 
 def _examples(pairs: Pairs, tokens: Mapping[int, int]) -> Examples:
-    """The commonest draft ids that come with another token than the map says."""
+    """The commonest draft ids that come with another token than the map's."""
     counts = sorted(_counted(pairs).items(), key=lambda item: -item[1].total())
     found = [(draft, tokens[draft], *seen.most_common(1)[0], seen.total()) for draft, seen in counts]
     return tuple(row for row in found if row[1] != row[2])[:3]

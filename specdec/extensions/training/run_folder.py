@@ -245,7 +245,7 @@ def prepare_questions(model: SpeculativeModel, questions: Sequence[Any], limits:
 
 
 def answer_prepared(model: SpeculativeModel, questions: Questions, output: Path, console: Console) -> AnswerSet:
-    """The target's own greedy answers. Each is kept in `output` as it comes; those kept before are not asked again.
+    """The target's own greedy answers. Each is kept in `output` as it comes; those kept before are not generated again.
 
     Raises:
         RunFolderError: another process answers the same questions there. OutputError: `output` cannot be written.
