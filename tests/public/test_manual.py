@@ -401,3 +401,10 @@ def test_examples_of_help_texts_run(capsys: pytest.CaptureFixture[str]) -> None:
         with SpeculativeModel.from_pretrained("gsm-llama", draft="auto") as model:
             (found,) = doctest.DocTestFinder().find(method, method.__name__, globs={"model": model})
             assert found.examples and doctest.DocTestRunner().run(found).failed == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_docstrings_have_few_habits() -> None:
+    habits = script("habits")
+    words, places = habits.found(path for package in habits.PACKAGES for path in (ROOT / package).rglob("*.py"))
+    assert {name: len(own) for name, own in places.items() if 1e4 * len(own) > 8 * words} == {}
