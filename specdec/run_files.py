@@ -72,7 +72,7 @@ def check_writable(path: Path) -> None:
         folder = folder.parent
     with writing(path):
         if not folder.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a file")
+            raise NotADirectoryError(errno.ENOTDIR, f"Not a directory ({folder} is a file)")
         if path.is_file():
             path.open("ab").close()
         if path.is_file() or path.is_dir() or not path.exists():  # else a pipe or a device
@@ -196,6 +196,8 @@ class KeptLines:
             return
         try:
             earlier = json.loads(kept.read_bytes())
+            if not isinstance(earlier, dict):
+                raise ValueError("it holds no object")
         except (OSError, ValueError) as error:
             raise self.error(f"{kept} is damaged ({error}); {self.remedy}, or remove {self._shown.name}") from error
         if changed := list(changes(earlier, json.loads(json.dumps(settings)))):

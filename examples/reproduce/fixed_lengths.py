@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from evals.cli.eval_options import PATH, Numbers
+from evals.cli.eval_options import FILE, NUMBERS
 from evals.data.datasets import DataSet, load
 from evals.errors import DataError
 from evals.runs.store import data_facts, versions
@@ -47,9 +47,9 @@ class Measured:
 @click.option("--data", required=True, help="Data set whose text the prompts are cut from, as in `specdec eval`.")
 @click.option("--prompt-tokens", type=click.IntRange(1), required=True)
 @click.option("--new-tokens", type=click.IntRange(2), required=True)
-@click.option("--rows", type=Numbers(1), default="1", show_default=True, help="Requests at a time, e.g. 1,8,32.")
+@click.option("--rows", type=NUMBERS, default="1", show_default=True, help="Requests at a time, e.g. 1,8,32.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--output", type=PATH, default=None, help="Write the JSON document here.")
+@click.option("--output", type=FILE, default=None, help="Write the JSON document here.")
 def main(**options: Any) -> None:
     """Measure tokens per second at exact lengths, without drafts and with them."""
     try:

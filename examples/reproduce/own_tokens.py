@@ -17,7 +17,7 @@ from typing import Any
 import click
 import torch
 
-from evals.cli.eval_options import PATH
+from evals.cli.eval_options import FILE
 from evals.data.datasets import Question, load, opening, render
 from evals.lossless.greedy import VERDICT, Divergence, Judge, first_difference
 from evals.runs.answers import Answer, Turn
@@ -33,7 +33,7 @@ from specdec.errors import SpecdecError
 @click.option("--data", required=True, help="Data set, as in `specdec eval`.")
 @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Questions; only first turns.")
 @click.option("--new-tokens", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--output", type=PATH, default=None, help="Write the JSON document here.")
+@click.option("--output", type=FILE, default=None, help="Write the JSON document here.")
 def main(data: str, limit: int, new_tokens: int, output: Path | None, **options: Any) -> None:
     """Compare greedy tokens with transformers' own generate: PASS (exit code 0) or FAIL (1)."""
     try:

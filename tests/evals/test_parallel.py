@@ -46,7 +46,7 @@ def test_answers_and_their_rounds_are_those_of_one_rank(workers: dict[int, Worke
     chunk = tuple(load("arithmetic", limit=3).questions)
     arms = (Configuration("alone", 0, "main"), Configuration("K=3", K, "main"))
     asking = Asking(SamplingParams(max_new_tokens=16), True)
-    found = {size: worker.run(Work(0, chunk, arms, asking)) for size, worker in workers.items()}
+    found = {size: worker.answer(Work(0, chunk, arms, asking)) for size, worker in workers.items()}
     told = {size: [(a.question_id, a.arm, a.error, a.token_ids, a.rounds) for a in own] for size, own in found.items()}
     assert told[2] == told[1] and len(told[1]) == 6 and not any(answer.error for answer in found[1])
     assert sum(record.accepted for answer in found[1] for record in answer.rounds) > 0

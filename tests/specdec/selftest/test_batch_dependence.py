@@ -36,7 +36,7 @@ def test_scales_of_the_whole_batch_are_refused(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 def test_half_precision_would_not_notice_by_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why layers are asked: the self-test of logits lets such a model pass in bfloat16."""
-    monkeypatch.setattr("specdec.selftest.selftest.neighbour_test", lambda model: None)
+    monkeypatch.setattr("specdec.selftest.quantised.neighbour_test", lambda model: None)
     wrap(llama_of(RoundedByTensor, torch.bfloat16)).close()
 
 
