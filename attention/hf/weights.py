@@ -62,8 +62,11 @@ def is_quantised(layer: nn.Module) -> bool:
 
 
 def has_quantised(model: nn.Module) -> bool:
-    """Whether any layer of a model is quantised: see `is_quantised`."""
-    return any(map(is_quantised, model.modules()))
+    """Whether anything in a model may be quantised: any layer of `is_quantised`, and experts or attention, which that
+    leaves out, by a mark or a weight in 8 bits or fewer."""
+    if any(not is_plain_weight(weight) for weight in model.parameters()):
+        return True
+    return any(is_quantised(m) or any(getattr(m, mark, None) is not None for mark in _MARKS) for m in model.modules())
 
 
 def runs_plainly(layer: nn.Module) -> bool:

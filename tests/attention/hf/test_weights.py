@@ -14,6 +14,7 @@ from attention.hf.weights import (
     address_of,
     computes_plainly,
     dense_weight,
+    has_quantised,
     is_quantised,
     model_bytes,
     num_elements,
@@ -100,3 +101,14 @@ def test_a_dense_copy_of_a_weight() -> None:
     layer = of_pair()
     dense, weight = dense_weight(layer), layer.weight
     assert type(dense) is torch.Tensor and torch.equal(dense, weight.numbers * weight.scales)
+
+
+@pytest.mark.parametrize("kind", ["plain", "experts in 8 bits", "a mark on attention"])
+def test_what_may_be_quantised_need_not_be_a_linear_layer(kind: str) -> None:
+    """A mixture whose experts alone are in FP8 must still run by specdec's operators and be tested."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Module())
+    if kind == "experts in 8 bits":
+        model[1].down_proj = nn.Parameter(torch.zeros(2, 4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    elif kind == "a mark on attention":
+        model[1].quantization_scheme = "kv cache"
+    assert has_quantised(model) == (kind != "plain")
