@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from attention.backends.limits import HALF
-from specdec.ops.routed import MOST_EXPERTS, SOFTMAX, SUM, best_experts  # noqa: F401 (registers it)
+from specdec.ops.mixtures.routed import MOST_EXPERTS, SOFTMAX, SUM, best_experts  # noqa: F401 (registers it)
 
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _MOST_CHOSEN = 32

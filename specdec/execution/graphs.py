@@ -60,8 +60,8 @@ from specdec.execution.capture import (
 from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket, mixed_buckets
 from specdec.execution.readback import HostReads
 from specdec.execution.sampled import SampledDrafts, decide_sampled
-from specdec.ops.experts import mixtures, using_capturable_experts
 from specdec.ops.greedy_rows import greedy_drafts, greedy_ids
+from specdec.ops.mixtures.choice import mixtures, using_capturable_experts
 from specdec.rounds.buckets import fixed_shape, graph_rows, loop_limits
 from specdec.rounds.drafting import accepted_by_row, ahead_inputs, rows_after
 from specdec.rounds.extras import Decision, adjusted, noted, read_early, rewritten

@@ -97,7 +97,7 @@ def _experts(model: Any) -> dict[str, str] | None:
     served: dict[str, list[int]] = {}
     for name, mixture in model.hf_model.named_modules():
         if name.endswith(".experts") and (hasattr(mixture, "down_proj") or hasattr(mixture, "down_proj_blocks")):
-            from specdec.ops.experts import form_in_words
+            from specdec.ops.mixtures.choice import form_in_words
 
             packed = hasattr(mixture, "down_proj_blocks") or hasattr(mixture, "down_proj_scale_inv")
             form = form_in_words(mixture) if packed or model.graphs == "on" else "transformers' own form"

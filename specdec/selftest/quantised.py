@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 
 from attention.hf.weights import is_quantised
 from specdec.errors import UnsupportedModelError
-from specdec.ops.experts import fp8_expert_matmul, fp8_experts
-from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, fp8_quantise
+from specdec.ops.fp8 import BLOCK, FP8, fp8_linear
+from specdec.ops.mixtures.choice import own_form
+from specdec.ops.mixtures.paired import expert_matmul
 from specdec.selftest.eager_reference import errors_named
 from specdec.wrapped.fp8 import Fp8Layers
 from specdec.wrapped.mxfp4 import Mxfp4Experts
@@ -142,7 +143,7 @@ def fp8_self_test(layers: Fp8Layers) -> None:
     for name, module in mixtures.values():
         _test_experts(name, module)
         if module.has_gate:
-            _test_packed(name, module, fp8_experts)
+            _test_packed(name, module, own_form)
 
 
 def mxfp4_self_test(model: nn.Module) -> None:
@@ -184,8 +185,7 @@ def _test_experts(name: str, module: Any) -> None:
     stack, scales = module.down_proj, module.down_proj_scale_inv
     index = torch.arange(3, device=stack.device)[:, None] % len(stack)
     x = _random(3, stack, None)
-    quantised, x_scales = fp8_quantise(x)
-    ours = fp8_expert_matmul(quantised[:, None], x_scales[:, None], stack, scales, index, torch.float32)
+    ours = expert_matmul(x[:, None].float(), stack, scales, index)
     for token, expert in enumerate(index.flatten().tolist()):
         _compare(name, ours[token], _summed(x[token : token + 1], None, stack[expert], scales[expert]))
 

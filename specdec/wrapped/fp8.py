@@ -24,8 +24,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from specdec.errors import UnsupportedModelError
-from specdec.ops.experts import fp8_experts
 from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, unrounded_linear
+from specdec.ops.mixtures.choice import own_form
 from specdec.user_warnings import warn_user
 
 _ROUNDS: ContextVar[bool] = ContextVar("specdec_rounds", default=True)
@@ -117,7 +117,7 @@ class Fp8Experts(FP8Experts):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [T, H], top_k_index [T, k] int64, top_k_weights [T, k] -> [T, H]."""
-        return fp8_experts(self, hidden_states, top_k_index, top_k_weights, are_rounded())
+        return own_form(self, hidden_states, top_k_index, top_k_weights, are_rounded())
 
 
 _KINDS = (FP8Linear, FP8Experts)

@@ -18,8 +18,8 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from attention.backends.limits import HALF
-from specdec.ops.experts import weighted_sum
-from specdec.ops.routed import BLOCK, routed_experts
+from specdec.ops.mixtures.choice import own_form
+from specdec.ops.mixtures.routed import BLOCK
 
 MXFP4 = "mxfp4"
 
@@ -44,13 +44,7 @@ class Mxfp4Experts(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden_states [T, H], index [T, k] int64, weights [T, k] -> [T, H]."""
-        stacks: tuple[Any, Any] = self.gate_up_proj_blocks, self.down_proj_blocks
-        out = routed_experts(
-            hidden_states, index, stacks[0].flatten(-2), stacks[1].flatten(-2),
-            self.gate_up_proj_scales, self.down_proj_scales, self.gate_up_proj_bias, self.down_proj_bias,
-            True, self.alpha, self.limit,
-        )  # fmt: skip
-        return weighted_sum(out, weights)
+        return own_form(self, hidden_states, index, weights)
 
 
 def keep_in_mxfp4(model: nn.Module, config: Any, left_out: list[str] | None = None) -> None:

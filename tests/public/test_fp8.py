@@ -20,8 +20,8 @@ from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import ModelLoadError, SpecdecError, SpecdecWarning, UnsupportedModelError
 from specdec.loading.backends import check_backend_fits
 from specdec.loading.memory import check_weights_fit
-from specdec.ops import experts as fp8_experts
 from specdec.ops import fp8 as operators
+from specdec.ops.mixtures import routed as of_experts
 from specdec.wrapped.fp8 import Fp8Linear
 from specdec.wrapped.probing import probe_target
 from tests.fakes import load_target
@@ -165,7 +165,7 @@ def test_an_operator_with_wrong_scales_is_refused(
 ) -> None:
     """Both of the logits' self-test's readings would have the same mistake; the operators' own finds it."""
     folder = write(tmp_path / "target", sizes)
-    place = operators if sizes is LLAMA else fp8_experts
+    place = operators if sizes is LLAMA else of_experts
     monkeypatch.setattr(place, "reference_matmul", shifted(operators.reference_matmul))
     with pytest.raises(
         UnsupportedModelError, match=r"a matmul of quantised weights comes out wrong on cpu: relative error .*weight of"

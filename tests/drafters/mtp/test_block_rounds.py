@@ -25,7 +25,7 @@ from drafters.mtp.head import MtpStack
 from drafters.mtp.spec import mtp_target
 from specdec.execution.graphs import GraphExecutor
 from specdec.model import SpeculativeModel
-from specdec.ops.experts import using_capturable_experts
+from specdec.ops.mixtures.choice import using_capturable_experts
 from specdec.requests.sampling import SamplingParams
 from tests.drafters.loops.test_modules_engine import greedy_by_hand, make, rounds  # noqa: F401
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401

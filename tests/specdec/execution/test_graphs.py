@@ -51,7 +51,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.errors import ModelChangedError, RoundFailedError
 from specdec.execution.graphs import GraphExecutor
 from specdec.execution.readback import HostReads
-from specdec.ops.experts import CAPTURABLE, using_capturable_experts
+from specdec.ops.mixtures.choice import CAPTURABLE, using_capturable_experts
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.buckets import graph_rows
 from specdec.rounds.randomness import SamplingRound

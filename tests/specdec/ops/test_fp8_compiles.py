@@ -12,7 +12,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from specdec.ops import experts_kernel, fp8_fused_kernel, fp8_kernel
+from specdec.ops import fp8_fused_kernel, fp8_kernel
 
 FP8, BF16, F32 = "*fp8e4nv", "*bf16", "*fp32"
 EIGHT_BITS = {"x_ptr": FP8, "weight_ptr": FP8, "stack_ptr": FP8, "out_ptr": BF16}
@@ -50,8 +50,6 @@ for tile in sorted(tilings, key=str):
     to = EIGHT_BITS | ({"out_ptr": F32} if tile.splits > 1 else {})
     constants = tiles | {"AT_ONCE": tile.at_once} | D
     wide.append(compiled(fp8_kernel._fp8_matmul_kernel, to, constants, tile.warps, tile.stages))
-pairs = {"PAIRS": 64, "BY_PAIR": True, "TILE_PAIRS": 16, "TILE_ROWS": 64}
-compiled(experts_kernel._fp8_expert_matmul_kernel, EIGHT_BITS, pairs, 4, 5)
 print(all("griddepcontrol" in ptx for ptx in small + wide), all("e4m3" in ptx for ptx in small + wide),
       sum("wgmma" in ptx and "e4m3.e4m3" in ptx for ptx in wide), len(wide))
 """

@@ -11,12 +11,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 
-from specdec.ops import routed_kernel
 from specdec.ops.fp8 import FP8, fp8_quantise
-from specdec.ops.grouping_kernel import group_pairs
-from specdec.ops.mxfp4_kernel import Gating
-from specdec.ops.routed import routed_experts
-from specdec.ops.routed_kernel import Tiling, launch_routed, tilings_of
+from specdec.ops.mixtures import Gating, routed_kernel
+from specdec.ops.mixtures.grouping_kernel import group_pairs
+from specdec.ops.mixtures.routed import routed_experts
+from specdec.ops.mixtures.routed_kernel import Tiling, launch_routed, tilings_of
 from tests.compiled import printed
 
 
@@ -179,7 +178,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from specdec.ops import grouping_kernel as grouping, routed_kernel as routed
+from specdec.ops.mixtures import grouping_kernel as grouping, routed_kernel as routed
 
 POINTERS = {"half": "*bf16", "fp8": "*fp8e4nv", "mxfp4": "*u8"}
 FLOATS = {"alpha": "fp32", "limit": "fp32"}
@@ -210,8 +209,8 @@ for pairs in (8, 500, 1024, 2000, 16384):
         for tile, gated in zip(routed.tilings_of(pairs, 64, form), (True, False)):
             for grouped in (True, False):
                 sizes = {"TILE_PAIRS": tile.pairs, "TILE_ROWS": tile.rows, "TILE_WIDTH": tile.columns}
-                kind = {"FORM": form, "GATED": gated, "INTERLEAVED": False, "CLAMPED": False, "BIASED": False}
-                kind |= {"GROUPED": grouped, "EVEN": True, "DEPENDENT": True, "column_stride": 1}
+                kind = {"FORM": form, "GATED": gated, "ORDERED": not gated, "INTERLEAVED": False, "CLAMPED": False}
+                kind |= {"BIASED": False, "GROUPED": grouped, "EVEN": True, "DEPENDENT": True, "column_stride": 1}
                 most.append(shared(routed._routed_kernel, sizes | kind, tile.warps, tile.stages))
 print(max(most))
 """

@@ -13,9 +13,9 @@ from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from specdec.errors import UnsupportedModelError
-from specdec.ops import experts as fp8_experts
 from specdec.ops import fp8 as operators
 from specdec.ops.fp8 import FP8, dequantised
+from specdec.ops.mixtures import routed
 from specdec.selftest import eager_reference
 from specdec.selftest.selftest import self_test
 from specdec.selftest.twin import _build
@@ -88,7 +88,7 @@ def test_a_layer_of_every_kind_is_multiplied_out(tmp_path: Path, monkeypatch: py
         raise AssertionError("activations are quantised")
 
     monkeypatch.setattr(operators, "fp8_quantise", refuse)
-    monkeypatch.setattr(fp8_experts, "fp8_quantise", refuse)
+    monkeypatch.setattr(routed, "fp8_quantise", refuse)
     layer: Any = block.v
     with unrounded_activations():
         ours = layer(x)

@@ -11,12 +11,15 @@ as in openai/gpt-oss, gpt_oss/torch/weights.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.nn import functional as F
 
 from attention.hf.custom_op import opaque_operator
 from attention.hf.padding import padding_among
 from specdec.ops.fp8 import FP8, fp8_quantise, reference_matmul
+from specdec.ops.mixtures import Gating
 
 BLOCK = 32
 """Numbers in MXFP4 that share an exponent."""
@@ -51,22 +54,33 @@ def routed_experts(
         interleaved: rows of gate and up take turns; else gate's come first.
         alpha, limit: parameters of gpt-oss's clamped SwiGLU, see `activated`; None: plain SwiGLU.
     """
-    scales, biases = (gate_up_scale, down_scale), (gate_up_bias, down_bias)
+    gating, scales, biases = Gating(interleaved, alpha, limit), (gate_up_scale, down_scale), (gate_up_bias, down_bias)
     if x.is_cuda:
-        from specdec.ops.mxfp4_kernel import Gating
-        from specdec.ops.routed_kernel import launch_routed
+        from specdec.ops.mixtures.routed_kernel import launch_routed
 
-        gating = Gating(interleaved, alpha, limit)
         return launch_routed(
             x.contiguous(), gate_up, down, index, scales, biases, gating, padding=padding_among(len(x))
         )
     out = x.new_empty(*index.shape, down.shape[1])
-    for expert in index.unique().tolist():
-        token, place = (index == expert).nonzero(as_tuple=True)
-        inner = _times(x[token], gate_up, scales[0], biases[0], expert)
+    for expert, own, pairs in by_expert(x[:, None], index):
+        of_gate_up, of_down = (
+            (stack[expert], None if scale is None else scale[expert], None if bias is None else bias[expert])
+            for stack, scale, bias in zip((gate_up, down), scales, biases, strict=True)
+        )
+        inner = times(own, *of_gate_up)
         gate, up = (inner[:, 0::2], inner[:, 1::2]) if interleaved else inner.chunk(2, -1)
-        out[token, place] = _times(activated(gate, up, alpha, limit), down, scales[1], biases[1], expert)
+        out[pairs] = times(activated(gate, up, alpha, limit), *of_down)
     return out
+
+
+def by_expert(
+    x: torch.Tensor, index: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
+    """Each expert of index [T, k], the rows [N, I] of x [T, 1 or k, I] that it multiplies, and places of its pairs."""
+    x = x.expand(-1, index.shape[1], -1)
+    for expert in index.unique().tolist():
+        pairs = (index == expert).nonzero(as_tuple=True)
+        yield expert, x[pairs], pairs
 
 
 def activated(gate: torch.Tensor, up: torch.Tensor, alpha: float = 1.0, limit: float | None = None) -> torch.Tensor:
@@ -81,15 +95,15 @@ def activated(gate: torch.Tensor, up: torch.Tensor, alpha: float = 1.0, limit: f
     return ((wide_up + 1) * wide_gate * torch.sigmoid(alpha * wide_gate)).to(gate.dtype)
 
 
-def _times(
-    x: torch.Tensor, stack: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, expert: int
+def times(
+    x: torch.Tensor, matrix: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [N, I] times one expert's matrix, plus its bias -> [N, O]."""
-    if stack.dtype == FP8 and scale is not None:
+    """x [N, I] times one expert's matrix, plus its bias -> [N, O], in torch."""
+    if matrix.dtype == FP8 and scale is not None:
         quantised, x_scale = fp8_quantise(x)
-        return reference_matmul(quantised, x_scale, stack[expert], scale[expert], x.dtype)
-    matrix = stack[expert] if scale is None else dequantised_mxfp4(stack[expert], scale[expert])
-    return F.linear(x.float(), matrix.float(), None if bias is None else bias[expert].float()).to(x.dtype)
+        return reference_matmul(quantised, x_scale, matrix, scale, x.dtype)
+    wide = matrix.float() if scale is None else dequantised_mxfp4(matrix, scale)
+    return F.linear(x.float(), wide, None if bias is None else bias.float()).to(x.dtype)
 
 
 def dequantised_mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
@@ -125,7 +139,7 @@ def best_experts(
         softmax: apply softmax to all scores before choosing. normalise: "", `SUM` or `SOFTMAX`, over the chosen.
     """
     if scores.is_cuda:
-        from specdec.ops.routed_kernel import launch_best_experts
+        from specdec.ops.mixtures.routed_kernel import launch_best_experts
 
         return launch_best_experts(scores, chosen, softmax, normalise, dtype)
     wide = scores.float()

@@ -1,8 +1,8 @@
 """SwiGLU experts in half precision for prompts: tiles of matrices come through Hopper's tensor memory accelerator.
 
 A program has one tile of pairs and one of rows: tiles that run at the same time belong to few experts, whose weights
-are read from memory once and then from the L2 cache. The numbers are described in `specdec.ops.routed`. Imported on
-CUDA only, and by tests under the interpreter.
+are read from memory once and then from the L2 cache. The numbers are described in `specdec.ops.mixtures.routed`.
+Imported on CUDA only, and by tests under the interpreter.
 
 Source: CUDA programming guide, "Tensor Memory Access"; triton-lang/triton, python/tutorials/09-persistent-matmul.py.
 """
@@ -15,8 +15,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from specdec.ops.grouping_kernel import TILE, group_pairs
-from specdec.ops.mxfp4_kernel import Gating, activated, launch_dequantise
+from specdec.ops.mixtures import Gating
+from specdec.ops.mixtures.grouping_kernel import TILE, group_pairs
+from specdec.ops.mixtures.mxfp4_kernel import activated, launch_dequantise
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, I]
     stack,  # [E * 2 * rows, I] by tiles of rows and columns; of every expert gate's rows before up's
     bias_ptr,  # [E, 2 * rows], or None
-    order_ptr, offset_ptr, tile_ptr, num_tiles_ptr,  # see `specdec.ops.grouping_kernel.Groups`
+    order_ptr, offset_ptr, tile_ptr, num_tiles_ptr,  # see `specdec.ops.mixtures.grouping_kernel.Groups`
     out_ptr,  # [P, rows] in the order of the groups, written
     most_tiles, top_k, rows, width, alpha, limit,
     CLAMPED: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -88,7 +89,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     x,  # [P, I] in the order of the groups, by tiles of pairs and columns
     stack,  # [E * rows, I] by tiles of rows and columns
     bias_ptr,  # [E, rows], or None
-    order_ptr, offset_ptr, tile_ptr, num_tiles_ptr,  # see `specdec.ops.grouping_kernel.Groups`
+    order_ptr, offset_ptr, tile_ptr, num_tiles_ptr,  # see `specdec.ops.mixtures.grouping_kernel.Groups`
     out_ptr,  # [P, rows] by pair, written
     most_tiles, rows, width,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -125,8 +126,8 @@ def better_by_many(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, p
     """Whether `launch_many` supports these matrices, and is faster for this many pairs.
 
     µs of Qwen3-30B-A3B's experts on an H200 at 1,024, 2,048 and 8,192 tokens: 354, 437 and 1,167; by tiles of
-    `specdec.ops.routed_kernel` 410, 614 and 1,800; each read once 284, all multiplied 99, 198 and 793. MXFP4 weights
-    are dequantised into memory first, one matrix of all experts at a time: gpt-oss-20b's 1.0 GiB. So at 2,048 and 8,192
+    `routed_kernel` 410, 614 and 1,800; each read once 284, all multiplied 99, 198 and 793. MXFP4 weights are
+    dequantised into memory first, one matrix of all experts at a time: gpt-oss-20b's 1.0 GiB. So at 2,048 and 8,192
     tokens 1,326 and 3,077 µs; by tiles 1,690 and 5,967; gpt-oss-120b's would take 4 GiB, and are not.
     """
     packed, stacks = down.dtype == torch.uint8, (gate_up, down)
@@ -151,7 +152,7 @@ def launch_many(
     gating: Gating,
     padding: tuple[torch.Tensor, int] | None = None,
 ) -> torch.Tensor:
-    """See `specdec.ops.routed.routed_experts`; padding: see `group_pairs`."""
+    """See `specdec.ops.mixtures.routed.routed_experts`; padding: see `group_pairs`."""
     (tokens, width), rows, top_k = x.shape, gate_up.shape[1] // 2, index.shape[1]
     groups, dependent = group_pairs(index, len(down), padding, tiled=True), dependent_launch(x.device)
     assert groups.tiles is not None

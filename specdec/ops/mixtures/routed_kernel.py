@@ -1,5 +1,6 @@
 """A mixture of experts as Triton kernels: the router's choice; SwiGLU experts, pairs grouped by expert, gate, up and
-activation in one launch, down in another. Imported on CUDA only, and by tests under the interpreter.
+activation in one launch, down in another; one projection of other experts. Imported on CUDA only, and by tests under
+the interpreter.
 
 A (token, expert) pair is written to its own row, so a token's experts can be summed in a fixed order, whatever the
 grouping; a row's sums do not depend on its place in a tile.
@@ -15,9 +16,10 @@ import triton.language as tl
 
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
 from specdec.ops.fp8_kernel import launch_quantise
-from specdec.ops.grouping_kernel import Groups, group_pairs
-from specdec.ops.many_kernel import better_by_many, launch_many
-from specdec.ops.mxfp4_kernel import PLAIN, Gating, activated, few_mxfp4, launch_few, unpacked
+from specdec.ops.mixtures import PLAIN, Gating
+from specdec.ops.mixtures.grouping_kernel import Groups, group_pairs
+from specdec.ops.mixtures.many_kernel import better_by_many, launch_many
+from specdec.ops.mixtures.mxfp4_kernel import activated, few_mxfp4, launch_few, unpacked
 
 
 @dataclass(frozen=True)
@@ -69,16 +71,16 @@ def _mxfp4_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _routed_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # [T, I], or [P, I] in the order of the groups; contiguous
-    x_scale_ptr,  # FP8: [T or P, ⌈I/128⌉] float32
+    x_ptr,  # [P / share, I] by pair, or, ORDERED, [P, I] in the order of the groups; contiguous
+    x_scale_ptr,  # FP8: [rows of x, ⌈I/128⌉] float32
     stack_ptr,  # [E, O, I]: see the strides; MXFP4: [E, O, I/2]
     scale_ptr,  # FP8: [E, ⌈O/128⌉, ⌈I/128⌉] float32; MXFP4: [E, O, I/32]; contiguous
     bias_ptr,  # [E, O] contiguous
     index_ptr, order_ptr, offset_ptr, active_ptr,
     out_ptr,  # GATED: [P, rows] in the order of the groups; else [P, rows] by pair; written
-    top_k, rows, width, expert_stride, row_stride, column_stride, scale_expert, scale_row, alpha, limit,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, FORM: tl.constexpr, BIASED: tl.constexpr,
-    GROUPED: tl.constexpr, EVEN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    share, rows, width, expert_stride, row_stride, column_stride, scale_expert, scale_row, alpha, limit,
+    GATED: tl.constexpr, ORDERED: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, FORM: tl.constexpr,
+    BIASED: tl.constexpr, GROUPED: tl.constexpr, EVEN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """GATED: O is twice `rows`, of gate and of up, and each gets the product of both; else O is `rows`."""
@@ -103,7 +105,7 @@ def _routed_kernel(  # type: ignore[no-untyped-def]
         place = first + tl.arange(0, TILE_PAIRS)  # [M]
         real = place < end
         pair = tl.load(order_ptr + place, mask=real, other=0) if GROUPED else place
-        source = (pair // top_k if GATED else place).to(tl.int64)
+        source = (place if ORDERED else pair // share).to(tl.int64)
         x_row = x_ptr + source[:, None] * width + column[None, :]
         acc = tl.zeros((READ, TILE_PAIRS), tl.float32)
         for k in range(0, width, TILE_WIDTH):
@@ -186,39 +188,76 @@ def launch_routed(
     tilings: tuple[Tiling, Tiling] | None = None,
     padding: tuple[torch.Tensor, int] | None = None,
 ) -> torch.Tensor:
-    """See `specdec.ops.routed.routed_experts`; x is contiguous. tilings: default `tilings_of`, or `launch_many` where
-    that is faster. padding: see `group_pairs`."""
+    """See `specdec.ops.mixtures.routed.routed_experts`; x is contiguous. tilings: default `tilings_of`, or
+    `launch_many` where that is faster. padding: see `group_pairs`."""
     experts, width, rows = len(down), down.shape[1], gate_up.shape[1] // 2
     (tokens, top_k), index = index.shape, index.contiguous()
     if tilings is None and better_by_many(x, gate_up, down, index.numel(), gating):
         return launch_many(x, gate_up, down, index, scales, biases, gating, padding)
-    grouped, dependent = tokens > 1, dependent_launch(x.device)
+    grouped = tokens > 1
     # One token needs no grouping: its pairs have distinct experts. Launches need pointers, so `index` fills unread
     # fields.
     groups = group_pairs(index, experts, padding) if grouped else Groups(index, index, index)
-    form = {torch.uint8: "mxfp4", torch.float8_e4m3fn: "fp8"}.get(down.dtype, "half")
-    sent = index, groups.order, groups.offsets, groups.active
+    form, sent = _form_of(down), (index, groups.order, groups.offsets, groups.active)
     inner, out = x.new_empty(tokens * top_k, rows), x.new_empty(tokens, top_k, width)
     few = form == "mxfp4" and tilings is None and few_mxfp4(tokens * top_k, experts, x)
     tilings = tilings or tilings_of(tokens * top_k, experts, form)
     for gated, tiling, given, stack, scale, bias, result in zip(
         (True, False), tilings, (x, inner), (gate_up, down), scales, biases, (inner, out), strict=True
     ):
-        n, k = result.shape[-1], given.shape[-1]
         if few and scale is not None:
             launch_few(given, stack, scale, bias, sent, result, gating, gated, grouped)
-            continue
-        values, x_scale = launch_quantise(given) if form == "fp8" else (given, given)
-        strides = (0, 0) if scale is None else scale.stride()[:2]
-        grid = (triton.cdiv(n, tiling.rows), len(groups.active) if grouped else top_k)
-        _routed_kernel[grid](
-            values, x_scale, stack, given if scale is None else scale, given if bias is None else bias, *sent, result,
-            top_k, n, k, *stack.stride(), *strides, gating.alpha, gating.limit or 0.0, GATED=gated,
-            INTERLEAVED=gating.interleaved, CLAMPED=gating.limit is not None, FORM=form, BIASED=bias is not None,
-            GROUPED=grouped, EVEN=n % tiling.rows == 0 and k % tiling.columns == 0, TILE_PAIRS=tiling.pairs,
-            TILE_ROWS=tiling.rows, TILE_WIDTH=tiling.columns,
-            num_warps=tiling.warps, num_stages=tiling.stages, **dependent,
-        )  # fmt: skip
+        else:
+            _launch(given, stack, scale, bias, sent, result, tiling, gating if gated else None, not gated, grouped)
+    return out
+
+
+def _form_of(stack: torch.Tensor) -> str:
+    return {torch.uint8: "mxfp4", torch.float8_e4m3fn: "fp8"}.get(stack.dtype, "half")
+
+
+def _launch(
+    x: torch.Tensor,
+    stack: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    tiling: Tiling,
+    gating: Gating | None,
+    ordered: bool,
+    grouped: bool,
+) -> None:
+    """One projection of x [rows, I] into out [..., O]; see `_routed_kernel`. sent: index, order, offsets, active."""
+    (tokens, top_k), form, gated, gating = sent[0].shape, _form_of(stack), gating is not None, gating or PLAIN
+    n, k = out.shape[-1], x.shape[-1]
+    values, x_scale = launch_quantise(x) if form == "fp8" else (x, x)
+    strides = (0, 0) if scale is None else scale.stride()[:2]
+    grid = (triton.cdiv(n, tiling.rows), len(sent[3]) if grouped else tokens * top_k)
+    _routed_kernel[grid](
+        values, x_scale, stack, x if scale is None else scale, x if bias is None else bias, *sent, out,
+        tokens * top_k // len(x), n, k, *stack.stride(), *strides, gating.alpha, gating.limit or 0.0, GATED=gated,
+        ORDERED=ordered, INTERLEAVED=gating.interleaved, CLAMPED=gating.limit is not None, FORM=form,
+        BIASED=bias is not None, GROUPED=grouped, EVEN=n % tiling.rows == 0 and k % tiling.columns == 0,
+        TILE_PAIRS=tiling.pairs, TILE_ROWS=tiling.rows, TILE_WIDTH=tiling.columns,
+        num_warps=tiling.warps, num_stages=tiling.stages, **dependent_launch(x.device),
+    )  # fmt: skip
+
+
+_OTHER = Tiling(16, 64, 64, 4, 5)
+"""Of ten choices for DeepSeek-V2-Lite's experts on an H200 the best over 1 … 128 tokens of 6 experts."""
+
+
+def launch_expert_matmul(
+    x: torch.Tensor, stack: torch.Tensor, scale: torch.Tensor | None, index: torch.Tensor
+) -> torch.Tensor:
+    """See `specdec.ops.mixtures.paired.expert_matmul`."""
+    out, index = x.new_empty(*index.shape, stack.shape[1]), index.contiguous()
+    grouped = len(index) > 1
+    groups = group_pairs(index, len(stack)) if grouped else Groups(index, index, index)
+    sent = index, groups.order, groups.offsets, groups.active
+    tiling = _OTHER if scale is None else _FP8[0][1]
+    _launch(x.flatten(0, 1).contiguous(), stack, scale, None, sent, out, tiling, None, False, grouped)
     return out
 
 
@@ -270,7 +309,7 @@ def _best_experts_kernel(  # type: ignore[no-untyped-def]
 def launch_best_experts(
     scores: torch.Tensor, chosen: int, softmax: bool, normalise: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec.ops.routed.best_experts`."""
+    """See `specdec.ops.mixtures.routed.best_experts`."""
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     tokens, experts = scores.shape
     weights = scores.new_empty(tokens, chosen, dtype=dtype)

@@ -6,13 +6,11 @@ waits for another warp. The sum of a product may take its columns in any order, 
 has read (a block of 32 numbers of a row) into the places where the tensor core takes its columns from, and reads the
 same columns of x.
 
-The numbers are described in `specdec.ops.routed`. Source: NVIDIA's PTX ISA, "Matrix Fragments for mma.m16n8k16 with
-floating point type", for which numbers a thread holds.
+The numbers are described in `specdec.ops.mixtures.routed`. Source: NVIDIA's PTX ISA, "Matrix Fragments for
+mma.m16n8k16 with floating point type", for which numbers a thread holds.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,25 +20,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from attention.kernels.launch import dependent_launch
+from specdec.ops.mixtures import Gating
 
-
-@dataclass(frozen=True)
-class Gating:
-    """Layout of gate and up in a stack, and their activation, see `specdec.ops.routed.routed_experts`."""
-
-    interleaved: bool = False
-    alpha: float = 1.0
-    limit: float | None = None
-
-
-PLAIN = Gating()
 _KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
 """NaN handling of a minimum or a maximum, as in torch."""
 
 
 @triton.jit
 def activated(gate, up, alpha, limit, CLAMPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """See `specdec.ops.routed.activated`."""
+    """See `specdec.ops.mixtures.routed.activated`."""
     if CLAMPED:
         gate = tl.minimum(gate, limit, _KEEP_NAN)
         up = tl.minimum(tl.maximum(up, -limit, _KEEP_NAN), limit, _KEEP_NAN)
@@ -126,8 +114,8 @@ def _row_of(m, rows, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ROWS: gl.co
 
 @gluon.jit
 def _gated(acc, alpha, limit, CLAMPED: gl.constexpr, kind: gl.constexpr):  # type: ignore[no-untyped-def]
-    """See `specdec.ops.routed.activated`. acc: [N, M]. Returns [N / 2, M], numbers p and p + 4 of eight side by
-    side."""
+    """See `specdec.ops.mixtures.routed.activated`. acc: [N, M]. Returns [N / 2, M], numbers p and p + 4 of eight side
+    by side."""
     ROWS: gl.constexpr = acc.shape[0]
     PAIRS: gl.constexpr = acc.shape[1]
     both = gl.permute(gl.reshape(acc.to(kind).to(gl.float32), (ROWS // 16, 2, 8, PAIRS)), (0, 2, 3, 1))
@@ -149,7 +137,7 @@ def _few_kernel(  # type: ignore[no-untyped-def]
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, CLAMPED: gl.constexpr, BIASED: gl.constexpr,
     GROUPED: gl.constexpr, PAIRS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """As `specdec.ops.routed_kernel._routed_kernel`, whose arguments these are."""
+    """As `specdec.ops.mixtures.routed_kernel._routed_kernel`, whose arguments these are."""
     if DEPENDENT:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise(
@@ -257,7 +245,7 @@ def launch_few(
     gated: bool,
     grouped: bool,
 ) -> None:
-    """One of both launches of `specdec.ops.routed_kernel.launch_routed`; the other must be this function, too.
+    """One of both launches of `specdec.ops.mixtures.routed_kernel.launch_routed`; the other must be this function, too.
 
     sent: index, order, offsets, active.
     """
@@ -307,7 +295,7 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
 def launch_dequantise(
     stack: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, apart: bool = False
 ) -> torch.Tensor:
-    """See `specdec.ops.routed.dequantised_mxfp4`; of [E, O, I/2] and [E, O, I/32]; exponent 0 makes zeros.
+    """See `specdec.ops.mixtures.routed.dequantised_mxfp4`; of [E, O, I/2] and [E, O, I/32]; exponent 0 makes zeros.
 
     apart: rows 0, 2, 4, … of every expert come first, then the others.
     """
