@@ -86,8 +86,12 @@ def test_the_kernel_keeps_a_group_of_zeros() -> None:
 @pytest.mark.parametrize("width", [96, 1160])
 def test_kernels_that_end_in_8_bits_are_the_two_they_are_made_of(width: int) -> None:
     """To the bit: norms of an input and of a sum, gated activations; groups that are cut, more than one program has."""
-    from specdec.ops.elementwise_kernel import launch_norm, launch_silu_product
-    from specdec.ops.fp8_fused_kernel import launch_norm_fp8, launch_silu_product_fp8
+    from specdec.ops.elementwise_kernel import (
+        launch_norm,
+        launch_norm_fp8,
+        launch_silu_product,
+        launch_silu_product_fp8,
+    )
     from specdec.ops.fp8_kernel import launch_quantise
 
     x, other = torch.randn(3, 2 * width, dtype=torch.float16).split(width, 1)
