@@ -76,7 +76,7 @@ def test_every_package_is_checked() -> None:
     [
         ("flashinfer", {f"attention/backends/flashinfer/{name}.py" for name in ("causal", "wrapper", "mla", "trtllm")}),
         ("nixl", {"attention/transport/nixl_agent.py"}),
-        ("nvmath", {"specdec/ops/gemm_library.py"}),
+        ("nvmath", {"specdec/ops/gemm.py"}),
         ("transformers.integrations", {"specdec/ops/mixtures/choice.py", "specdec/wrapped/fp8.py"}),
     ],
 )

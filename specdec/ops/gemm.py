@@ -1,17 +1,84 @@
-"""cuBLASLt through nvmath-python: list the algorithms for a matmul, and run one of them.
+"""cuBLASLt algorithms of matmuls: which one each shape runs by in this process, and the library through nvmath-python.
 
 Accumulated and, where a sum is split, added up in float32. Nothing here keeps memory of the device between calls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from specdec.ops.gemm_choice import Algorithm, Launch, ProductShape
+_ALIGNED = 16
+"""Bytes: rows and addresses that the chosen algorithms may read and write at once."""
+
+
+class ProductShape(NamedTuple):
+    """x [tokens, width] · weightᵀ [width, rows] in one dtype, all of them without gaps.
+
+    >>> str(ProductShape(torch.bfloat16, 6144, 4096, 96))
+    'bfloat16 6144x4096 96'
+    """
+
+    dtype: torch.dtype
+    rows: int
+    width: int
+    tokens: int
+
+    def __str__(self) -> str:
+        """The name of the shape in a file of choices."""
+        return f"{str(self.dtype).removeprefix('torch.')} {self.rows}x{self.width} {self.tokens}"
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every row of weight, input and output begins at a multiple of 16 bytes."""
+        size = self.dtype.itemsize
+        return self.rows * size % _ALIGNED == 0 == self.width * size % _ALIGNED
+
+
+def aligned(*tensors: torch.Tensor) -> bool:
+    """Whether each lies in memory without gaps, from a multiple of 16 bytes on."""
+    return all(x.is_contiguous() and x.data_ptr() % _ALIGNED == 0 for x in tensors)
+
+
+Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""x [T, I], weight [O, I] -> x · weightᵀ [T, O], queued on the current stream."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One of cuBLASLt's algorithms: a description, valid for one version of the library, and its workspace in bytes."""
+
+    data: bytes
+    workspace: int
+
+
+_launches: dict[tuple[torch.device, ProductShape], Launch] = {}
+
+
+def use(device: torch.device, shape: ProductShape, launch: Launch) -> None:
+    """From now on, matmuls of this shape on this device run by `launch`."""
+    _launches[device, shape] = launch
+
+
+def forget() -> None:
+    """Back to the usual calls, but for graphs that were captured."""
+    _launches.clear()
+
+
+def chosen_launch(x: torch.Tensor, weight: torch.Tensor) -> Launch | None:
+    """The algorithm chosen for x [T, I] · weightᵀ [I, O], or None."""
+    if not _launches:
+        return None
+    rows, width = weight.shape
+    shape = ProductShape(x.dtype, rows, width, len(x))
+    launch = _launches.get((x.device, shape))
+    return launch if launch is not None and aligned(x, weight) else None
+
 
 _WORKSPACES = (0, 4 << 20, 32 << 20)
 """Workspace limits in bytes of the queries: the library lists other algorithms at each limit."""
@@ -90,9 +157,26 @@ class Matmul:
         return int(result["state"][0]) == 0 and int(result["workspace_size"][0]) <= algorithm.workspace
 
     def launcher(self, algorithm: Algorithm) -> Launch:
-        """Runs one algorithm, which the library supports."""
-        fixed = (self._library.handle, self._operation, self._weight, self._x, self._out)
-        return _Launcher(self._lt.matmul, fixed, (self.shape.tokens, self.shape.rows), algorithm)
+        """Runs one algorithm, which the library supports.
+
+        Its workspace is the allocator's, as its output is: ordered on the stream of the call, and inside a CUDA graph
+        part of the graph's memory.
+        """
+        # Kept by the function, because the library gets their addresses: the algorithm, and alpha = 1, beta = 0.
+        data, factors = np.frombuffer(algorithm.data, np.uint8).copy(), np.array([1, 0], np.float32)
+        size, shape = algorithm.workspace, (self.shape.tokens, self.shape.rows)
+
+        def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            out, one = x.new_empty(shape), factors.ctypes.data
+            workspace = x.new_empty(size, dtype=torch.uint8) if size else None
+            to, scratch = out.data_ptr(), 0 if workspace is None else workspace.data_ptr()
+            read = (self._operation, one, weight.data_ptr(), self._weight, x.data_ptr(), self._x)
+            written = (one + factors.itemsize, to, self._out, to, self._out)
+            stream = torch.cuda.current_stream(x.device).cuda_stream
+            self._lt.matmul(self._library.handle, *read, *written, data.ctypes.data, scratch, size, stream)
+            return out
+
+        return launch
 
     def _listed(self, workspace: int) -> list[Algorithm]:
         """The library's list at one limit of the workspace; empty when it has none."""
@@ -103,7 +187,7 @@ class Matmul:
             # Split-K may sum partial results only in the compute type, float32, not rounded to half precision.
             self._prefer(preference, "REDUCTION_SCHEME_MASK", int(lt.ReductionScheme.COMPUTE_TYPE))
             for operand in "ABCD":
-                self._prefer(preference, f"MIN_ALIGNMENT_{operand}_BYTES", 16)  # `gemm_choice.aligned` checks it
+                self._prefer(preference, f"MIN_ALIGNMENT_{operand}_BYTES", 16)  # `aligned` checks it
             layouts = (self._weight, self._x, self._out, self._out)
             places = (results.ctypes.data, count.ctypes.data)
             lt.matmul_algo_get_heuristic(self._library.handle, self._operation, *layouts, preference, _ASKED, *places)
@@ -121,38 +205,6 @@ class Matmul:
 
     def _results(self, count: int) -> np.ndarray:
         return np.zeros(count, self._lt.matmul_heuristic_result_dtype)
-
-
-class _Launcher:
-    """A `Launch`: one algorithm on one shape.
-
-    Its workspace is the allocator's, as its output is: ordered on the stream of the call, and inside a CUDA graph part
-    of the graph's memory.
-    """
-
-    def __init__(
-        self, matmul: Any, fixed: tuple[int, int, int, int, int], size: tuple[int, int], algorithm: Algorithm
-    ) -> None:
-        """fixed: handle, operation and the layouts of weight, input and output; size [T, O] is the output's."""
-        self._matmul, self._fixed, self._size = matmul, fixed, size
-        # Arrays kept on this object, because the library gets their raw addresses: the algorithm, and alpha = 1, beta =
-        # 0.
-        self._data = np.frombuffer(algorithm.data, np.uint8).copy()
-        self._factors = np.array([1, 0], np.float32)
-        self._algorithm, self._one = self._data.ctypes.data, self._factors.ctypes.data
-        self._zero, self._workspace = self._one + self._factors.itemsize, algorithm.workspace
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        handle, operation, weight_layout, x_layout, layout = self._fixed
-        out, size = x.new_empty(self._size), self._workspace
-        workspace = x.new_empty(size, dtype=torch.uint8) if size else None
-        to, scratch = out.data_ptr(), 0 if workspace is None else workspace.data_ptr()
-        read = (weight.data_ptr(), weight_layout, x.data_ptr(), x_layout)
-        written = (to, layout, to, layout)
-        stream = torch.cuda.current_stream(x.device).cuda_stream
-        chosen = (self._algorithm, scratch, size, stream)
-        self._matmul(handle, operation, self._one, *read, self._zero, *written, *chosen)
-        return out
 
 
 @cache
