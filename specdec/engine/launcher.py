@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
-from drafters.loops.base import Draft, DraftInput
+from drafters.loops.base import Draft
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.engine.commit import Committed, ending_tokens
@@ -15,10 +18,12 @@ from specdec.engine.stats import Counters
 from specdec.execution.base import ChainedVerification, DraftedVerification, Executor, Round, Verification
 from specdec.rounds.drafting import draft_input, drafts_after
 from specdec.rounds.extras import reads_early
-from specdec.rounds.randomness import sampling_round
+from specdec.rounds.randomness import SamplingRound, sampling_round
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import RoundTables, TargetArrays, WindowedTable, target_after, target_arrays
 from specdec.wrapped.group import ALONE, Group
+
+Sent = TypeVar("Sent")
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class Launcher:
             loop = draft_input(committed.verified, schedule, self._table, tables.head, self._page_size)
         in_order = self._drafts_are_placed(schedule) if last is None else draft is not None
         target = target_arrays(schedule, self._table, tables, in_order_of_last=in_order)
-        device = self.send(loop, target, schedule.rows)
+        device = self.send(partial(self.executor.send, loop), target, schedule.rows)
         self._table.mark_batch(schedule.rows)  # only now: the arrays are made from places in the last batch
         if loop is not None and last is not None:
             draft = self.executor.draft(device, last.verification.aux_hidden_states)
@@ -133,7 +138,8 @@ class Launcher:
             assert tables.head is not None
             own = (self._table, tables.head, self._page_size, False)
             loop = draft_input(committed.verified, schedule, *own)
-            device = self.send(loop, target_arrays(schedule, self._table, tables), schedule.rows)
+            target = target_arrays(schedule, self._table, tables)
+            device = self.send(partial(self.executor.send, loop), target, schedule.rows)
             draft, places = self.executor.draft(device, last.verification.aux_hidden_states), np.arange(len(places))
             assert draft is not None
         return draft, places
@@ -176,12 +182,13 @@ class Launcher:
         own = None if head is None else head.table[:, :width]
         return RoundTables(pages.table[:, :width], own, self._page_size, windowed)
 
-    def send(self, loop: DraftInput | None, target: TargetArrays, rows: np.ndarray) -> Round:
-        """Send a round of these RowTable rows [B] in one copy."""
+    def send(
+        self, launch: Callable[[TargetArrays, SamplingRound | None], Sent], target: TargetArrays, rows: np.ndarray
+    ) -> Sent:
+        """Send a round of these RowTable rows [B] by `launch`."""
         if self.group.size > 1:
             self.group.before_launch(target)
-        sampling = sampling_round(target, rows, self._table) if self._table.any_sampled(rows) else None
-        return self.executor.send(loop, target, sampling)
+        return launch(target, sampling_round(target, rows, self._table) if self._table.any_sampled(rows) else None)
 
 
 class Lookahead:
@@ -212,9 +219,7 @@ class Lookahead:
             return None
         none = np.zeros(len(rows), np.int64)
         target = target_after(current.target, self._table, self._reserved, none, none)
-        self._launcher.group.before_launch(target)
-        sampling = sampling_round(target, rows, self._table) if self._table.any_sampled(rows) else None
-        device, following = verification.launch_next(target, sampling)
+        device, following = self._launcher.send(verification.launch_next, target, rows)
         return self._launcher.launched(current.schedule, target, device, None, following)
 
     def before_commit(self, current: VerifyingRound, outcome: Outcome, draft: Draft | None) -> LaunchedRound | None:
@@ -227,7 +232,7 @@ class Lookahead:
         if not drafts.all() or ending_tokens(outcome.tokens, accepted + 1, self._table.eos[rows]).any():
             return None
         target = target_after(current.target, self._table, self._reserved, drafts, accepted, outcome.tokens)
-        device = self._launcher.send(None, target, rows)
+        device = self._launcher.send(partial(self._launcher.executor.send, None), target, rows)
         return self._launcher.launched(Schedule(rows, current.schedule.num_new, drafts), target, device, draft)
 
     def _reserve(self, schedule: Schedule) -> RoundTables | None:
