@@ -317,13 +317,6 @@ class GraphExecutor:
         bucket.device.token_ids.copy_(bucket.result.first_token)
         return after, self.verify(after, None)
 
-    def logits_of(self, round_: Round) -> torch.Tensor | None:
-        """[J, K+1, V] logits that a launched round's graph wrote, until the next is launched; None of any other."""
-        if round_.bucket is None:
-            return None
-        bucket = self._buckets[round_.bucket]
-        return bucket.logits[bucket.device.logit_index[: round_.num_rows]]
-
     def _draft_on(self, round_: Round, num_accepted: np.ndarray) -> Draft:
         """Launch the steps after a draft prefill; each is planned while the one before runs."""
         assert self._loop is not None
