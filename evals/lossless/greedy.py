@@ -128,7 +128,7 @@ VERDICT = (
 
 
 @dataclass(frozen=True)
-class Place:
+class Difference:
     """The first place where two answers to one question differ.
 
     Attributes:
@@ -143,7 +143,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Divergence(Place):
+class Divergence(Difference):
     """Such a place, judged.
 
     Attributes:
@@ -159,13 +159,13 @@ class Divergence(Place):
     allowed: bool
 
 
-def first_difference(alone: Answer, speculative: Answer) -> Place | None:
+def first_difference(alone: Answer, speculative: Answer) -> Difference | None:
     """The first turn and token in which two answers differ, or None."""
     for turn, (left, right) in enumerate(zip(alone.token_ids, speculative.token_ids, strict=True)):
         if left != right:
             shorter = min(len(left), len(right))
             same = next((i for i in range(shorter) if left[i] != right[i]), shorter)
-            return Place(turn, same, _at(left, same), _at(right, same))
+            return Difference(turn, same, _at(left, same), _at(right, same))
     return None
 
 
@@ -183,7 +183,7 @@ class Judge:
 
     arm: Configuration
     asking: Asking
-    cases: tuple[tuple[Question, Answer, Place], ...]
+    cases: tuple[tuple[Question, Answer, Difference], ...]
 
     def __call__(self, worker: Worker) -> list[Divergence]:
         """One verdict a case."""
@@ -191,7 +191,7 @@ class Judge:
         replay = Replay.of(model)
         return [self._verdict(model, replay, *case) for case in self.cases]
 
-    def _verdict(self, model: Any, replay: Replay, question: Question, alone: Answer, place: Place) -> Divergence:
+    def _verdict(self, model: Any, replay: Replay, question: Question, alone: Answer, place: Difference) -> Divergence:
         """Replay the common prefix of a divergence."""
         before = [turn.text for turn in alone.turns[: place.turn]]
         prompt = prompt_of(model.tokenizer, question, self.asking, before)

@@ -72,7 +72,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TrialPlaces:
     """A trial at its temperature, and its places: at most as many as were wanted."""
 
     trial: Trial
@@ -88,7 +88,7 @@ class Chosen:
 class Search:
     """The result of the search. chosen: the trials that have places; questions, positions: how many were read."""
 
-    chosen: tuple[Chosen, ...]
+    chosen: tuple[TrialPlaces, ...]
     questions: int
     positions: int
 
@@ -134,11 +134,13 @@ def search(
     return Search(tuple(one for one in chosen if one.places), len(texts), sum(len(text.answer) for text in texts))
 
 
-def _content(chosen: Chosen, wanted: int) -> bool:
+def _content(chosen: TrialPlaces, wanted: int) -> bool:
     return len(chosen.places) >= wanted and min(place.telling for place in chosen.places) >= ENOUGH
 
 
-def _chosen(texts: Sequence[_Text], trial: Trial, wanted: int, temperatures: Sequence[float] = TEMPERATURES) -> Chosen:
+def _chosen(
+    texts: Sequence[_Text], trial: Trial, wanted: int, temperatures: Sequence[float] = TEMPERATURES
+) -> TrialPlaces:
     """The trial at the first temperature whose places are telling enough, else at the most telling one."""
     found = [_choose(texts, trial, temperature, wanted) for temperature in temperatures]
     enough = next((one for one in found if _content(one, wanted)), None)
@@ -157,14 +159,14 @@ def _read(answer: Answer, scores: Replay, questions: Sequence[Question]) -> list
     return texts
 
 
-def _choose(texts: Sequence[_Text], trial: Trial, temperature: float, wanted: int) -> Chosen:
+def _choose(texts: Sequence[_Text], trial: Trial, temperature: float, wanted: int) -> TrialPlaces:
     warm = replace(trial, sampling=replace(trial.sampling, temperature=temperature))
     places = sorted((place for text in texts for place in _places(text, warm)), key=lambda place: -place.telling)
     best: dict[str, Place] = {}
     for place in places:
         best.setdefault(place.question_id, place)
     others = (place for place in places if place is not best[place.question_id])
-    return Chosen(warm, tuple([*best.values(), *others][:wanted]))
+    return TrialPlaces(warm, tuple([*best.values(), *others][:wanted]))
 
 
 def _places(text: _Text, trial: Trial) -> list[Place]:
