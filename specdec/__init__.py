@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from specdec.requests.grammar import Grammar
     from specdec.requests.request import Completion
     from specdec.requests.sampling import SamplingParams
-    from specdec.requests.scores import Score
+    from specdec.requests.submission import Score
 
 __all__ = [
     "Attachment",
@@ -104,7 +104,7 @@ _HOMES = {
     "Grammar": "specdec.requests.grammar",
     "Handoff": "specdec.extensions.handoff.moved",
     "SamplingParams": "specdec.requests.sampling",
-    "Score": "specdec.requests.scores",
+    "Score": "specdec.requests.submission",
     "SpeculativeModel": "specdec.model",
     "StreamUpdate": "specdec.engine.streams",
 }

@@ -29,6 +29,7 @@ OLD_NAMES = {
     "specdec.option_kinds": "specdec.options.kinds",
     "specdec.ray": "specdec.extensions.batches.ray",
     **{f"specdec.requests.{name}": f"specdec.options.{name}" for name in ("arguments", "generation_config")},
+    "specdec.requests.scores": "specdec.requests.submission",
     "specdec.service.openai_format": "specdec.extensions.openai_format",
 }
 """Modules and packages by the names of an earlier release; modules below them are found, too."""

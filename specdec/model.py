@@ -25,9 +25,8 @@ from specdec.loading.progress import startup_progress
 from specdec.options.load_options import LoadArguments, LoadOptions, with_load_options
 from specdec.requests.prompts import Prompts, ids_within
 from specdec.requests.request import Completion
-from specdec.requests.scores import Score, scores, to_be_scored
 from specdec.requests.shown import model_html, model_line, with_bar
-from specdec.requests.submission import Params, Submission, check_each, submissions
+from specdec.requests.submission import Params, Score, Submission, check_each, scores, submissions, to_be_scored
 from specdec.rounds.extras import no_extras
 from specdec.torch_state import own_torch_state
 from specdec.wrapped.group import ALONE, Group

@@ -237,9 +237,7 @@ class Prefixes:
         return tokens
 
 
-def prefix_cache(
-    config: EngineConfig, loop: DraftLoop[Any, Any] | None, num_head_pages: int | None
-) -> PrefixCache | None:
+def prefix_cache(config: EngineConfig, loop: DraftLoop[Any, Any] | None) -> PrefixCache | None:
     """The prefix cache of an engine with this draft loop; None where it is off.
 
     Raises:
@@ -252,4 +250,4 @@ def prefix_cache(
         return PrefixCache(config.page_size, config.num_pages, windows=windows)
     if not isinstance(loop, SharesPages):
         raise InvalidInputError(f"enable_prefix_caching=True: not with {loop.name}; give False")
-    return PrefixCache(config.page_size, config.num_pages, num_head_pages, loop.num_following, windows)
+    return PrefixCache(config.page_size, config.num_pages, config.num_head_pages, loop.num_following, windows)

@@ -12,10 +12,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from specdec.engine.calls import Call
 from specdec.engine.streams import Stream, StreamUpdate, placed, raise_first
 from specdec.errors import ENDED, SpecdecError
-from specdec.requests.request import Completion, Update
+from specdec.requests.request import Call, Completion, Update
 
 MOST_UNREAD = 16
 """Updates that wait for a slow reader before new ones are added to the last one of the same completion."""

@@ -21,10 +21,10 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from specdec.engine.calls import CLOSED_MEANWHILE, READ_ELSEWHERE, Call
-from specdec.engine.sharing import SharedEngine
+from specdec.engine.sharing import CLOSED_MEANWHILE, READ_ELSEWHERE, SharedEngine
 from specdec.errors import ClosedModelError, SpecdecError
 from specdec.extensions.service.asynchronous import AsyncStream, signal_all
+from specdec.requests.request import Call
 
 _FAILED = "the thread that leads rounds for asynchronous calls was struck by an error from outside, ask again"
 _LONGEST_END = 5.0

@@ -23,7 +23,7 @@ from drafters.loops.base import CarriedRows, FixedPrefill
 from drafters.loops.module_arrays import rows_before, shifted_batch
 from drafters.loops.module_passes import FixedModules
 from specdec.compiler.compiling import compiler_settings
-from specdec.engine.launcher import Lookahead
+from specdec.engine.launcher import Launcher
 from specdec.execution.graphs import GraphExecutor
 from specdec.execution.ragged import RaggedPrefill
 from specdec.model import SpeculativeModel
@@ -112,8 +112,8 @@ def test_tokens_and_drafts_are_those_of_eager_rounds(
 ) -> None:
     """Rows that join and leave, prompts in chunks and shorter than the modules are many, few drafts at the end."""
     ahead: list[Any] = []
-    before_commit = Lookahead.before_commit
-    monkeypatch.setattr(Lookahead, "before_commit", lambda *args: (ahead.append(before_commit(*args)), ahead[-1])[1])
+    before_commit = Launcher.before_commit
+    monkeypatch.setattr(Launcher, "before_commit", lambda *args: (ahead.append(before_commit(*args)), ahead[-1])[1])
     prefills = count_calls(monkeypatch, FixedModules, "prefill")
     ragged = count_calls(monkeypatch, RaggedPrefill, "run")
     lengths = (40, 14, 45, 3, 20, 9) if modules == 4 else (24, 10, 27, 3, 14, 7)

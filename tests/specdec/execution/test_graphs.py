@@ -46,7 +46,7 @@ from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
 from specdec.compiler.compiling import compiler_settings
 from specdec.compiler.passes import Rewriting
-from specdec.engine.launcher import Lookahead
+from specdec.engine.launcher import Launcher
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import ModelChangedError, RoundFailedError
 from specdec.execution.graphs import GraphExecutor
@@ -576,7 +576,7 @@ def test_with_drafts_a_round_is_launched_before_the_commit(
     models = [with_graphs(table_head(target), num_speculative_tokens=num_drafts, max_num_seqs=3) for _ in range(2)]
     plain, early = models
     found: list[Any] = []
-    before_commit = Lookahead.before_commit
+    before_commit = Launcher.before_commit
     eos = hf_greedy(PROMPTS[1], 24)[7]
     lengths = (50, 50, 3, 40, 50, 9)
 
@@ -594,9 +594,9 @@ def test_with_drafts_a_round_is_launched_before_the_commit(
         return [(c.token_ids, c.finish_reason, c.drafts) for _, c in sorted(done.items())]
 
     with monkeypatch.context() as without:
-        without.setattr(Lookahead, "before_commit", lambda *_: None)
+        without.setattr(Launcher, "before_commit", lambda *_: None)
         expected = answers(plain)
-    monkeypatch.setattr(Lookahead, "before_commit", lambda *args: (found.append(before_commit(*args)), found[-1])[1])
+    monkeypatch.setattr(Launcher, "before_commit", lambda *args: (found.append(before_commit(*args)), found[-1])[1])
     assert answers(early) == expected
     assert {reason for _, reason, _ in expected} == {"eos", "length"} and len(expected) == 5
     launched = sum(upcoming is not None for upcoming in found)

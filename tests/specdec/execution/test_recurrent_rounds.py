@@ -15,7 +15,7 @@ import specdec.loading.memory
 import specdec.loading.states
 from attention.recurrence.functions import REFERENCE
 from specdec import SamplingParams
-from specdec.engine.launcher import Lookahead
+from specdec.engine.launcher import Launcher
 from specdec.errors import InvalidInputError, SpecdecWarning
 from specdec.execution.graphs import GraphExecutor
 from specdec.rounds.fixed import FixedTarget
@@ -62,7 +62,7 @@ def test_tokens_are_transformers_own(
     drafts: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fixed, ahead = count_calls(monkeypatch, FixedTarget, "send"), count_calls(monkeypatch, Lookahead, "before_commit")
+    fixed, ahead = count_calls(monkeypatch, FixedTarget, "send"), count_calls(monkeypatch, Launcher, "before_commit")
     wrapped = with_graphs(name, drafts)
     captured = len(fixed)
     right = [greedy_text(name, prompt, NEW) for prompt in PROMPTS]

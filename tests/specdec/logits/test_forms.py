@@ -17,8 +17,14 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from specdec.logits.forms import add_sequence_bias, ban_repeated_ngrams, penalise_tokens, subtract_counts
-from specdec.logits.prefixes import NOBODY, TokenPrefixes
+from specdec.logits.forms import (
+    NOBODY,
+    TokenPrefixes,
+    add_sequence_bias,
+    ban_repeated_ngrams,
+    penalise_tokens,
+    subtract_counts,
+)
 
 VOCAB = 7
 

@@ -20,7 +20,7 @@ from specdec.execution.ragged import RaggedTarget
 from specdec.logits import extra as extras
 from specdec.logits import forms
 from specdec.logits.extra import OptionColumns
-from specdec.logits.prefixes import TokenPrefixes
+from specdec.logits.forms import TokenPrefixes
 from specdec.requests.sampling import SamplingArrays, SamplingParams
 from specdec.rounds.extras import RoundExtra
 from specdec.rounds.fixed import FixedTarget
@@ -233,7 +233,7 @@ def _last_twice(scores: torch.Tensor, prefixes: TokenPrefixes, frequency: Any, p
 def _one_row_later(own: Any, round_: Any, at: torch.Tensor) -> Any:
     rows = ROWS(own, round_, at)
     later = [max(0, n - 1) for n in range(len(rows.subjects))]
-    return extras.Rows(rows.subjects, rows.lens[later], rows.prefixes.rows(torch.tensor(later)))
+    return extras.LogitsRows(rows.subjects, rows.lens[later], rows.prefixes.rows(torch.tensor(later)))
 
 
 def _stale_rows(own: Any, round_: Any, at: torch.Tensor) -> Any:

@@ -1,11 +1,12 @@
-"""Deadlines: requests to end early with the tokens they have, because of a time limit or a cancellation."""
+"""Requests that end early, by a time limit or a cancellation, or with a failed round, or that a round begins anew."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
+from specdec.errors import RoundFailedError
 from specdec.requests.request import FinishReason, Request, Update
 
 
@@ -62,3 +63,27 @@ class Deadlines:
         found = {update.request_id: update for update in others}
         over = [requests[i] for i in ends if not (i in found and found[i].last) and not requests[i].leaves]
         return [r.end_early(ends[r.id], now, found[r.id].progress if r.id in found else r.progress) for r in over]
+
+
+def round_failed(error: Exception, count: int) -> RoundFailedError:
+    """A new error object for each request, because callers in several threads raise them."""
+    failed = RoundFailedError(
+        f"a round failed with {type(error).__name__}: {error}; the {count} requests in it were ended, others go on"
+    )
+    failed.__cause__ = error
+    return failed
+
+
+def rewound(requests: Iterable[Request]) -> tuple[list[Request], int]:
+    """Reset requests to their reported tokens, waiting. Their rows are not closed: the row table is discarded.
+
+    Returns:
+        The requests in order of their turns, and how many of them had a row.
+    """
+    waiting = sorted(requests, key=lambda request: request.turn)
+    ran = [request for request in waiting if request.row >= 0]
+    for request in waiting:
+        request.rewind()
+    for request in ran:
+        request.preemptions += 1
+    return waiting, len(ran)
