@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evals.data.datasets import Question
-from evals.lossless.greedy import Difference, Judge, Replay, compare_greedy, first_difference
+from evals.lossless.greedy import Difference, Replay, compare_greedy, first_difference, judge
 from evals.runs.answers import Answer, Turn
 from evals.runs.conversations import Configuration
 from evals.runs.verdict import Verdict
@@ -43,7 +43,7 @@ def test_the_judge_replays_what_stands_before_the_difference(
     place = first_difference(alone, answer(tuple(wrong[0]), tuple(wrong[1])))
     assert place == Difference(turn, position, (FIRST, SECOND)[turn][position], 99)
     question = Question("q", ("one?", "two?"))
-    (verdict,) = Judge(Configuration("k", 2), plant.asking(), ((question, alone, place),))(worker)
+    (verdict,) = judge(worker, Configuration("k", 2), plant.asking(), ((question, alone, place),))
     said = "<user>one?<assistant>" if turn == 0 else f"<user>one?<assistant>{alone.turns[0].text}<user>two?<assistant>"
     assert asked == [[*tokenizer(said)["input_ids"], *(FIRST, SECOND)[turn][:position]]]
     assert verdict.behind == 99 - place.alone and not verdict.allowed and verdict.gap == 1
@@ -60,7 +60,7 @@ def test_an_answer_that_went_on_where_the_other_ended_is_a_defect(
     place = first_difference(answer(FIRST), answer(FIRST[:3]))
     assert place == Difference(0, 3, FIRST[3], None)
     case = (Question("q", ("one?",)), answer(FIRST), place)
-    (verdict,) = Judge(Configuration("k", 2), plant.asking(), (case,))(worker)
+    (verdict,) = judge(worker, Configuration("k", 2), plant.asking(), (case,))
     assert asked[0][-3:] == list(FIRST[:3]) and verdict.behind == float("inf") and not verdict.allowed
 
 
@@ -77,7 +77,7 @@ def test_near_ties_in_half_precision_are_measured_by_the_best_logit(
         model = SimpleNamespace(tokenizer=plant.Tokenizer(), hf_model=SimpleNamespace(dtype=dtype))
         worker: Any = SimpleNamespace(models={"main": model})
         case = (Question("q", ("one?",)), answer(FIRST), Difference(0, 0, FIRST[0], 99))
-        (verdict,) = Judge(Configuration("k", 2), plant.asking(), (case,))(worker)
+        (verdict,) = judge(worker, Configuration("k", 2), plant.asking(), (case,))
         assert verdict.allowed is allowed
 
 
