@@ -7,7 +7,6 @@ convention is checked on a text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -119,16 +118,12 @@ def self_test(target: Target, longest: int = 0) -> float:
         UnsupportedModelError: the target's results through the paged attention are wrong or NaN, or it fails there.
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
-    with _unrounded(target.hf_model):
+    if not has_quantised(target.hf_model):
         return _self_test(target, longest)
-
-
-def _unrounded(model: PreTrainedModel) -> AbstractContextManager[None]:
-    if not has_quantised(model):
-        return nullcontext()
     from specdec.wrapped.fp8 import unrounded_activations
 
-    return unrounded_activations(model)
+    with unrounded_activations(target.hf_model):
+        return _self_test(target, longest)
 
 
 @torch.inference_mode()
