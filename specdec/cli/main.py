@@ -58,6 +58,7 @@ cli = Commands(
     lazy=_COMMANDS,
     callback=_help,
     invoke_without_command=True,
+    subcommand_metavar="COMMAND [ARGS]...",
     context_settings=CONTEXT,
     help="Speculative decoding for Hugging Face causal language models, with exactly the model's own output.",
     epilog=examples(
