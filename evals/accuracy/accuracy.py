@@ -275,29 +275,26 @@ class Measured:
 
 
 def grid_document(measured: Sequence[Measured]) -> Json:
-    """The grid as a JSON document; `rows`: see `rows_of`."""
+    """The grid as a JSON document; `rows`: one for each configuration, task, filter and metric of a model on a backend.
+
+    A row is paired with the reference: the first configuration of the model's first backend that was not refused. The
+    reference's own row has `reference` true, and no difference.
+    """
+    references: dict[str, Json] = {}
+    rows: list[Json] = []
+    for one in measured:
+        names = {"model": one.model, "backend": one.backend}
+        if one.refused:
+            rows.append(names | {"refused": one.refused})
+            continue
+        reference = references.setdefault(one.model, one.results[0][1])
+        for name, result, tested in one.results:
+            facts: Json = {"arm": name, "tested": tested, "reference": result is reference}
+            rows += [names | facts | score for score in scores(reference, result)]
     return {
         "schema": "specdec.accuracy_grid",
         "schema_version": GRID_SCHEMA_VERSION,
         "provenance": [{"model": m.model, "backend": m.backend, "settings": m.settings} for m in measured],
         "definitions": {"mcnemar": MCNEMAR, "accuracy_interval": INTERVAL},
-        "rows": [row for m in measured for row in rows_of(m, measured)],
+        "rows": rows,
     }
-
-
-def rows_of(one: Measured, measured: Sequence[Measured]) -> list[Json]:
-    """A row for each configuration, task, filter and metric of one model on one backend.
-
-    It is paired with the reference: the first configuration of the model's first backend that was not refused. The
-    reference's own row has `reference` true, and no difference.
-    """
-    names = {"model": one.model, "backend": one.backend}
-    if one.refused:
-        return [names | {"refused": one.refused}]
-    first = next(m for m in measured if m.model == one.model and not m.refused)
-    reference = first.results[0][1]
-    rows: list[Json] = []
-    for name, result, tested in one.results:
-        facts: Json = {"arm": name, "tested": tested, "reference": result is reference}
-        rows += [names | facts | score for score in scores(reference, result)]
-    return rows

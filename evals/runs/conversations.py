@@ -183,10 +183,6 @@ class Worker:
         self, batch_sizes: Sequence[int], arms: Sequence[Configuration], prompt: Question, asking: Asking
     ) -> dict[int, dict[int, float]]:
         """{batch size: {K: mean seconds of a round}} measured on copies of one question."""
-        return {size: {arm.k: self._round_seconds(size, arm, prompt, asking) for arm in arms} for size in batch_sizes}
-
-    def _round_seconds(self, size: int, arm: Configuration, prompt: Question, asking: Asking) -> float:
-        copies = tuple(Question(f"{prompt.id}/{i}", prompt.turns[:1], prompt.history) for i in range(size))
         params = SamplingParams(
             max_new_tokens=min(asking.params.max_new_tokens, 64),
             temperature=asking.params.temperature,
@@ -194,7 +190,11 @@ class Worker:
             cache_prefix=asking.params.cache_prefix,
         )
         long = Asking(params, asking.templated, asking.system, asking.seed)
-        return seconds_a_round(self.answer(Work(0, copies, (arm,), long)))
+        found = {}
+        for size in batch_sizes:
+            copies = tuple(Question(f"{prompt.id}/{i}", prompt.turns[:1], prompt.history) for i in range(size))
+            found[size] = {arm.k: seconds_a_round(self.answer(Work(0, copies, (arm,), long))) for arm in arms}
+        return found
 
 
 _OF_ONE_START = ("start", "kernels")
