@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
-from evals.acceptance import metrics
+from evals.acceptance.metrics import DEFINITIONS
 from evals.acceptance.summary import (
     DRAWS,
     INTERVAL_DEFINITION,
@@ -27,11 +27,11 @@ from evals.acceptance.summary import (
     question_rows,
     summarize,
 )
-from evals.data.datasets import DataSet, digest
+from evals.data.datasets import digest
 from evals.errors import DataError
 from evals.runs.answers import Answer, failures, seconds_a_round
-from evals.runs.conversations import Asking, Configuration, Work
-from evals.runs.executor import Executor, Report, collect, warm_up
+from evals.runs.conversations import Configuration, Work
+from evals.runs.executor import Executor, Plan, Report, collect
 from evals.runs.store import RunStore, data_facts, model_facts, versions
 from specdec.interrupts import interrupts_as_they_are
 
@@ -111,27 +111,6 @@ SCHEMA_VERSION = 1
 SPEED_RATIO = "Ratio of totals: (new tokens / wall seconds) of the second configuration / the same of the first."
 
 
-@dataclass(frozen=True)
-class Plan:
-    """An acceptance run: the questions (`data`), the configurations (`arms`), how questions are sent.
-
-    Attributes:
-        batch_size: questions generated together. warmup: passes over the first chunk whose answers are dropped.
-        predict_batch_sizes: batch sizes to measure round times at, for the prediction, besides the run's own.
-        worst: how many questions of lowest τ are shown with their drafts.
-        repeats: runs over all questions, whose times are taken together. Not among the settings: more can be added.
-    """
-
-    data: DataSet
-    arms: tuple[Configuration, ...]
-    asking: Asking
-    batch_size: int = 1
-    warmup: int = 1
-    predict_batch_sizes: tuple[int, ...] = ()
-    worst: int = 0
-    repeats: int = 1
-
-
 def sweep(ks: Sequence[int]) -> tuple[Configuration, ...]:
     """The target alone, and one configuration a K."""
     return (Configuration(BASELINE, 0), *(Configuration(f"K={k}", k) for k in ks))
@@ -160,8 +139,9 @@ def run(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json
         DataError: every question failed.
     """
     if plan.warmup and len(store.answers) < len(plan.data.questions) * len(plan.arms):
-        warm_up(executor, plan.data, plan.arms, plan.asking, plan.batch_size, plan.warmup)
-    answers = collect(executor, plan.data, plan.arms, plan.asking, store, batch_size=plan.batch_size, report=report)
+        for _ in executor.run(plan.works[:1] * plan.warmup):  # whose answers are dropped
+            pass
+    answers = collect(executor, plan, store, report)
     kept = by_arm(answers, plan.arms)
     if not kept[plan.arms[0].name]:
         raise DataError(f"every question failed; the first error: {next(a.error for a in answers if a.error)}")
@@ -171,9 +151,8 @@ def run(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json
 
 def _repeat(executor: Executor, plan: Plan, store: RunStore, report: Report, number: int) -> ByArm:
     """The answers of a further run by configuration, to the questions that failed in none of them."""
-    arms = [replace(arm, name=f"{arm.name}, run {number}") for arm in plan.arms]
-    answers = collect(executor, plan.data, arms, plan.asking, store, batch_size=plan.batch_size, report=report)
-    found = by_arm(answers, arms)
+    arms = tuple(replace(arm, name=f"{arm.name}, run {number}") for arm in plan.arms)
+    found = by_arm(collect(executor, replace(plan, arms=arms), store, report), arms)
     return {arm.name: found[repeat.name] for arm, repeat in zip(plan.arms, arms, strict=True)}
 
 
@@ -228,11 +207,7 @@ def _document(
 def definitions() -> dict[str, str]:
     """The sentence that defines each number of the document."""
     return {
-        **{metric.key: metric.definition for metric in metrics.METRICS},
-        "conditional": metrics.CONDITIONAL,
-        "unconditional": metrics.UNCONDITIONAL,
-        "per_position_vllm": metrics.VLLM_POSITIONS,
-        "histogram": metrics.HISTOGRAM,
+        **DEFINITIONS,
         "interval": INTERVAL_DEFINITION,
         "identical_to_target_alone": "Questions whose token ids, over all turns, equal those of the target alone.",
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
-from lm_eval.tasks import TaskManager, get_task_dict
+from lm_eval.tasks import TaskManager
 
 from evals.acceptance.acceptance import definitions, sweep
 from evals.acceptance.summary import ByArm, Json, by_arm, summarize
@@ -44,7 +44,8 @@ class AccuracyPlan:
         tasks: names of lm-eval tasks; "gsm8k" and "gsm8k_cot" read local data when `data_dir` is set.
         k: drafts a round of the speculative configuration. limit: first N documents of each task, None for all.
         num_fewshot: None for the task's own number. max_gen_toks: where the task gives none.
-        chat_template: prompts go through it. unsafe_code: allow tasks that run code the model wrote.
+        chat_template: prompts go through it; None: where the tokenizer has one.
+        unsafe_code: allow tasks that run code the model wrote.
     """
 
     tasks: tuple[str, ...]
@@ -52,7 +53,7 @@ class AccuracyPlan:
     data_dir: Path | None = None
     limit: int | None = None
     num_fewshot: int | None = None
-    chat_template: bool = False
+    chat_template: bool | None = False
     max_gen_toks: int = 256
     seed: int = 0
     unsafe_code: bool = False
@@ -66,8 +67,14 @@ class AccuracyPlan:
 def settings(plan: AccuracyPlan, facts: Mapping[str, Any]) -> Json:
     """All that the answers depend on."""
     asked = {**asdict(plan), "data_dir": None if plan.data_dir is None else plan.data_dir.name}
+    asked["chat_template"] = _is_templated(plan, facts["chat_template_sha256"])
     found: Json = json.loads(json.dumps({"plan": asked, "model": model_facts(facts), "versions": versions()}))
     return found
+
+
+def _is_templated(plan: AccuracyPlan, template: Any) -> bool:
+    """template: the tokenizer's, or its hash; None where it has none."""
+    return bool(template) if plan.chat_template is None else plan.chat_template
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def prepare(plan: AccuracyPlan) -> Prepared:
     for task in plan.tasks:
         if task not in manager.all_tasks:
             raise DataError(f"unknown task {task!r}; known are lm-eval's and {', '.join(OWN_TASKS)}")
-    found = _one_by_one(get_task_dict(_tasks(plan), manager))
+    found = manager.load(_tasks(plan))["tasks"].values()
     for task in found:
         if task.OUTPUT_TYPE != "generate_until":
             raise DataError(
@@ -136,13 +143,6 @@ def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStor
     }
 
 
-def prefix_cache(side: EngineLM) -> Json:
-    """Prefix cache hits of a model's generated prompts: tokens, and the share of those found."""
-    prompts, found = side.prompt_tokens, side.prefix_hit_tokens
-    rate = found / prompts if prompts else None
-    return {"prompt_tokens": prompts, "hit_tokens": found, "cached_tokens": side.cached_tokens, "hit_rate": rate}
-
-
 def evaluate(model: Any, prepared: Prepared, store: RunStore, report: Report) -> list[Json]:
     """lm-eval's result of each of the plan's configurations."""
     plan = prepared.plan
@@ -165,12 +165,15 @@ def _evaluate(model: EngineLM, prepared: Prepared) -> Json:
         tasks=_tasks(plan),
         num_fewshot=plan.num_fewshot,
         limit=plan.limit,
-        apply_chat_template=plan.chat_template,
+        apply_chat_template=_is_templated(plan, model.tokenizer.chat_template),
         task_manager=prepared.manager,
         bootstrap_iters=0,
         confirm_run_unsafe_code=plan.unsafe_code,
     )
-    return {**found, "prefix_cache": prefix_cache(model)}
+    return {
+        **found,
+        "prefix_cache": {name.removeprefix("prefix_"): value for name, value in model.cache_facts().items()},
+    }
 
 
 def _tasks(plan: AccuracyPlan) -> list[Any]:
@@ -181,12 +184,6 @@ def _tasks(plan: AccuracyPlan) -> list[Any]:
     members = [{"task": task, "custom_dataset": gsm8k} for task in local]
     others: list[Any] = [task for task in plan.tasks if task not in _LOCAL]
     return [*([{"group": "local", "task": members}] if members else []), *others]
-
-
-def _one_by_one(found: Mapping[Any, Any]) -> list[Any]:
-    """The tasks of a dictionary of tasks and groups."""
-    each = found.values()
-    return [task for own in each for task in (_one_by_one(own) if isinstance(own, Mapping) else [own])]
 
 
 def _samples(result: Json) -> dict[tuple[str, str, str], dict[int, bool]]:
@@ -278,29 +275,26 @@ class Measured:
 
 
 def grid_document(measured: Sequence[Measured]) -> Json:
-    """The grid as a JSON document; `rows`: see `rows_of`."""
+    """The grid as a JSON document; `rows`: one for each configuration, task, filter and metric of a model on a backend.
+
+    A row is paired with the reference: the first configuration of the model's first backend that was not refused. The
+    reference's own row has `reference` true, and no difference.
+    """
+    references: dict[str, Json] = {}
+    rows: list[Json] = []
+    for one in measured:
+        names = {"model": one.model, "backend": one.backend}
+        if one.refused:
+            rows.append(names | {"refused": one.refused})
+            continue
+        reference = references.setdefault(one.model, one.results[0][1])
+        for name, result, tested in one.results:
+            facts: Json = {"arm": name, "tested": tested, "reference": result is reference}
+            rows += [names | facts | score for score in scores(reference, result)]
     return {
         "schema": "specdec.accuracy_grid",
         "schema_version": GRID_SCHEMA_VERSION,
         "provenance": [{"model": m.model, "backend": m.backend, "settings": m.settings} for m in measured],
         "definitions": {"mcnemar": MCNEMAR, "accuracy_interval": INTERVAL},
-        "rows": [row for m in measured for row in rows_of(m, measured)],
+        "rows": rows,
     }
-
-
-def rows_of(one: Measured, measured: Sequence[Measured]) -> list[Json]:
-    """A row for each configuration, task, filter and metric of one model on one backend.
-
-    It is paired with the reference: the first configuration of the model's first backend that was not refused. The
-    reference's own row has `reference` true, and no difference.
-    """
-    names = {"model": one.model, "backend": one.backend}
-    if one.refused:
-        return [names | {"refused": one.refused}]
-    first = next(m for m in measured if m.model == one.model and not m.refused)
-    reference = first.results[0][1]
-    rows: list[Json] = []
-    for name, result, tested in one.results:
-        facts: Json = {"arm": name, "tested": tested, "reference": result is reference}
-        rows += [names | facts | score for score in scores(reference, result)]
-    return rows

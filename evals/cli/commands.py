@@ -112,15 +112,19 @@ def compare(a: str, b: str, **options: Any) -> None:
     from evals.runs.conversations import Configuration
 
     data = _data(options)
-    sides = [_side(text, options) for text in (a, b)]
-    if not any(k for _, k in sides):
+    defaults = {name: options[name] for name in ("draft", "backend", "dtype")} | {"k": options["default_k"]}
+    left, right = (shared.parse_arm(text, defaults) for text in (a, b))
+    if not (left["k"] or right["k"]):
         raise click.UsageError("both sides have k=0; give at least one of them drafts")
-    one = _one_model(sides)
-    specs = {"a": one} if one else {key: spec for key, (spec, _) in zip("ab", sides, strict=True)}
-    keys = "aa" if one else "ab"
-    options["same"] = sides[0] == sides[1]
+    if {**left, "k": 0} == {**right, "k": 0}:  # one model serves both
+        keys, specs = "aa", {"a": shared.make_spec({**options, **left}, left["draft"], max(left["k"], right["k"]))}
+    else:
+        keys, sides = "ab", {"a": left, "b": right}
+        specs = {key: shared.make_spec({**options, **side}, side["draft"], side["k"]) for key, side in sides.items()}
+    options["same"] = left == right
     names = (a, b) if a != b else (f"{a} (1)", f"{b} (2)")
-    arms = tuple(Configuration(name, k, key) for name, key, (_, k) in zip(names, keys, sides, strict=True))
+    ks = (left["k"], right["k"])
+    arms = tuple(Configuration(name, k, key) for name, key, k in zip(names, keys, ks, strict=True))
     _evaluate(options, specs, Plan(data, arms, shared.make_asking(options), options["batch_size"], options["warmup"]))
 
 
@@ -165,23 +169,6 @@ def lossless(**options: Any) -> None:
     print_check(console, document)
     end(console, options, document, run[2])
     sys.exit(Verdict(document["verdict"]).exit_code)
-
-
-def _side(text: str, options: Options) -> tuple[ModelSpec, int]:
-    """The model and the K of one side."""
-    given = shared.parse_arm(text)
-    draft = given.get("draft", options["draft"])
-    k = int(given["k"]) if "k" in given else options["default_k"]
-    own = {key: value for key, value in given.items() if key in ("backend", "dtype")}
-    return shared.make_spec({**options, **own}, draft, k), k
-
-
-def _one_model(sides: list[tuple[ModelSpec, int]]) -> ModelSpec | None:
-    """One model for both sides when they differ in K only, else None."""
-    (left, k_left), (right, k_right) = sides
-    k = max(k_left, k_right)
-    left, right = (replace(spec, options=replace(spec.options, num_speculative_tokens=k)) for spec in (left, right))
-    return left if left == right else None
 
 
 def _data(options: Options) -> DataSet:

@@ -355,11 +355,12 @@ def homogeneity(left: Sampled, right: Sampled) -> tuple[float, int]:
         other = others.get(branch.prefix)
         if other is None:
             continue
-        ids, at = np.unique(np.concatenate([branch.following, other.following]), return_inverse=True)
-        split = len(branch.following)
-        sides = [np.bincount(part, minlength=len(ids)) for part in (at[:split], at[split:])]
-        cells = _cells(np.sum(sides, axis=0) * min(split, len(at) - split) / len(at))
-        table = np.stack([np.bincount(cells, side) for side in sides])
+        both = (branch.following, other.following)
+        ids, at = np.unique(np.concatenate(both), return_inverse=True)
+        table = np.zeros((2, len(ids)))
+        np.add.at(table, (np.repeat([0, 1], [len(one) for one in both]), at), 1)
+        cells = _cells(table.sum(0) * table.sum(1).min() / table.sum())
+        table = np.stack([np.bincount(cells, side) for side in table])
         if table.shape[1] > 1:
             found = chi2_contingency(table, correction=False)
             statistic, degrees = statistic + float(found.statistic), degrees + int(found.dof)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from evals.data.datasets import DataSet, Question
@@ -21,48 +22,47 @@ from evals.runs.store import RunStore
 Report = Callable[[list[Answer]], None]
 
 
-def collect(
-    executor: Executor,
-    data: DataSet,
-    arms: Sequence[Configuration],
-    asking: Asking,
-    store: RunStore,
-    *,
-    batch_size: int = 1,
-    report: Report = lambda answers: None,
-) -> list[Answer]:
+@dataclass(frozen=True)
+class Plan:
+    """A run: the questions (`data`), the configurations (`arms`), how questions are sent.
+
+    Attributes:
+        batch_size: questions generated together. warmup: passes over the first chunk whose answers are dropped.
+        predict_batch_sizes: batch sizes to measure round times at, for the prediction, besides the run's own.
+        worst: how many questions of lowest τ are shown with their drafts.
+        repeats: runs over all questions, whose times are taken together. Not among the settings: more can be added.
+    """
+
+    data: DataSet
+    arms: tuple[Configuration, ...]
+    asking: Asking
+    batch_size: int = 1
+    warmup: int = 1
+    predict_batch_sizes: tuple[int, ...] = ()
+    worst: int = 0
+    repeats: int = 1
+
+    @property
+    def works(self) -> list[Work]:
+        """The questions in chunks."""
+        starts = range(0, len(self.data.questions), self.batch_size)
+        chunks = (self.data.questions[start : start + self.batch_size] for start in starts)
+        return [Work(i, chunk, self.arms, self.asking) for i, chunk in enumerate(chunks)]
+
+
+def collect(executor: Executor, plan: Plan, store: RunStore, report: Report) -> list[Answer]:
     """Answer every question that the store does not hold yet; return all, by question and then by configuration.
 
     report: called with the answers of every finished chunk, those found in the store first.
     """
-    names = [arm.name for arm in arms]
-    works = _works(data, arms, asking, batch_size)
-    left = [work for work in works if not all(store.finished(question.id, names) for question in work.chunk)]
+    names, questions = [arm.name for arm in plan.arms], plan.data.questions
+    left = [work for work in plan.works if not all(store.finished(question.id, names) for question in work.chunk)]
     missing = {question.id for work in left for question in work.chunk}
-    report(list(_kept([question for question in data.questions if question.id not in missing], store, names)))
+    report(list(_kept([question for question in questions if question.id not in missing], store, names)))
     for answers in executor.run(left):
         store.add(answers)
         report(answers)
-    return list(_kept(data.questions, store, names))
-
-
-def warm_up(
-    executor: Executor,
-    data: DataSet,
-    arms: Sequence[Configuration],
-    asking: Asking,
-    batch_size: int,
-    times: int,
-) -> None:
-    """Answer the first chunk `times` times without keeping anything."""
-    work = _works(data, arms, asking, batch_size)[0]
-    for _ in executor.run([work] * times):
-        pass
-
-
-def _works(data: DataSet, arms: Sequence[Configuration], asking: Asking, batch_size: int) -> list[Work]:
-    starts = range(0, len(data.questions), batch_size)
-    return [Work(i, data.questions[start : start + batch_size], tuple(arms), asking) for i, start in enumerate(starts)]
+    return list(_kept(questions, store, names))
 
 
 def _kept(questions: Iterable[Question], store: RunStore, names: Sequence[str]) -> Iterator[Answer]:

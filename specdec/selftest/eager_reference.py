@@ -50,7 +50,7 @@ def errors_named(model: PreTrainedModel, tried: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ReadPiece:
     """Tokens start … stop [B] of some of a test's B rows, which one forward reads.
 
     Attributes:
@@ -85,7 +85,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DummyRows:
     """Rows of random tokens, always the same: their ids, int64, and a block table [B, P] int32 in random order."""
 
     target: Target
@@ -93,7 +93,7 @@ class Rows:
     table: np.ndarray
 
     @classmethod
-    def of(cls, target: Target, lens: np.ndarray) -> Rows:
+    def of(cls, target: Target, lens: np.ndarray) -> DummyRows:
         """Rows of these lengths [B].
 
         Raises:
@@ -110,7 +110,7 @@ class Rows:
         ids = [torch.randint(target.num_embeddings, (n,), generator=generator).to(device) for n in lens.tolist()]
         return cls(target, ids, pages.reshape(len(lens), width).astype(np.int32))
 
-    def read_by_row(self, piece: Piece, model: Callable[..., Any] | None = None) -> list[torch.Tensor]:
+    def read_by_row(self, piece: ReadPiece, model: Callable[..., Any] | None = None) -> list[torch.Tensor]:
         """Logits [tokens, V] of each row of a piece, float32. model: a form of the target, default its own."""
         lens = (piece.stop - piece.start)[list(piece.rows)]
         everything = torch.arange(int(lens.sum()), device=self.target.hf_model.device)
@@ -118,7 +118,7 @@ class Rows:
 
     def read(
         self,
-        piece: Piece,
+        piece: ReadPiece,
         logits_indices: torch.Tensor,
         model: Callable[..., Any] | None = None,
         keep_aux: bool = False,
@@ -143,7 +143,7 @@ class Rows:
         planned = target.runner.plan(metadata)  # the same pages in each group
         return target.forward(self._given(piece), planned, logits_indices, model, keep_aux).logits.float()
 
-    def _given(self, piece: Piece) -> torch.Tensor:
+    def _given(self, piece: ReadPiece) -> torch.Tensor:
         """The ids of a piece's tokens [T], wrong drafts after the right ones."""
         vocab = self.target.num_embeddings
         right, given = piece.right_tokens(self.ids), []
@@ -230,7 +230,7 @@ def _nan_message(model: PreTrainedModel) -> str:
 _MOST_DRAFTS, _MOST_OF_THREE = 3, 2
 
 
-def rollback(target: Target, prompts: np.ndarray) -> list[Piece]:
+def rollback(target: Target, prompts: np.ndarray) -> list[ReadPiece]:
     """Verifications by a recurrent target of rows whose `prompts` [B] tokens were read; all but the last reject drafts.
 
     They have as many drafts as K allows, at most three, or two in each of three verifications, which so read seven
@@ -245,6 +245,6 @@ def rollback(target: Target, prompts: np.ndarray) -> list[Piece]:
     for number, new in enumerate(num_new, 1):
         stop, next_start = start + 1 + drafts, start + 1 + accepted
         right = stop if number == len(num_new) else next_start
-        pieces.append(Piece(start, stop, range(len(prompts)), right, replay, new))
+        pieces.append(ReadPiece(start, stop, range(len(prompts)), right, replay, new))
         start, replay = next_start, accepted + (0 * replay if new else 1 + replay)
     return pieces

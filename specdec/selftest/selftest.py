@@ -7,7 +7,6 @@ convention is checked on a text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,8 @@ from drafters.base import HasInputConvention, Head
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.requests.prompts import encode_prompts
 from specdec.selftest.eager_reference import (
-    Piece,
-    Rows,
+    DummyRows,
+    ReadPiece,
     errors_named,
     fewest_pages,
     likely_cause,
@@ -119,16 +118,12 @@ def self_test(target: Target, longest: int = 0) -> float:
         UnsupportedModelError: the target's results through the paged attention are wrong or NaN, or it fails there.
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
-    with _unrounded(target.hf_model):
+    if not has_quantised(target.hf_model):
         return _self_test(target, longest)
-
-
-def _unrounded(model: PreTrainedModel) -> AbstractContextManager[None]:
-    if not has_quantised(model):
-        return nullcontext()
     from specdec.wrapped.fp8 import unrounded_activations
 
-    return unrounded_activations(model)
+    with unrounded_activations(target.hf_model):
+        return _self_test(target, longest)
 
 
 @torch.inference_mode()
@@ -137,11 +132,11 @@ def _self_test(target: Target, longest: int) -> float:
     tail = _VERIFY_LEN if target.states is None else int(rollback(target, none)[-1].stop[0])
     lens = _PROMPT_LENS + tail
     lens[0] = max(lens[0], longest)
-    prompts, rows = lens - tail, Rows.of(target, lens)
+    prompts, rows = lens - tail, DummyRows.of(target, lens)
     everyone = range(len(lens))
-    verified = [Piece(prompts, lens, everyone)] if target.states is None else rollback(target, prompts)
-    alone = Piece(prompts if target.states is None else none, lens, (0,))  # a state is at its row's end
-    pieces = [Piece(none, prompts, everyone), *verified]
+    verified = [ReadPiece(prompts, lens, everyone)] if target.states is None else rollback(target, prompts)
+    alone = ReadPiece(prompts if target.states is None else none, lens, (0,))  # a state is at its row's end
+    pieces = [ReadPiece(none, prompts, everyone), *verified]
     error = _largest(_errors(rows, [*pieces, alone]))
     if _fits(target, error):
         return error
@@ -164,14 +159,14 @@ def _fits(target: Target, error: float) -> bool:
     return bool(target.group.least([int(error <= _limit(target, error))])[0])
 
 
-def _errors(rows: Rows, pieces: list[Piece]) -> list[torch.Tensor]:
+def _errors(rows: DummyRows, pieces: list[ReadPiece]) -> list[torch.Tensor]:
     """The error of each row of each piece against the model's own eager forward."""
     with errors_named(rows.target.hf_model, "its own eager forward reads one row of dummy tokens"):
         right = read_eager(rows.target.hf_model, rows.ids)
     return [error for piece in pieces for error in _compared(_read(rows, piece), piece, right)]
 
 
-def _routed_errors(rows: Rows, pieces: list[Piece], alone: Piece) -> list[torch.Tensor]:
+def _routed_errors(rows: DummyRows, pieces: list[ReadPiece], alone: ReadPiece) -> list[torch.Tensor]:
     """The same against an eager forward with the paged one's choices of experts, and of the states these read.
 
     Raises:
@@ -179,7 +174,7 @@ def _routed_errors(rows: Rows, pieces: list[Piece], alone: Piece) -> list[torch.
     """
     model, reader = rows.target.hf_model, RoutedReader()
 
-    def read(piece: Piece) -> list[torch.Tensor]:
+    def read(piece: ReadPiece) -> list[torch.Tensor]:
         read_rows = list(piece.rows)
         with reader.reading(model, piece.start[read_rows], piece.stop[read_rows]):
             return _read(rows, piece)
@@ -194,7 +189,7 @@ def _routed_errors(rows: Rows, pieces: list[Piece], alone: Piece) -> list[torch.
     return [*errors, *_compared(last, alone, [reader.read_eager(model, 0, rows.ids[0])[0]])]
 
 
-def _read(rows: Rows, piece: Piece) -> list[torch.Tensor]:
+def _read(rows: DummyRows, piece: ReadPiece) -> list[torch.Tensor]:
     """Logits of each row of a piece; of a batch of one its last token's, keeping aux hidden states as rounds do.
 
     Aux hidden states are kept if their buffer has room for the tokens.
@@ -209,7 +204,7 @@ def _read(rows: Rows, piece: Piece) -> list[torch.Tensor]:
         return [rows.read(piece, torch.tensor([num_tokens - 1], device=model.device), keep_aux=keep)]
 
 
-def _compared(ours: list[torch.Tensor], piece: Piece, right: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _compared(ours: list[torch.Tensor], piece: ReadPiece, right: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The error of each row of a piece: of its right tokens or, where its last token alone was read, of that."""
     pairs = zip(ours, piece.right_tokens(right), strict=True)
     return [_error(own[: len(theirs)], theirs[-len(own) :]) for own, theirs in pairs]
@@ -242,8 +237,8 @@ def invariance_test(target: Target, model: Callable[..., Any]) -> None:
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
     ends = _lens_that_fit(target)
-    rows, none, everyone = Rows.of(target, ends), np.zeros_like(ends), range(len(ends))
-    whole = rows.read_by_row(Piece(none, ends, everyone), model)
+    rows, none, everyone = DummyRows.of(target, ends), np.zeros_like(ends), range(len(ends))
+    whole = rows.read_by_row(ReadPiece(none, ends, everyone), model)
     right = read_eager(target.hf_model, rows.ids)
     error = max(float(_error(own, theirs)) for own, theirs in zip(whole, right, strict=True))
     if not error <= _TOLERANCE[target.hf_model.dtype]:  # "not <=": NaN is an error, too
@@ -251,8 +246,8 @@ def invariance_test(target: Target, model: Callable[..., Any]) -> None:
             f"{type(target.hf_model).__name__} comes out wrong when compiled: error {error:.2g}"
         )
     cuts = (ends - _VERIFY_LEN, ends - 1)
-    pieces = [Piece(none, cuts[0], everyone)]
-    pieces += [Piece(cut, ends, chosen) for chosen in (everyone, (0,), (1,), (2,)) for cut in cuts]
+    pieces = [ReadPiece(none, cuts[0], everyone)]
+    pieces += [ReadPiece(cut, ends, chosen) for chosen in (everyone, (0,), (1,), (2,)) for cut in cuts]
     for piece in pieces:
         for row, own, theirs in zip(piece.rows, rows.read_by_row(piece, model), piece.right_tokens(whole), strict=True):
             if not torch.equal(own, theirs):

@@ -25,8 +25,8 @@ from attention.runner import GroupRunner
 from specdec.errors import UNNAMED_ERRORS, SpecdecError, UnsupportedModelError
 from specdec.interrupts import interrupt_in
 from specdec.selftest.eager_reference import (
-    Piece,
-    Rows,
+    DummyRows,
+    ReadPiece,
     errors_named,
     likely_cause,
     read_eager,
@@ -198,25 +198,29 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
     """
     lens = np.maximum(np.minimum(_LENS, max_model_len), _SHORTEST)
     target = _target_of(small, lens)
-    rows, none = Rows.of(target, lens), np.zeros_like(lens)
+    rows, none = DummyRows.of(target, lens), np.zeros_like(lens)
     right = read_eager(small.model, rows.ids)
     prompt = lens - _VERIFY_LEN
     first, second = np.minimum(prompt, [24, 5, 17]), np.minimum(prompt, [150, 5, 53])
     pieces = [
-        Piece(none, first, (0, 1, 2)),
-        Piece(first, second, (0, 2)),
-        Piece(second, prompt, (0,)),
-        Piece(second, prompt, (2,)),
+        ReadPiece(none, first, (0, 1, 2)),
+        ReadPiece(first, second, (0, 2)),
+        ReadPiece(second, prompt, (0,)),
+        ReadPiece(second, prompt, (2,)),
     ]
     if target.states is None:
-        pieces += [Piece(prompt, lens, (0, 1, 2)), Piece(prompt, prompt + 1, (1,)), Piece(prompt, lens, (0,))]
+        pieces += [
+            ReadPiece(prompt, lens, (0, 1, 2)),
+            ReadPiece(prompt, prompt + 1, (1,)),
+            ReadPiece(prompt, lens, (0,)),
+        ]
     else:
         defers = target.states.group.rule.defers  # then the first leaves storing to the one after it
         later = none + 1 + defers
         pieces += [
-            Piece(prompt, lens, (0, 1, 2), replay=none, num_new=int(not defers)),
-            Piece(lens - 1, lens, (1,), replay=later + 1),
-            Piece(lens - 2, lens, (0, 2), replay=later),
+            ReadPiece(prompt, lens, (0, 1, 2), replay=none, num_new=int(not defers)),
+            ReadPiece(lens - 1, lens, (1,), replay=later + 1),
+            ReadPiece(lens - 2, lens, (0, 2), replay=later),
         ]
     for piece in pieces:
         piece = replace(piece, rows=[row for row in piece.rows if piece.stop[row] > piece.start[row]])
@@ -225,7 +229,7 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
     return None
 
 
-def _piece_error(rows: Rows, piece: Piece, right: Sequence[torch.Tensor], with_none: bool) -> str | None:
+def _piece_error(rows: DummyRows, piece: ReadPiece, right: Sequence[torch.Tensor], with_none: bool) -> str | None:
     """A description of what is wrong with a piece's logits, or None. with_none: read it without logits, too."""
     states, own = rows.target.states, torch.cat(piece.right_tokens(right))
     kept = None if states is None else states.copied()
