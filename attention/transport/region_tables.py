@@ -214,7 +214,7 @@ def _bound(name: str, group: str, tensor: torch.Tensor, layer: LayerKV, head0: i
 
 
 @dataclass(frozen=True)
-class Segment:
+class CopyRange:
     """`length` bytes of every block, read from one place of a remote block to one of a local block.
 
     Attributes:
@@ -230,7 +230,7 @@ class Segment:
     length: int
 
 
-def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[Segment, ...]:
+def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[CopyRange, ...]:
     """The bytes that a rank reads to fill its regions, head by head from the source rank that holds the head.
 
     If several source ranks hold a head, local ranks take turns among them, preferring ranks that hold exactly the same
@@ -240,14 +240,14 @@ def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[Segment, ...]:
         HandoffMismatchError: nothing was read; a region is missing, has another dtype, page size, head size or layout,
             a head is on no rank, or NHD pages have other heads on the other side.
     """
-    segments: list[Segment] = []
+    segments: list[CopyRange] = []
     for place, region in enumerate(local.regions):
         for start, stop, source in _sources(local.rank, region, sources):
             there = source.regions[source.by_name[region.name]]
             _check_layout(region, there)
             at, own = there.offset_of(start), region.offset_of(start)
             length = (stop - start) * region.head_bytes
-            segments.append(Segment(source.rank, source.by_name[region.name], at, place, own, length))
+            segments.append(CopyRange(source.rank, source.by_name[region.name], at, place, own, length))
     extra = sorted({name for source in sources for name in source.by_name} - set(local.by_name))
     if extra:
         raise HandoffMismatchError(f"the source has regions that this engine has not: {', '.join(extra[:4])}")
@@ -312,7 +312,7 @@ class Descriptors:
     Registration, the lists of a peer and the indices of a transfer's descriptors are all made here.
     """
 
-    def __init__(self, segments: Sequence[Segment], table: RankTable, local: bool) -> None:
+    def __init__(self, segments: Sequence[CopyRange], table: RankTable, local: bool) -> None:
         """segments: reads from one source rank. table: the local rank's table, or the source rank's."""
         self._regions = [table.regions[s.local if local else s.remote] for s in segments]
         offsets = [s.local_offset if local else s.remote_offset for s in segments]

@@ -18,7 +18,7 @@ from specdec.engine.feeding import Feeding
 from specdec.engine.streams import Stream
 from specdec.errors import InvalidInputError, RequestFailedError, SpecdecError
 from specdec.extensions.batches.lines import Line
-from specdec.extensions.batches.tasks import Asking, Task, task_of
+from specdec.extensions.batches.tasks import Task, TaskDefaults, task_of
 from specdec.extensions.openai_format import LEAST, response_of
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
@@ -39,7 +39,7 @@ _NOTHING: dict[str, Any] = {
 """The columns of a row that ended with an error."""
 
 
-class Answer(NamedTuple):
+class TaskResult(NamedTuple):
     """A task that has ended: its completions, in order, or an error, with the name of its class."""
 
     task: Task
@@ -61,7 +61,7 @@ class Record(NamedTuple):
     emitted: int = 0
 
 
-def record_of(answer: Answer, tokenizer: Any) -> Record:
+def record_of(answer: TaskResult, tokenizer: Any) -> Record:
     """The record of a task that has ended."""
     task, completions, error = answer
     fields = _row(answer) if task.form == "row" else _openai(answer, tokenizer)
@@ -86,7 +86,7 @@ def row_number(fields: Any) -> int:
     return number
 
 
-def _row(answer: Answer) -> dict[str, Any]:
+def _row(answer: TaskResult) -> dict[str, Any]:
     task, completions, error = answer
     named = {} if task.key is None else {task.key.field: task.key.value}
     head = {**named, "line": task.number, **task.kept, "error": error or None}
@@ -111,7 +111,7 @@ def columns(completion: Completion) -> dict[str, Any]:
     }
 
 
-def answer_columns(batch: Mapping[str, Any], answers: Iterable[Answer]) -> dict[str, Any]:
+def answer_columns(batch: Mapping[str, Any], answers: Iterable[TaskResult]) -> dict[str, Any]:
     """The batch's columns and those of its answers; a prompt of ids is called prompt_token_ids then.
 
     error: "" where a row has an answer.
@@ -155,7 +155,7 @@ def _finite(told: TokenLogprobs) -> TokenLogprobs:
     return told._replace(logprob=max(told.logprob, LEAST), top=top)
 
 
-def _openai(answer: Answer, tokenizer: Any) -> dict[str, Any]:
+def _openai(answer: TaskResult, tokenizer: Any) -> dict[str, Any]:
     task, completions, error = answer
     name = f"{ID}{task.number}"
     custom_id = None if task.key is None else task.key.value
@@ -175,7 +175,7 @@ class _Refused(InvalidInputError):
     """A task that cannot run; the message is its error."""
 
 
-def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[Answer]:
+def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[TaskResult]:
     """Every task once, in order of their ends; read lazily, see `Feeding`. One that fails is an answer with an error.
 
     Raises:
@@ -204,13 +204,13 @@ def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[Answer]
                 samples[item].append(found)
                 if item in held and len(samples[item]) == held[item].params.n:
                     done = sorted(samples.pop(item), key=lambda one: one.sample_index)
-                    yield Answer(held.pop(item), tuple(done))
+                    yield TaskResult(held.pop(item), tuple(done))
             elif item in held:  # of several samples that fail the first is told
                 failures += not isinstance(found, (InvalidInputError, RequestFailedError))
                 if failures > rows:
                     raise found
                 samples.pop(item, None)
-                yield Answer(held.pop(item), error=error_text(found))
+                yield TaskResult(held.pop(item), error=error_text(found))
             if item not in held:
                 samples.pop(item, None)
 
@@ -220,7 +220,7 @@ def error_text(error: SpecdecError) -> str:
     return str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
 
 
-def records(model: SpeculativeModel, lines: Iterable[Line], asking: Asking) -> Iterator[Record]:
+def records(model: SpeculativeModel, lines: Iterable[Line], asking: TaskDefaults) -> Iterator[Record]:
     """The records of some lines, as they end."""
     for answer in answered(model, (task_of(line, asking) for line in lines)):
         yield record_of(answer, model.tokenizer)

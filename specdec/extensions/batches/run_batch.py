@@ -137,7 +137,7 @@ def run_batch(
     start: Callable[[], Records],
     console: Console | None = None,
 ) -> Summary:
-    """Answer every row of `source` that has no answer in `target`.
+    """TaskResult every row of `source` that has no answer in `target`.
 
     Args:
         settings: what the answers depend on, beside the input. start: loads what answers; not called where nothing is

@@ -29,7 +29,7 @@ _NOT_WRITTEN = ("return_logits", "return_scores")
 
 
 @dataclass(frozen=True)
-class Asking:
+class TaskDefaults:
     """Settings of a run for every row: its sampling, where the row has no option of its own, and the seed of the run.
 
     name: of the model, in OpenAI's answers.
@@ -59,15 +59,15 @@ class Task:
     error: str = ""
 
 
-_Make = Callable[[Task, dict[str, Any], Asking], Task]
+_Make = Callable[[Task, dict[str, Any], TaskDefaults], Task]
 
 
-def task_of(line: Line, asking: Asking) -> Task:
+def task_of(line: Line, asking: TaskDefaults) -> Task:
     """The task of a line, or why there is none."""
     return _task(line.number, partial(fields_of, line), _of_line, asking)
 
 
-def tasks_of(batch: Mapping[str, Any], asking: Asking) -> list[Task]:
+def tasks_of(batch: Mapping[str, Any], asking: TaskDefaults) -> list[Task]:
     """A task for each row of a batch of columns, those with an error among them.
 
     Columns: prompt, messages or token_ids; perhaps params (a dict of sampling options) and key. Others are passed on.
@@ -79,7 +79,7 @@ def tasks_of(batch: Mapping[str, Any], asking: Asking) -> list[Task]:
     return [_task(i, partial(dict, row), _of_columns, asking) for i, row in enumerate(rows)]
 
 
-def _task(number: int, read: Callable[[], dict[str, Any]], make: _Make, asking: Asking) -> Task:
+def _task(number: int, read: Callable[[], dict[str, Any]], make: _Make, asking: TaskDefaults) -> Task:
     """The task that `make` makes of the row that `read` returns, or why there is none."""
     task = Task(number)
     try:
@@ -90,14 +90,14 @@ def _task(number: int, read: Callable[[], dict[str, Any]], make: _Make, asking: 
         return replace(task, error=f"{type(error).__name__}: {error}")
 
 
-def _of_line(task: Task, row: dict[str, Any], asking: Asking) -> Task:
+def _of_line(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
     if "body" not in row and "url" not in row:
         return _of_row(task, row, asking)
     task = replace(task, form=URLS.get(str(row.get("url")), "chat.completion"))
     return _of_openai(task, row, asking)
 
 
-def _of_columns(task: Task, row: dict[str, Any], asking: Asking) -> Task:
+def _of_columns(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
     own = row.pop("params", None) or {}
     if not isinstance(own, dict):
         raise InvalidInputError(f"params={short(own)}: a dict of sampling options is needed")
@@ -120,14 +120,14 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _of_row(task: Task, row: dict[str, Any], asking: Asking) -> Task:
+def _of_row(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
     prompt = prompt_of(row)
     own = {name: value for name, value in row.items() if name not in (*KEYS, *_ABOUT_PROMPTS, "metadata")}
     kept = {"metadata": row["metadata"]} if "metadata" in row else {}
     return replace(task, prompt=prompt, params=params_of(own, asking, task), kept=kept)
 
 
-def _of_openai(task: Task, row: dict[str, Any], asking: Asking) -> Task:
+def _of_openai(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
     body, url = row.get("body"), row.get("url")
     if not isinstance(row.get("custom_id"), str):
         raise InvalidInputError(f"custom_id={short(row.get('custom_id'))}: a text is needed")
@@ -171,7 +171,7 @@ def prompt_of(row: Mapping[str, Any]) -> Any:
     return chat_of(value, template) if name == "messages" else value
 
 
-def params_of(own: Mapping[str, Any], asking: Asking, task: Task) -> SamplingParams:
+def params_of(own: Mapping[str, Any], asking: TaskDefaults, task: Task) -> SamplingParams:
     """The sampling of a row: its own options, else those of the run; without a seed, one made of its key.
 
     Raises:

@@ -27,9 +27,9 @@ from specdec.extensions.handoff.link import TRANSPORTS, Link, RankEnd, fingerpri
 from specdec.extensions.handoff.moved import Handoff, Leaving, MovedRequest, Pages
 from specdec.extensions.handoff.moving import MovingRequests, moving_requests
 from specdec.extensions.parallel.engine import FollowingEngine, LeadingEngine
-from specdec.extensions.parallel.messages import Answer, Key
+from specdec.extensions.parallel.messages import Key, Reply
 from specdec.extensions.parallel.ranks import Ranks
-from specdec.extensions.parallel.workers import Link as Channel
+from specdec.extensions.parallel.workers import WorkersChannel as Channel
 from specdec.wrapped.fingerprint import fingerprint_of_target
 
 _OPENING = 60.0
@@ -180,7 +180,7 @@ def open_on_other_ranks(model: Any, transport: str, options: dict[str, Any], eng
     channel.workers.forget_answers(key)
     tables: list[RankTable] = []
     for rank in range(1, model.ranks.size):
-        answer = answers.get(rank) or Answer(key, error=f"no answer in {_OPENING:.0f} s")
+        answer = answers.get(rank) or Reply(key, error=f"no answer in {_OPENING:.0f} s")
         if answer.error:
             with model.engine.all_ranks():
                 model.engine.tell("transfers", "close")
@@ -249,7 +249,7 @@ class FollowedTransfers:
     """
 
     model: Any
-    say: Callable[[Answer], None]
+    say: Callable[[Reply], None]
     fail: Callable[[BaseException], None]
     end: RankEnd | None = None
 
@@ -261,10 +261,10 @@ class FollowedTransfers:
             held = moving_requests(self.model.engine, FollowingRequests).held
             self.end = RankEnd(self.model, held, TRANSPORTS[transport](**own), engine)
         except SpecdecError as error:
-            self.say(Answer(key, error=f"{type(error).__name__}: {error}"))
+            self.say(Reply(key, error=f"{type(error).__name__}: {error}"))
             return
         held.secret = secret
-        self.say(Answer(key, self.end.table))
+        self.say(Reply(key, self.end.table))
 
     def close(self) -> None:
         """Idempotent."""
@@ -299,11 +299,11 @@ class FollowedTransfers:
         except SpecdecError as error:
             text = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
             settled = read is None or read.settled
-            answer = Answer(key, error=text, late=isinstance(error, TransferTimeoutError), settled=settled)
+            answer = Reply(key, error=text, late=isinstance(error, TransferTimeoutError), settled=settled)
             self.say(answer)
             while read is not None and not settled:
                 time.sleep(_PAUSE)
                 if settled := read.settled:
                     self.say(replace(answer, settled=True))
             return
-        self.say(Answer(key))
+        self.say(Reply(key))

@@ -19,7 +19,7 @@ import torch
 from specdec.engine.engine import Engine
 from specdec.errors import RanksLostError, SpecdecError
 from specdec.extensions.parallel.collectives import RankGoneError
-from specdec.extensions.parallel.messages import Call
+from specdec.extensions.parallel.messages import CallMethod
 from specdec.extensions.parallel.ranks import HeldInterrupt, Ranks
 from specdec.requests.request import Update
 from specdec.requests.sampling import SamplingParams
@@ -81,8 +81,12 @@ class LeadingEngine(Engine):
         return updates
 
     def tell(self, of: Literal["engine", "guests", "transfers"], method: str, *arguments: Any) -> None:
-        """Let the other ranks call a method, see `Call`; inside of `all_ranks`. Raises RanksLostError: one is lost."""
-        self._link.send(Call(of, method, arguments))
+        """Let the other ranks call a method, see `CallMethod`; inside of `all_ranks`.
+
+        Raises:
+            RanksLostError: a rank is lost.
+        """
+        self._link.send(CallMethod(of, method, arguments))
 
     def run(self, function: str, *arguments: Any) -> Any:
         """Call a function ("module:name") on each rank with its engine, between two rounds; returns the result here."""

@@ -34,7 +34,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallMethod:
     """Call a method of one of the model's objects with these arguments.
 
     of: its engine, the engine's moving requests (`FollowingRequests`), or its `FollowedTransfers`.
@@ -64,7 +64,7 @@ STARTED: Key = ("started", 0, 0)
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """To rank 0: something was done, or failed. A later one with the same key replaces it.
 
     table: of "opened", this rank's `RankTable`. error: why it failed, "" where it did not. late: whether that is a
@@ -93,7 +93,7 @@ class Failed:
         return f"{self.kind}: {self.text}"
 
 
-class Channel:
+class RankChannel:
     """The connection of one model between rank 0 and the other ranks; these never lose it, since they end first."""
 
     @property

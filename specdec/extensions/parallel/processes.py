@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from specdec.extensions.parallel.messages import Answer, Failed, Key
+from specdec.extensions.parallel.messages import Failed, Key, Reply
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Process:
     connection: Connection
     failed: Failed | None = None
     lost: str | None = None
-    answers: dict[Key, Answer] = field(default_factory=dict)
+    answers: dict[Key, Reply] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process.pid})"

@@ -14,8 +14,8 @@ import torch
 from attention.checking import CHECKS
 from specdec.errors import InvalidInputError, RanksLostError, UnsupportedModelError
 from specdec.extensions.parallel.collectives import Collectives
-from specdec.extensions.parallel.messages import Channel, Launching
-from specdec.extensions.parallel.plan import Plan, Share, as_rank, plan_for, told
+from specdec.extensions.parallel.messages import Launching, RankChannel
+from specdec.extensions.parallel.plan import ShardingPlan, Share, as_rank, plan_for, told
 from specdec.extensions.parallel.shares import exchanging, take_share
 from specdec.loading.auto_classes import AutoClass
 from specdec.rounds.verification import TargetArrays
@@ -38,7 +38,7 @@ class Ranks(Group):
         size: int,
         device: torch.device,
         collectives: Collectives,
-        channel: Channel,
+        channel: RankChannel,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.collectives = collectives
@@ -152,7 +152,7 @@ class Ranks(Group):
 class _ReadingShare(Reading):
     """The share of one rank, by a plan."""
 
-    def __init__(self, ranks: Ranks, plan: Plan) -> None:
+    def __init__(self, ranks: Ranks, plan: ShardingPlan) -> None:
         self.ranks, self.plan = ranks, plan
         self.options = told(plan, ranks.size)
 

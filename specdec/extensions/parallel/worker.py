@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from specdec.errors import InvariantError, RanksLostError
 from specdec.extensions.parallel.among_ranks import FollowedTransfers
 from specdec.extensions.parallel.collectives import RankGoneError
-from specdec.extensions.parallel.messages import STARTED, Answer, Call, Channel, Close, Failed, Join, Load
+from specdec.extensions.parallel.messages import STARTED, CallMethod, Close, Failed, Join, Load, RankChannel, Reply
 from specdec.extensions.parallel.ranks import Ranks
 from specdec.extensions.parallel.symmetric import join_group
 from specdec.model import SpeculativeModel
@@ -101,7 +101,7 @@ def _follows(error: BaseException | None) -> bool:
 
 
 @dataclass(frozen=True)
-class Orders(Channel):
+class Orders(RankChannel):
     """Rank 0's messages to one model of this process."""
 
     inbox: Inbox
@@ -164,7 +164,7 @@ class Follower:
         Raises:
             RanksLostError: an unexpected message: the ranks are at different places.
         """
-        if not isinstance(message, Call):
+        if not isinstance(message, CallMethod):
             raise RanksLostError(f"the ranks disagree: rank 0 launched a round that is not launched here ({message})")
         engine: Any = self._models[number].engine
         of = {"engine": engine, "guests": engine.guests, "transfers": self._transfers[number]}[message.of]
@@ -190,7 +190,7 @@ class Follower:
             return
         self._models[number] = model
         self._transfers[number] = FollowedTransfers(model, self._inbox.say, self._inbox.end_badly)
-        self._inbox.say(Answer(("loaded", number, 0)))
+        self._inbox.say(Reply(("loaded", number, 0)))
 
 
 def main(descriptor: int, parent: int, folder: str) -> None:
@@ -204,7 +204,7 @@ def main(descriptor: int, parent: int, folder: str) -> None:
         warnings.simplefilter("ignore")  # rank 0 gives the same ones
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
-        inbox.say(Answer(STARTED))
+        inbox.say(Reply(STARTED))
         _, join = inbox.get()
         if not isinstance(join, Join):
             raise InvariantError(f"rank 0 began with {type(join).__name__}")

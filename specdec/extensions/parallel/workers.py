@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError
 from specdec.extensions.parallel.collectives import Collectives, leave_group
-from specdec.extensions.parallel.messages import Answer, Channel, Close, Failed, Key
+from specdec.extensions.parallel.messages import Close, Failed, Key, RankChannel, Reply
 from specdec.extensions.parallel.processes import Process, start
 
 _GRACE = 2.0
@@ -104,9 +104,9 @@ class Workers:
                 self.load = None
                 self.changed.notify_all()
 
-    def new_link(self) -> Link:
+    def new_link(self) -> WorkersChannel:
         """A link for one more model."""
-        link = Link(self, self._next)
+        link = WorkersChannel(self, self._next)
         self._numbers.add(link.number)
         self._next += 1
         return link
@@ -160,12 +160,12 @@ class Workers:
         self.end()
         return RanksLostError(self._broken + _AGAIN)
 
-    def answers(self, key: Key) -> dict[int, Answer]:
+    def answers(self, key: Key) -> dict[int, Reply]:
         """The processes' answers with this key, by rank."""
         with self.changed:
             return {each.rank: each.answers[key] for each in self.processes if key in each.answers}
 
-    def wait_answers(self, key: Key, deadline: float = math.inf) -> dict[int, Answer]:
+    def wait_answers(self, key: Key, deadline: float = math.inf) -> dict[int, Reply]:
         """The answers once all have come, or at the deadline (`time.monotonic` seconds).
 
         Raises:
@@ -257,9 +257,9 @@ class Workers:
         if process.lost is not None and self.collectives is not None:
             self.collectives.abort()  # calls that wait for the lost process fail
 
-    def _note(self, process: Process, message: Answer | Failed) -> None:
+    def _note(self, process: Process, message: Reply | Failed) -> None:
         with self.changed:
-            if isinstance(message, Answer):
+            if isinstance(message, Reply):
                 process.answers[message.key] = message
             else:
                 process.failed = message
@@ -289,8 +289,8 @@ class Workers:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Link(Channel):
-    """A `Channel` from one model to the other ranks. Closed with the model, or when it is garbage."""
+class WorkersChannel(RankChannel):
+    """A `RankChannel` from one model to the other ranks. Closed with the model, or when it is garbage."""
 
     def __init__(self, workers: Workers, number: int) -> None:
         """number: the model's number, the same on every rank."""
