@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -304,36 +304,6 @@ def _check_layout(here: Region, there: Region) -> None:
 
 def _words(region: Region) -> str:
     return f"{region.head0} … {region.head0 + region.heads - 1}"
-
-
-def merged(segments: Sequence[CopyRange], local: RankTable, sources: Sequence[RankTable]) -> tuple[CopyRange, ...]:
-    """Segments, joined where they follow each other in every block on both sides: keys and values of one tensor
-    [pages, 2, …] are one segment between ranks of the same heads, and two between others."""
-    ranks = {source.rank: source for source in sources}
-    found: list[CopyRange] = []
-    for segment in segments:
-        last = found[-1] if found else None
-        if last is not None and _follows(last, segment, local, ranks):
-            found[-1] = replace(last, length=last.length + segment.length)
-        else:
-            found.append(segment)
-    return tuple(found)
-
-
-def _follows(last: CopyRange, next_: CopyRange, local: RankTable, ranks: Mapping[int, RankTable]) -> bool:
-    if last.rank != next_.rank:
-        return False
-    theirs = ranks[last.rank].regions
-    sides = (
-        (local.regions[last.local], last.local_offset, local.regions[next_.local], next_.local_offset),
-        (theirs[last.remote], last.remote_offset, theirs[next_.remote], next_.remote_offset),
-    )
-    for before, offset, after, own in sides:
-        same = before.block_stride == after.block_stride and before.group == after.group
-        end = offset + last.length
-        if not same or before.base + end != after.base + own or end + next_.length > before.block_stride:
-            return False
-    return True
 
 
 class Descriptors:

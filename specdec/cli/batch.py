@@ -95,6 +95,6 @@ def _records(options: Mapping[str, Any], load: LoadOptions, asking: TaskDefaults
 
         head = draft_of(model, draft, load)
         return partial(spread, count=workers, model=model, draft=head, asking=asking, options=load)
-    from specdec.extensions.batches.answering import records
+    from specdec.extensions.batches.records import records
 
     return partial(records, load_model(model, draft, load), asking=asking)

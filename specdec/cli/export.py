@@ -72,9 +72,9 @@ def export(
 
 
 def _write_repository(head: str, target: str | None, out: Path, with_target: bool) -> None:
-    """See `specdec.extensions.attached.repository`."""
+    """See `specdec.extensions.attached.custom.write_repository`."""
     from drafters.checkpoints.tensor_files import locate
-    from specdec.extensions.attached.repository import write_repository
+    from specdec.extensions.attached.custom import write_repository
     from specdec.loading.builtin import resolve
     from specdec.loading.heads import target_of_head
 

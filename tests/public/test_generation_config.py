@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import InvalidInputError
-from specdec.extensions.batches.answering import answered
+from specdec.extensions.batches.records import answered
 from specdec.extensions.batches.tasks import Task
 from specdec.requests.submission import filled
 

@@ -14,16 +14,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from specdec.errors import InvalidInputError, SpecdecError
-from specdec.extensions.batches.answering import answered, records
-from specdec.extensions.batches.columns import answer_columns, tasks_of
 from specdec.extensions.batches.lines import Line
-from specdec.extensions.batches.records import Record, record_of
-from specdec.extensions.batches.tasks import TaskDefaults, task_of
+from specdec.extensions.batches.records import Record, TaskResult, answer_columns, answered, record_of, records
+from specdec.extensions.batches.tasks import TaskDefaults, task_of, tasks_of
 from specdec.model import SpeculativeModel
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
@@ -68,7 +65,7 @@ class BatchActor:
         return True
 
     def predict(self, batch: Columns) -> dict[str, Any]:
-        """The columns of a batch and those of its answers: see `specdec.extensions.batches.columns`."""
+        """The columns of a batch and those of its answers: see `tasks_of`, `answer_columns`."""
         tasks = tasks_of(batch, self.asking)
         return answer_columns(batch, answered(self.model, tasks))
 
@@ -160,8 +157,8 @@ def shared_out(ray: Any, actors: list[Any], lines: Iterator[Line], size: int, as
 
 
 def _lost(line: Line, asking: TaskDefaults) -> Record:
-    task = replace(task_of(line, asking), error=f"SpecdecError: {ATTEMPTS} workers died with the chunk of this row")
-    return record_of(task, (), task.error, None)
+    error = f"SpecdecError: {ATTEMPTS} workers died with the chunk of this row"
+    return record_of(TaskResult(task_of(line, asking), error=error), None)
 
 
 def _resources(ray: Any, count: int, options: LoadOptions) -> dict[str, Any]:

@@ -18,11 +18,12 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError, UnsupportedModelError
@@ -233,17 +234,6 @@ def told(plan: ShardingPlan, size: int) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_size=size, tp_plan=dict(plan.styles))}
 
 
-class _Meshes:
-    """The mesh that transformers requests while it loads: one of all ranks, whose process group is the default one."""
-
-    def __init__(self, device: torch.device, size: int) -> None:
-        self._mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tp",))
-
-    def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
-        """The mesh, for any dimensions: no other mesh divides anything."""
-        return self._mesh
-
-
 @contextmanager
 def as_rank(device: torch.device, size: int) -> Iterator[None]:
     """While transformers loads: this rank's device, and a mesh for which no process group is made.
@@ -254,7 +244,9 @@ def as_rank(device: torch.device, size: int) -> Iterator[None]:
     """
     from transformers.distributed import mixin  # as of 5.23
 
-    meshes: Any = _Meshes(device, size)
+    # Of all ranks, whose process group is the default one, and for any dimensions: no other mesh divides anything.
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tp",))
+    meshes: Any = SimpleNamespace(get_mesh=lambda dims: mesh)
     own = mixin.initialize_distributed_mesh
     mixin.initialize_distributed_mesh = lambda distributed_config: (device, meshes)
     try:

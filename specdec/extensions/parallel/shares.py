@@ -123,17 +123,16 @@ def take_share(model: Any, plan: ShardingPlan, rank: int, size: int) -> Share:
     kv_copies: set[int] = set()
     for name, module in list(model.named_modules()):
         divided |= {f"{name}.{part}" for part in _take_off(module)}
-        style = plan.style_of(name)
+        style, is_cut = plan.style_of(name), pattern_of(name) in plan.kv_cut
         if hasattr(module, "k_proj") and hasattr(module, "o_proj"):
             own = plan.style_of(f"{name}.k_proj") != "replicate"
-            kv_copies.add(_kv_copies(module, size) if pattern_of(name) in plan.kv_cut else 1 if own else size)
-        if pattern_of(name) in plan.kv_cut:
+            kv_copies.add(_kv_copies(module, size) if is_cut else 1 if own else size)
+        if isinstance(module, nn.Linear) and style != "replicate":
+            module.out_features, module.in_features = module.weight.shape
+        if is_cut:
             for projection in ("k_proj", "v_proj"):
                 parts = dict(getattr(module, projection).named_parameters(recurse=False))
                 repeated |= {f"{name}.{projection}.{part}": _kv_copies(module, size) for part in parts}
-        if isinstance(module, nn.Linear) and style != "replicate":
-            module.out_features, module.in_features = module.weight.shape
-        if pattern_of(name) in plan.kv_cut:
             _keep_one_kv_head(module, rank, size)
         if style in _SUMMED:
             _add_once(module, rank)

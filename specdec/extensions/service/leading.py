@@ -69,11 +69,6 @@ class Leader:
         if self.process != os.getpid():
             raise SpecdecError(READ_ELSEWHERE)
 
-    def check(self) -> None:
-        """Raises SpecdecError in a fork, ClosedModelError after the model's `close`."""
-        self.check_process()
-        self.shared.check_open()
-
     def add(self, stream: AsyncStream) -> None:
         """Queue a stream's requests before the next round. Raises ClosedModelError after `end`."""
         with self._change:

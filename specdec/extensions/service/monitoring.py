@@ -6,7 +6,7 @@ Source: Prometheus documentation, "Metric and label naming" and "Exposition form
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from specdec.engine.stats import LATELY
@@ -63,20 +63,11 @@ METRICS = {
 """All metrics by name; in Prometheus text each name begins with "specdec_"."""
 
 
-class Metrics(Mapping[str, float]):
+class Metrics(dict[str, float]):
     """Numbers at one moment, by the names of `METRICS`; counters count since the model was loaded."""
 
     def __init__(self, values: Mapping[str, float]) -> None:
-        self._values = {name: float(values[name]) for name in METRICS}
-
-    def __getitem__(self, name: str) -> float:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        super().__init__({name: float(values[name]) for name in METRICS})
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(f'{name}={value:g}' for name, value in self.items())})"

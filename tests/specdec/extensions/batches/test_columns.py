@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.extensions.batches.answering import TaskResult
-from specdec.extensions.batches.columns import answer_columns, plain, tasks_of
-from specdec.extensions.batches.tasks import Task, TaskDefaults
+from specdec.extensions.batches.records import TaskResult, answer_columns
+from specdec.extensions.batches.tasks import Task, TaskDefaults, plain, tasks_of
 from specdec.requests.sampling import SamplingParams
 from tests.specdec.extensions.batches.made import completion
 

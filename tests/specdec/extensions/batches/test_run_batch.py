@@ -19,9 +19,8 @@ from rich.console import Console
 
 from specdec.errors import InvalidInputError, OutputError, RoundFailedError
 from specdec.extensions.batches import run_batch as module
-from specdec.extensions.batches.answering import records
 from specdec.extensions.batches.lines import Line, lines_of
-from specdec.extensions.batches.records import Record
+from specdec.extensions.batches.records import Record, records
 from specdec.extensions.batches.run_batch import Records, Summary, run_batch
 from specdec.extensions.batches.tasks import TaskDefaults
 from specdec.requests.sampling import SamplingParams

@@ -412,9 +412,9 @@ def test_a_grammar_begins_anew_where_other_tokens_were_taken() -> None:
     own, again = FollowedGrammar(compiled), FollowedGrammar(compiled)
     a, b, one, two, c = (SPELLED.index(text) for text in "ab12c")
     for ids, forced in (([a, b, one], [c]), ([a, b], []), ([a, b, two], [c]), ([a], [b]), ([a, b, one, c], [])):
-        own.follow(ids, 0)
+        own.follow(ids)
         again = FollowedGrammar(compiled)
-        again.follow(ids, 0)
+        again.follow(ids)
         assert own.forced() == again.forced() == forced, ids
         assert own.is_over == (len(ids) == 4)
 
@@ -482,7 +482,7 @@ def test_masks_of_a_chain() -> None:
     compiler = compiler_of(tokenizer(), 64, END)
     own = FollowedGrammar(compiler.compiled(Grammar.regex("a[bc]d")))
     a, b, d = (SPELLED.index(c) for c in "abd")
-    own.follow([a], 0)
+    own.follow([a])
     rows = own.masks([b, b, d], compiler.words)
     masks = np.full((4, compiler.words), -1, np.int32)
     compiler.fill(rows.chains, masks)

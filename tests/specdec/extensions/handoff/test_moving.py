@@ -10,29 +10,21 @@ import pytest
 import torch
 
 from specdec.config import EngineConfig
-from specdec.extensions.handoff.batch import Arrivals, take_out
 from specdec.extensions.handoff.held import take_pages
 from specdec.extensions.handoff.moved import Arrival
+from specdec.extensions.handoff.moving import MovingRequests, take_out
 from specdec.extensions.handoff.tensors import Arrived
 from specdec.requests.request import Request
-from specdec.rounds.rows import Schedule
 from tests.specdec.engine.test_scheduler import WINDOWED, Made, decoding, request, scheduled, verified
 
 TENSORS: Any = SimpleNamespace(places=lambda taken, count: None, receive=lambda round_, draft, entered: entered)
 """Of an executor whose drafts lie at no fixed places."""
 
 
-class Coming:
-    """`Guests` of a scheduler alone: requests come, and none leaves."""
+class Coming(MovingRequests):
+    """`Guests` of a scheduler alone."""
 
-    def __init__(self, batch: Hosting) -> None:
-        self.batch, self.arrivals = batch, Arrivals()
-
-    def enter(self, schedule: Schedule) -> Schedule:
-        return self.arrivals.enter(self.batch, schedule, TENSORS)
-
-    def discard(self, request: Request) -> None:
-        self.arrivals.discard(self.batch, request)
+    tensors = TENSORS
 
 
 class Hosting(Made):
@@ -51,7 +43,7 @@ class Hosting(Made):
     def entered(self) -> list[Arrived]:
         """Those that have entered, each once."""
         nothing: Any = None
-        found: Any = self.coming.arrivals.join(nothing, nothing, TENSORS)
+        found: Any = self.coming.join(nothing, nothing)
         return found or []
 
 
@@ -61,7 +53,7 @@ def arriving(scheduler: Hosting, number: int, length: int, num_drafts: int) -> R
     came.committed = np.arange(length, dtype=np.int32)
     counts = [pool.pages_for(length - 1) for pool in scheduler.pools()]
     tensors = {"drafts": torch.arange(num_drafts)} if num_drafts else {}
-    scheduler.coming.arrivals.add(came, Arrival(take_pages(scheduler.pools(), counts), tensors))
+    scheduler.coming.expect(came, Arrival(take_pages(scheduler.pools(), counts), tensors))
     return came
 
 
