@@ -131,7 +131,7 @@ def self_test(target: Target, longest: int = 0) -> float:
 def _unrounded(model: PreTrainedModel) -> AbstractContextManager[None]:
     if not has_quantised(model):
         return nullcontext()
-    from specdec.wrapped.fp8 import unrounded_activations
+    from specdec.wrapped.quantised_layers import unrounded_activations
 
     return unrounded_activations(model)
 

@@ -11,8 +11,7 @@ from fakes import eagle3_head, table_head, tiny_llama, wrap
 import specdec.loading.assembly
 from attention.cache.kv_cache import FP8, KVFormat
 from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError, OutOfDeviceMemoryError
-from specdec.loading.groups import Rows, TokenBytes, divide_cache, token_bytes
-from specdec.loading.memory import check_weights_fit
+from specdec.loading.sizes import Rows, TokenBytes, check_weights_fit, divide_cache, token_bytes
 from specdec.wrapped.probing import probe_target
 
 CUDA = torch.device("cuda")

@@ -13,7 +13,7 @@ from attention.checking import check_mode
 from attention.spec import Reach
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.scheduler import Scheduler, windowed_tables
-from specdec.loading.groups import Division, Rows, TokenBytes, divided, token_bytes
+from specdec.loading.sizes import Division, Rows, TokenBytes, divided, token_bytes
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable
