@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -166,17 +167,6 @@ def _config(checkpoint: Checkpoint, what: str) -> Mapping[str, Any] | None:
     return config
 
 
-def import_peft(name: str) -> Any:
-    """The package peft, for the adapter `name`. Raises ModelLoadError: it is not installed."""
-    try:
-        import peft
-    except ImportError as error:
-        raise ModelLoadError(
-            f'cannot load the adapter {name!r}: the package peft is needed ({error}); pip install "specdec-hf[peft]"'
-        ) from error
-    return peft
-
-
 def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     """The model with an adapter, merged or live. It is changed in place, so it must have been loaded for this purpose.
 
@@ -184,7 +174,14 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
         ModelLoadError: peft is missing or cannot apply it; tensors of the adapter are missing, of modules that the
             model does not have, or of another vocabulary; it cannot be merged.
     """
-    peft, place = import_peft(adapter.name), adapter.checkpoint
+    place = adapter.checkpoint
+    try:
+        peft: Any = import_module("peft")
+    except ImportError as error:
+        raise ModelLoadError(
+            f"cannot load the adapter {adapter.name!r}: the package peft is needed ({error}); pip install "
+            '"specdec-hf[peft]"'
+        ) from error
     quantised = getattr(model, "hf_quantizer", None) is not None
     merge = not quantised if adapter.merge == "auto" else adapter.merge
     if merge and quantised:

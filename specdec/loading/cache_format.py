@@ -44,7 +44,6 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SAME = 1e-5
 STORED = {"auto": None, "fp8": FP8}
 """The dtypes of caches by their names, None for the model's."""
-_LAYOUTS: dict[str, KVLayout | None] = {"auto": None, "NHD": "NHD", "HND": "HND"}
 
 
 def kv_format(checkpoint: Checkpoint | None, probed: TargetProbe, options: LoadOptions) -> KVFormat:
@@ -54,12 +53,10 @@ def kv_format(checkpoint: Checkpoint | None, probed: TargetProbe, options: LoadO
     `chosen_scales`, else (scale of keys, scale of values) of each layer as given, or 1.0 everywhere.
 
     Raises:
-        InvalidInputError: an unknown name, scales without fp8, scales that are none, or a cache in 8 bits for a target
-            without one. Others: see `chosen_scales`.
+        InvalidInputError: scales without fp8, scales that are none, or a cache in 8 bits for a target without
+            one. Others: see `chosen_scales`.
     """
     dtype, scales, source = options.kv_cache_dtype, options.kv_cache_scales, ""
-    if dtype not in STORED:
-        raise InvalidInputError(f"kv_cache_dtype={dtype!r}: allowed are {', '.join(STORED)}")
     if dtype == "fp8":
         scales, source = chosen_scales(checkpoint, probed, scales)
     format = KVFormat(STORED[dtype], tuple((keys, values) for keys, values in scales or ()), source)
@@ -77,13 +74,10 @@ def kv_layout(layout: str, backend: AttentionBackend) -> KVLayout:
     Every backend serves both, with all cache dtypes, page sizes and variants of attention that it serves at all. In
     MLA's cache, which has one head, the two are the same bytes. "auto" is what the backend's kernels read best on its
     GPU (HND on Blackwell), else NHD.
-
-    Raises:
-        InvalidInputError: an unknown name.
     """
-    if layout not in _LAYOUTS:
-        raise InvalidInputError(f"kv_cache_layout={layout!r}: allowed are {', '.join(_LAYOUTS)}")
-    return _LAYOUTS[layout] or (backend.preferred_layout if isinstance(backend, PrefersLayout) else "NHD")
+    if layout == "auto":
+        return backend.preferred_layout if isinstance(backend, PrefersLayout) else "NHD"
+    return "HND" if layout == "HND" else "NHD"
 
 
 @dataclass(frozen=True)

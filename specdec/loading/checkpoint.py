@@ -195,17 +195,14 @@ def find_checkpoint(
             has a file's name but is not a file.
         InvalidInputError: a revision of a folder.
     """
-    path = resolve(name)
-    found = Checkpoint(str(name), path, revision, trust_remote_code)
+    path, local = resolve(name), False
     if os.path.isdir(path):
         if revision is not None:
             raise InvalidInputError(
                 f"revision={revision!r}: {name} is a folder, and only models on the hub have revisions; leave it out"
             )
-        if odd := no_files_in(path):
-            raise ModelLoadError(f"cannot load {what} {short(str(name))}: {odd}")
-        return found
-    if not path:
+        reason = no_files_in(path)
+    elif not path:
         reason = "the name is empty"
     elif os.path.exists(path):
         reason = "it is a GGUF file, which is not supported" if path.endswith(".gguf") else "it is a file"
@@ -213,11 +210,12 @@ def find_checkpoint(
         reason = "there is no folder of that name"
     elif not is_hub_name(path):
         reason = "there is no folder of that name, and the hub has no such names"
-    elif reason := misspelt(path):
-        raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}")
     else:
-        return Checkpoint(str(name), path, revision, trust_remote_code, local_files_only=not hub_answers())
-    raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}.\n{_give()}")
+        reason = misspelt(path)
+        local = not reason and not hub_answers()
+    if reason:
+        raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}.\n{_give()}")
+    return Checkpoint(str(name), path, revision, trust_remote_code, local)
 
 
 def check_target_folder(checkpoint: Checkpoint) -> None:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from drafters.checkpoints.tensor_files import HTTP_ERRORS, NO_ANSWER
-from specdec.errors import HeadLoadError, ModelLoadError, SpecdecError
+from specdec.errors import UNNAMED_ERRORS, HeadLoadError, ModelLoadError, SpecdecError
 from specdec.loading.checkpoint import Checkpoint
 
 _SHOWN = 3
@@ -96,20 +96,13 @@ def _surplus_in_layers(model: nn.Module, unexpected: Collection[str], endings: t
 
 _ERRORS: tuple[type[BaseException], ...] = (
     *HTTP_ERRORS,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
+    *UNNAMED_ERRORS,
     EOFError,
-    ImportError,
-    LookupError,
     MemoryError,
-    RuntimeError,
     SafetensorError,
     StrictDataclassError,
     SyntaxError,
     TemplateError,
-    TypeError,
-    ValueError,
     pickle.UnpicklingError,
 )
 """Files may hold anything: on a wrong value transformers may raise any of Python's own errors."""

@@ -139,25 +139,31 @@ def resolve_device(device: Any) -> torch.device:
     Raises:
         InvalidInputError: the name is no device of torch, or the device is not supported or not present.
     """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    present = (
+        "".join([", cuda", *(f", cuda:{i}" for i in range(count))]) if count else " (there is no CUDA device here)"
+    )
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    allowed = f"allowed are cpu{_cuda_devices()}"
-    # bool first: it is an int, and True would be GPU 1.
-    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
-        raise InvalidInputError(f"device={short(device)} ({type(device).__name__}): {allowed}")
+        return torch.device("cuda" if count else "cpu")
     try:
+        if isinstance(device, bool):  # it is an int, and True would be GPU 1
+            raise TypeError("a bool names no device")
         place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-        raise InvalidInputError(f"device={short(device)} is not a torch device: {allowed}") from error
+        kind = "" if isinstance(device, str) else f" ({type(device).__name__})"
+        raise InvalidInputError(
+            f"device={short(device)}{kind} is not a torch device: allowed are cpu{present}"
+        ) from error
     if place.type == "cpu":
         return torch.device("cpu")
-    if place.type != "cuda":
-        raise InvalidInputError(f"device={short(device)}: CPU and CUDA are supported; {allowed}")
-    if not torch.cuda.is_available():
-        raise InvalidInputError(f"device={short(device)}: torch finds no CUDA device on this machine; {allowed}")
-    if place.index is not None and place.index >= torch.cuda.device_count():
-        raise InvalidInputError(f"device={short(device)}: this machine has no such GPU; {allowed}")
-    return place
+    reason = "CPU and CUDA are supported"
+    if place.type == "cuda" and not count:
+        reason = "torch finds no CUDA device on this machine"
+    elif place.type == "cuda":
+        if place.index is None or place.index < count:
+            return place
+        reason = "this machine has no such GPU"
+    raise InvalidInputError(f"device={short(device)}: {reason}; allowed are cpu{present}")
 
 
 def resolve_dtype(dtype: Any, device: torch.device) -> torch.dtype | str:
@@ -172,11 +178,6 @@ def resolve_dtype(dtype: Any, device: torch.device) -> torch.dtype | str:
     if not isinstance(found, torch.dtype) or found not in _DTYPES.values():
         raise InvalidInputError(f"dtype={short(dtype)}: allowed are auto, {', '.join(_DTYPES)}")
     return found
-
-
-def _cuda_devices() -> str:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return "".join([", cuda", *(f", cuda:{i}" for i in range(count))]) if count else " (there is no CUDA device here)"
 
 
 def load_target(
@@ -335,33 +336,32 @@ def open_target(
     """
     target = unwrapped(target)
     check_target_type(target)
-    dtype, device, revision = options.dtype, options.device, options.revision
-    adapter, merge_adapter, trust_remote_code = options.adapter, options.merge_adapter, options.trust_remote_code
     if not isinstance(target, PreTrainedModel):
-        place = resolve_device(device)
-        kind = resolve_dtype(dtype, place)
-        checkpoint = with_adapter(find_checkpoint(target, revision, trust_remote_code), adapter, merge_adapter)
+        place = resolve_device(options.device)
+        kind = resolve_dtype(options.dtype, place)
+        found = find_checkpoint(target, options.revision, options.trust_remote_code)
+        checkpoint = with_adapter(found, options.adapter, options.merge_adapter)
         model, quantisation = load_target(checkpoint, kind, place, on_config, group)
         check_loaded_target(model)
         return model, replace(checkpoint, quantisation=quantisation)
-    if not isinstance(dtype, str) or dtype != "auto" or device is not None:
-        raise InvalidInputError(
-            f"dtype={short(dtype)}, device={short(device)}: the model is loaded already ({target.dtype}, "
-            f"{target.device}); move it with model.to(…) before"
-        )
-    if adapter is not None or merge_adapter != "auto":
-        raise InvalidInputError(
-            f"adapter={short(adapter)}, merge_adapter={merge_adapter!r}: the model is loaded already; give "
-            "peft.PeftModel.from_pretrained(model, adapter) as the target, or what its merge_and_unload() returns"
-        )
-    if revision is not None:
-        raise InvalidInputError(f"revision={revision!r}: the model is loaded already; leave it out")
+    for names, advice in (
+        (("dtype", "device"), f" ({target.dtype}, {target.device}); move it with model.to(…) before"),
+        (
+            ("adapter", "merge_adapter"),
+            "; give peft.PeftModel.from_pretrained(model, adapter) as the target, or its merge_and_unload()",
+        ),
+        (("revision",), "; leave it out"),
+    ):
+        if any(getattr(options, name) != getattr(LoadOptions, name) for name in names):
+            given = ", ".join(f"{name}={short(getattr(options, name))}" for name in names)
+            raise InvalidInputError(f"{given}: the model is loaded already{advice}")
     check_loaded_target(target)
     without_unpickled(target)
     settle(target)
     on_config(target.config, target.dtype, target.device)
-    name, found = target.name_or_path, quantisation_of(target, None)
-    warn_of_dense(name or type(target).__name__, target, found)
+    name, quantisation = target.name_or_path, quantisation_of(target, None)
+    warn_of_dense(name or type(target).__name__, target, quantisation)
     if not name:
         return target, None
-    return target, Checkpoint(name, resolve(name), trust_remote_code=trust_remote_code, quantisation=found)
+    trusted = options.trust_remote_code
+    return target, Checkpoint(name, resolve(name), trust_remote_code=trusted, quantisation=quantisation)

@@ -86,7 +86,7 @@ class _Snapshot:
     """
 
     modules: tuple[nn.Module, ...]
-    children: list[tuple[nn.Module | None, ...]]
+    children: list[nn.Module | None]
     kinds: list[tuple[torch.dtype, torch.device]]
     addresses: list[int]
     held: list[nn.Parameter] = field(compare=False)
@@ -95,9 +95,8 @@ class _Snapshot:
     def of(cls, modules: tuple[nn.Module, ...], captured: bool) -> _Snapshot:
         """These modules as they are now; `captured`: whether graphs hold their parameters."""
         there = [p for m in modules if m._parameters for p in m._parameters.values() if p is not None]
-        children = [tuple(m._modules.values()) for m in modules if m._modules]
         held = there if captured else []
-        return cls(modules, children, [(p.dtype, p.device) for p in there], addresses_of(held), held)
+        return cls(modules, _children(modules), [(p.dtype, p.device) for p in there], addresses_of(held), held)
 
 
 class _Buffer(NamedTuple):
@@ -269,6 +268,10 @@ def _buffers(modules: Iterable[nn.Module], read_once: bool) -> Iterator[_Buffer]
                 yield _Buffer(f"{type(module).__name__}.{key}", module._buffers, key, buffer, count)
 
 
+def _children(modules: Iterable[nn.Module]) -> list[nn.Module | None]:
+    return [child for module in modules if module._modules for child in module._modules.values()]
+
+
 def _own_forward(modules: Iterable[nn.Module]) -> str:
     owner = next((module for module in modules if "forward" in module.__dict__), None)
     return "" if owner is None else f"the forward of a {type(owner).__name__}"
@@ -330,7 +333,7 @@ class WeightVersions:
     def _looks_different(self) -> bool:
         before, versions, hooks, addresses = self._tensors, self._versions, self._hooks, self._addresses
         same = self._settings.are_same
-        if self._children != self._children_now():
+        if self._children != _children(self._modules):
             self._walk()
             same = False
         self._look()
@@ -352,12 +355,9 @@ class WeightVersions:
 
     def _walk(self) -> None:
         self._modules = [module for root in self._roots for module in root.modules()]
-        self._children = self._children_now()
+        self._children = _children(self._modules)
         self._hook_tables = hook_tables(self._modules)
         self._owners: list[Any] = [d for module in self._modules for d in (module._parameters, module._buffers)]
-
-    def _children_now(self) -> list[nn.Module | None]:
-        return [child for module in self._modules if module._modules for child in module._modules.values()]
 
     def _look(self) -> None:
         self._tensors = [tensor for owner in self._owners for tensor in owner.values() if tensor is not None]

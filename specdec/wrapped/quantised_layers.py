@@ -170,7 +170,8 @@ class Fp8Layers:
         what = type(model).__name__
         self.scheme = _common_scheme(what, found.values())
         for name, module in found.items():
-            _check_layer(f"{what}: {name}", module)
+            for fault in _faults(module):
+                raise UnsupportedModelError(f"{what}: {name}{fault}")
         self.linear: dict[str, Any] = {n: m for n, m in found.items() if isinstance(m, FP8Linear)}
         self.experts: dict[str, Any] = {n: m for n, m in found.items() if isinstance(m, FP8Experts)}
         modules, holder = tuple(found.values()), object()
@@ -248,42 +249,34 @@ def _common_scheme(what: str, modules: Iterable[Any]) -> Scheme:
     return next(iter(schemes))
 
 
-def _check_layer(name: str, module: Any) -> None:
-    """Refuse a layer of another form, and scales by which nothing can be multiplied."""
+def _faults(module: Any) -> Iterator[str]:
+    """Why no operator serves a layer: another form, or scales by which nothing can be multiplied; after its name."""
     own = getattr(type(module), "plain", type(module))  # fused with its siblings by another engine
     kind = _THEIRS.get(own, own)
     if kind not in _OURS:
-        raise UnsupportedModelError(f"{name} is a {kind.__name__}, an FP8 layer that specdec has no operator for")
+        yield f" is a {kind.__name__}, an FP8 layer that specdec has no operator for"
     if isinstance(module, FP8Experts):
-        _check_experts(name, module)
+        if module.activation_scheme == "static" or module.block_size is None:
+            yield ": experts in FP8 are served with blocks of 128 x 128 and dynamic scales of activations only"
+        if module.has_gate and module.intermediate_dim % BLOCK:
+            yield (
+                f": experts of {module.intermediate_dim} features, which blocks of {BLOCK} do not divide: their gate "
+                "and up projections would share a block"
+            )
     else:
-        expected = [] if module.block_size is None else [math.ceil(size / BLOCK) for size in module.weight.shape]
-        if list(module.weight_scale_inv.shape) != expected:
-            raise UnsupportedModelError(
-                f"{name}.weight_scale_inv is {list(module.weight_scale_inv.shape)}; a weight of "
-                f"{list(module.weight.shape)} has scales {expected}: is the checkpoint damaged?"
+        shape, scales = list(module.weight.shape), list(module.weight_scale_inv.shape)
+        expected = [] if module.block_size is None else [math.ceil(size / BLOCK) for size in shape]
+        if scales != expected:
+            yield (
+                f".weight_scale_inv is {scales}; a weight of {shape} has scales {expected}: is the checkpoint damaged?"
             )
     for weight, parameter in module.named_parameters(recurse=False):
         if weight.endswith(("weight", "_proj")) and parameter.dtype != FP8:
-            raise UnsupportedModelError(f"{name}.{weight} is {parameter.dtype}, not {FP8}")
+            yield f".{weight} is {parameter.dtype}, not {FP8}"
         if weight.endswith(("scale_inv", "activation_scale")):
             wrong = parameter[~((parameter > 0) & parameter.isfinite())]
             if len(wrong):
-                raise UnsupportedModelError(
-                    f"{name}.{weight} holds {wrong[0].item()}: a scale is a positive number; is the checkpoint damaged?"
-                )
-
-
-def _check_experts(name: str, module: Any) -> None:
-    if module.activation_scheme == "static" or module.block_size is None:
-        raise UnsupportedModelError(
-            f"{name}: experts in FP8 are served with blocks of 128 x 128 and dynamic scales of activations only"
-        )
-    if module.has_gate and module.intermediate_dim % BLOCK:
-        raise UnsupportedModelError(
-            f"{name}: experts of {module.intermediate_dim} features, which blocks of {BLOCK} do not divide: their gate "
-            "and up projections would share a block"
-        )
+                yield f".{weight} holds {wrong[0].item()}: a scale is a positive number; is the checkpoint damaged?"
 
 
 def _check_device(what: str, device: torch.device) -> None:
