@@ -29,16 +29,17 @@ from specdec.loading.heads import check_head_type, load_head, read_draft_vocab, 
 from specdec.loading.names import load_pair
 from specdec.loading.progress import log
 from specdec.loading.sizes import (
-    Division,
+    Pools,
     Rows,
-    TokenBytes,
     check_counts,
     check_sizes_fit,
     divide_cache,
+    empty_pools,
+    filled,
     num_drafts,
     scores_bytes,
     state_bytes,
-    token_bytes,
+    windowed_pools,
 )
 from specdec.loading.sizes import max_model_len as max_model_len_of
 from specdec.loading.targets import open_target
@@ -169,24 +170,25 @@ def _sized(
     format = kv_format(checkpoint, probed, options)
     k, seqs, most = options.num_speculative_tokens, options.max_num_seqs, options.max_num_batched_tokens
     rows = Rows(num_drafts(k, head, lookup), longest, seqs, most, page_size)
-    sizes = token_bytes(probed, head, format, longest, options.hybrid_kv_cache)
+    pools = empty_pools(probed, head, format, longest, options.hybrid_kv_cache)
     states = state_bytes(probed, rows)
     scores = scores_bytes(seqs * (rows.num_speculative_tokens + 1), probed.vocab_size)
-    cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states, scores)
-    tokens, *others = group.least([cache.tokens, *cache.windowed])  # their schedules must be the same
-    cache = Division(tokens, tuple(others))
+    pools = divide_cache(options.kv_cache_tokens, device, pools, rows, options.gpu_memory_utilization, states, scores)
+    pools = filled(pools, group.least([pool.tokens for pool in pools]))  # their schedules must be the same
     greedy = head is not None and options.cuda_graphs is not False and isinstance(backend, GraphBackend)
     extras = tuple(_extras(probed, rows, options, lookup, greedy))
     extras += more_extras(group.size == 1, greedy)
     extras += (ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
-    config = _config(rows, cache, sizes, extras, options)
+    config = _config(rows, pools, extras, options)
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))
     kept = options.enable_prefix_caching is True
     config = replace(config, enable_prefix_caching=prefix_caching == "on", keep_prefixes=kept)
     cascade = choose_cascade(backend, prefix_caching, options.cascade_attention)
-    windowed = sizes.of_pools(config.windowed, page_size)
-    check_sizes_fit(config, device, sizes.first, staging_bytes(loop, config), windowed, states)
+    first, *others = pools
+    pages = zip(config.windowed, others, strict=True)
+    windowed = sum(near.num_pages * page_size * pool.token_bytes for near, pool in pages)
+    check_sizes_fit(config, device, first.token_bytes, staging_bytes(loop, config), windowed, states)
     return Parts(
         probed,
         head,
@@ -198,19 +200,17 @@ def _sized(
         kv_layout(options.kv_cache_layout, backend),
         prefix_caching,
         cascade,
-        cache.tokens,
-        cache.tokens * sizes.first + windowed + states,
+        first.tokens,
+        first.bytes + windowed + states,
     )
 
 
-def _config(
-    rows: Rows, cache: Division, sizes: TokenBytes, extras: tuple[RoundExtra, ...], options: LoadOptions
-) -> EngineConfig:
+def _config(rows: Rows, pools: Pools, extras: tuple[RoundExtra, ...], options: LoadOptions) -> EngineConfig:
     """The configuration, prefix caching off: whether it can be on depends on the draft loop for these sizes."""
     return EngineConfig(
         **vars(rows),
-        num_pages=-(-cache.tokens // rows.page_size) + 1,
-        windowed=cache.pools(sizes, rows.page_size),
+        num_pages=-(-pools[0].tokens // rows.page_size) + 1,
+        windowed=windowed_pools(pools, rows.page_size),
         seed=options.seed,
         draft_sampling=options.draft_sampling,
         max_num_prefill_tokens=options.max_num_prefill_tokens,

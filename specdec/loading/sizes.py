@@ -4,9 +4,9 @@ all of it fits into memory, in numbers, before anything is allocated."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -113,38 +113,40 @@ def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:
 
 
 @dataclass(frozen=True)
-class TokenBytes:
-    """Bytes of one token in the caches.
+class Pool:
+    """Room for the keys and values of one cache group of the target's.
 
-    Attributes:
-        first: bytes in the target's first group and in the head's, which holds the same tokens.
-        windowed: (reach, bytes) of each further group of the target's.
+    token_bytes: of one token in its layers; in the first group with the head's, whose cache holds the same tokens.
+    reach: of a windowed group; None for the first. tokens: that it has room for.
     """
 
-    first: int
-    windowed: tuple[tuple[Reach, int], ...] = ()
+    token_bytes: int
+    reach: Reach | None = None
+    tokens: int = 0
 
     @property
-    def all(self) -> int:
-        """Bytes in all layers."""
-        return self.first + sum(size for _, size in self.windowed)
-
-    def of_pools(self, pools: Sequence[WindowedPool], page_size: int) -> int:
-        """Bytes of the windowed groups' pools."""
-        pairs = zip(pools, self.windowed, strict=True)
-        return sum(pool.num_pages * page_size * size for pool, (_, size) in pairs)
+    def bytes(self) -> int:
+        """Bytes of all its tokens."""
+        return self.tokens * self.token_bytes
 
 
-def token_bytes(
-    probed: TargetProbe, head: Head | None, format: KVFormat, longest: int, grouped: bool = True
-) -> TokenBytes:
-    """Bytes of one token by cache group, where `grouped`; a reach that covers the `longest` request needs no group."""
+Pools = tuple[Pool, ...]
+"""The first group's, then one for each windowed group."""
+
+
+def empty_pools(probed: TargetProbe, head: Head | None, format: KVFormat, longest: int, grouped: bool = True) -> Pools:
+    """The cache groups, several where `grouped`; a reach that covers the `longest` request needs no group."""
     specs, dtype = tuple(call.attention_spec for call in probed.calls), format.dtype_for(probed.model.dtype)
     reaches = reaches_of(specs, longest) if grouped else ()
     groups = layers_by_group(specs, reaches)
     first, *others = (bytes_per_token(tuple(specs[layer] for layer in layers), dtype) for layers in groups)
     of_head = 0 if head is None else bytes_per_token(tuple(head.attention_specs), probed.model.dtype)
-    return TokenBytes(first + of_head, tuple(zip(reaches, others, strict=True)))
+    return (Pool(first + of_head), *map(Pool, others, reaches))
+
+
+def windowed_pools(pools: Pools, page_size: int) -> tuple[WindowedPool, ...]:
+    """The windowed groups in pages."""
+    return tuple(WindowedPool(p.reach, -(-p.tokens // page_size) + 1) for p in pools if p.reach is not None)
 
 
 @dataclass(frozen=True)
@@ -165,30 +167,27 @@ class Rows:
         tested = _TESTED_ROWS * max(size, _TESTED_TOKENS)
         return max(rows * decoding + self.max_num_batched_tokens, alone, tested)
 
+    def fill(self, pools: Pools, tokens: int, rows: int) -> Pools:
+        """A first group of `tokens`, and windowed groups of what `rows` rows need besides, which is never more."""
+        needed = (tokens if p.reach is None else min(tokens, self.tokens(p.reach, rows)) for p in pools)
+        return filled(pools, needed)
 
-@dataclass(frozen=True)
-class Division:
-    """Tokens of the first group's pool, and of each windowed group's."""
 
-    tokens: int
-    windowed: tuple[int, ...] = ()
-
-    def pools(self, sizes: TokenBytes, page_size: int) -> tuple[WindowedPool, ...]:
-        """The windowed groups in pages."""
-        reaches = (reach for reach, _ in sizes.windowed)
-        return tuple(WindowedPool(r, -(-n // page_size) + 1) for r, n in zip(reaches, self.windowed, strict=True))
+def filled(pools: Pools, tokens: Iterable[int]) -> Pools:
+    """Pools of these tokens."""
+    return tuple(replace(pool, tokens=count) for pool, count in zip(pools, tokens, strict=True))
 
 
 def divide_cache(
     asked: int | None,
     device: torch.device,
-    sizes: TokenBytes,
+    pools: Pools,
     rows: Rows,
     utilization: float,
     state_bytes: int = 0,
     scores_bytes: int = 0,
-) -> Division:
-    """Tokens of the KV cache: `asked` in the first group; else max_num_seqs rows of max_model_len, or what fits.
+) -> Pools:
+    """The pools of the KV cache: `asked` tokens in the first; else max_num_seqs rows of max_model_len, or what fits.
 
     What fits is 1 GiB on a CPU; on a GPU the memory left after the recurrent states of all rows (`state_bytes`) and
     the scores of requests with options (`scores_bytes`). A model without attention has no KV cache, so all tokens fit.
@@ -197,33 +196,34 @@ def divide_cache(
         CacheTooSmallError: the device has no room for a cache, or not for the given size.
     """
     if asked is not None:
-        division = _beside(asked, sizes, rows, rows.max_num_seqs)
-        more = _windowed_bytes(division, sizes) + state_bytes
-        check_cache_fits(device, asked, sizes.first, f"kv_cache_tokens={asked}", more)
-        return division
+        first, *others = found = rows.fill(pools, asked, rows.max_num_seqs)
+        more = sum(pool.bytes for pool in others) + state_bytes
+        check_cache_fits(device, asked, first.token_bytes, f"kv_cache_tokens={asked}", more)
+        return found
     room = _CPU_CACHE_BYTES
     if device.type == "cuda":
-        room = cache_room(device, utilization, sizes.all, state_bytes, scores_bytes)
-    return divided(room, rows.max_num_seqs * rows.max_model_len, sizes, rows)
+        each = sum(pool.token_bytes for pool in pools)
+        room = cache_room(device, utilization, each, state_bytes, scores_bytes)
+    return divided(room, rows.max_num_seqs * rows.max_model_len, pools, rows)
 
 
-def divided(room: int, wanted: int, sizes: TokenBytes, rows: Rows) -> Division:
+def divided(room: int, wanted: int, pools: Pools, rows: Rows) -> Pools:
     """Divide `room` bytes, with at most `wanted` tokens in the first group.
 
     Windowed groups get what max_num_seqs rows need; if memory is scarce at most a quarter of it, or the share of those
     rows of max_model_len tokens that fit.
     """
-    if not sizes.all:
-        return Division(wanted)
-    whole = _beside(wanted, sizes, rows, rows.max_num_seqs)
-    if wanted * sizes.first + _windowed_bytes(whole, sizes) <= room:
+    whole = rows.fill(pools, wanted, rows.max_num_seqs)
+    if sum(pool.bytes for pool in whole) <= room:
         return whole
-    pools = [sum(size * rows.tokens(r, n) for r, size in sizes.windowed) for n in range(1, rows.max_num_seqs + 1)]
-    long = rows.max_model_len * sizes.first
-    count = sum(taken <= _SHARE * room or taken + n * long <= room for n, taken in enumerate(pools, 1))
+    first = pools[0].token_bytes
+    near = [(pool.reach, pool.token_bytes) for pool in pools if pool.reach is not None]
+    taken = [sum(size * rows.tokens(r, n) for r, size in near) for n in range(1, rows.max_num_seqs + 1)]
+    long = rows.max_model_len * first
+    count = sum(each <= _SHARE * room or each + n * long <= room for n, each in enumerate(taken, 1))
     count = max(count, 1)
-    tokens = max((room - pools[count - 1]) // sizes.first, room // sizes.all)
-    return _beside(min(wanted, tokens), sizes, rows, count)
+    tokens = max((room - taken[count - 1]) // first, room // sum(pool.token_bytes for pool in pools))
+    return rows.fill(pools, min(wanted, tokens), count)
 
 
 def state_bytes(probed: TargetProbe, rows: Rows) -> int:
@@ -234,15 +234,6 @@ def state_bytes(probed: TargetProbe, rows: Rows) -> int:
 
     group = StateGroup(probed.recurrence_specs, state_slots(rows.max_num_seqs), rows.num_speculative_tokens)
     return group.num_slots * group.bytes_per_row(probed.model.dtype)
-
-
-def _beside(tokens: int, sizes: TokenBytes, rows: Rows, count: int) -> Division:
-    """A first group of `tokens`, and the pools that `count` rows need besides, which are never larger."""
-    return Division(tokens, tuple(min(tokens, rows.tokens(reach, count)) for reach, _ in sizes.windowed))
-
-
-def _windowed_bytes(division: Division, sizes: TokenBytes) -> int:
-    return sum(tokens * size for tokens, (_, size) in zip(division.windowed, sizes.windowed, strict=True))
 
 
 def host_bytes() -> int | None:
