@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from specdec.extensions.attached.attach import Attachment, attach
     from specdec.extensions.attached.custom import custom_generate
     from specdec.extensions.handoff.moved import Handoff
-    from specdec.loading.draft_vocabulary import draft_vocab_of
+    from specdec.loading.heads import draft_vocab_of
     from specdec.model import SpeculativeModel
     from specdec.requests.grammar import Grammar
     from specdec.requests.request import Completion
@@ -98,7 +98,7 @@ _HOMES = {
     "Attachment": "specdec.extensions.attached.attach",
     "attach": "specdec.extensions.attached.attach",
     "custom_generate": "specdec.extensions.attached.custom",
-    "draft_vocab_of": "specdec.loading.draft_vocabulary",
+    "draft_vocab_of": "specdec.loading.heads",
     "row_wise": "specdec.extensions.attached.asked",
     "Completion": "specdec.requests.request",
     "Grammar": "specdec.requests.grammar",

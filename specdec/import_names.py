@@ -25,6 +25,8 @@ _EXTENSIONS = (
 )
 OLD_NAMES = {
     **{f"specdec.{name}": f"specdec.extensions.{name}" for name in _EXTENSIONS},
+    "specdec.loading.builtin": "specdec.loading.names",
+    "specdec.loading.draft_vocabulary": "specdec.loading.heads",
     "specdec.logits.options": "specdec.options.logits_options",
     "specdec.option_kinds": "specdec.options.kinds",
     "specdec.ray": "specdec.extensions.batches.ray",

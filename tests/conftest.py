@@ -106,7 +106,7 @@ def untimed_guards() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def small_caches() -> Iterator[None]:
     """A KV cache whose size nobody gives has 64 MiB, not 1 GiB: zeroing that takes longer than all else in loading."""
-    with patch("specdec.loading.groups._CPU_CACHE_BYTES", 1 << 26):
+    with patch("specdec.loading.sizes._CPU_CACHE_BYTES", 1 << 26):
         yield
 
 

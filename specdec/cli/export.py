@@ -75,8 +75,7 @@ def _write_repository(head: str, target: str | None, out: Path, with_target: boo
     """See `specdec.extensions.attached.custom.write_repository`."""
     from drafters.checkpoints.tensor_files import locate
     from specdec.extensions.attached.custom import write_repository
-    from specdec.loading.builtin import resolve
-    from specdec.loading.heads import target_of_head
+    from specdec.loading.names import resolve, target_of_head
 
     path = _eagle_head(head, target)
     named = target_of_head(path) if target is None else target
@@ -111,7 +110,8 @@ def _exported(
     from drafters.eagle3.checkpoint import load_eagle3, stored_dtype, target_of_files
     from drafters.eagle3.export import Verifier, export_eagle3
     from drafters.eagle3.overrides import Eagle3Overrides
-    from specdec.loading.heads import is_available, outline_target, target_of_head
+    from specdec.loading.heads import outline_target
+    from specdec.loading.names import is_available, target_of_head
 
     path, overrides = _eagle_head(head, target), Eagle3Overrides.of(options.head_overrides or {})
     named = target_of_head(path) if target is None else target
@@ -169,8 +169,8 @@ def _sharing(head: Eagle3Head, named: str | None, embedding: torch.Tensor | None
 def _eagle_head(head: str, target: str | None) -> str:
     """The head's folder or hub name, "auto" resolved; a multi-token-prediction module is refused."""
     from drafters.families import family_of
-    from specdec.loading.builtin import AUTO_HEAD
     from specdec.loading.heads import IN_TARGET, resolve_head
+    from specdec.loading.names import AUTO_HEAD
 
     if head in (AUTO_HEAD, *IN_TARGET) and target is None:
         raise InvalidInputError(f"HEAD {head!r} belongs to a target: give --target")

@@ -66,8 +66,8 @@ def inspect(
 
 def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
     """The target to inspect a head with, or None and why there is none."""
-    from specdec.loading.builtin import AUTO_HEAD, resolve
-    from specdec.loading.heads import IN_TARGET, is_available, target_of_head
+    from specdec.loading.heads import IN_TARGET
+    from specdec.loading.names import AUTO_HEAD, is_available, resolve, target_of_head
 
     if given is not None:
         return given, ""
@@ -84,8 +84,8 @@ def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
 def _described(head: str, load: LoadOptions) -> HeadReport:
     """Print a head without a target, from its own files."""
     from drafters.families import family_of
-    from specdec.loading.builtin import resolve
     from specdec.loading.heads import reading_options
+    from specdec.loading.names import resolve
 
     path = resolve(head)
     return family_of(path).code().describe_head(path, reading_options(load))

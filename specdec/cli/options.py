@@ -159,8 +159,7 @@ def draft_of(model: str, draft: str, options: LoadOptions) -> str | None:
     Raises:
         InvalidInputError: no head is wanted, and the model is one.
     """
-    from specdec.loading.builtin import BUILTIN_HEADS, builtin_name
-    from specdec.loading.pairs import pair_of
+    from specdec.loading.names import BUILTIN_HEADS, builtin_name, pair_of
 
     if draft == "none" and (pair := pair_of(model, None, options.revision)).named_by is not None:
         raise InvalidInputError(_NO_TARGET.format(model, pair.target))
@@ -177,7 +176,7 @@ def load_model(model: str, draft: str, options: LoadOptions) -> SpeculativeModel
     Raises:
         InvalidInputError: no head is wanted, and the model is one. Others: see `SpeculativeModel.from_pretrained`.
     """
-    from specdec.loading.pairs import pair_of
+    from specdec.loading.names import pair_of
     from specdec.model import SpeculativeModel
 
     loaded = SpeculativeModel.from_pretrained(model, draft_of(model, draft, options), **options.as_arguments())

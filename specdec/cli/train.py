@@ -108,7 +108,7 @@ def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **option
     Its checkpoint reads [embedding, hidden]; what is fed back it does not say: draft with the same --mtp-feedback.
     """
     from drafters.checkpoints.tensor_files import locate
-    from specdec.loading.builtin import resolve
+    from specdec.loading.names import resolve
 
     source, revision = module or options["model"], options["revision"]
     if module is None and revision is not None:

@@ -32,8 +32,8 @@ from specdec.requests.request import Request, RowRound, Update, request_failed, 
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
 from specdec.rounds.rows import RowTable
+from specdec.wrapped.changes import WeightVersions
 from specdec.wrapped.target import Target
-from specdec.wrapped.versions import WeightVersions
 
 
 class Change:

@@ -30,8 +30,8 @@ from specdec.errors import InvalidInputError
 from specdec.requests.request import Request
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.user_warnings import warn_user
+from specdec.wrapped.changes import WeightVersions
 from specdec.wrapped.target import Target
-from specdec.wrapped.versions import WeightVersions
 
 
 class PrefixValidity:

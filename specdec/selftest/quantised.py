@@ -22,8 +22,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.ops.experts import fp8_expert_matmul, fp8_experts
 from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, fp8_quantise
 from specdec.selftest.eager_reference import errors_named, relative_errors
-from specdec.wrapped.fp8 import Fp8Layers
-from specdec.wrapped.mxfp4 import Mxfp4Experts
+from specdec.wrapped.quantised_layers import Fp8Layers, Mxfp4Experts
 
 _BATCH_TOKENS = 32
 """Tokens of a call: above the 16 that integer matmuls of cuBLAS need."""

@@ -120,7 +120,7 @@ def self_test(target: Target, longest: int = 0) -> float:
     """
     if not has_quantised(target.hf_model):
         return _self_test(target, longest)
-    from specdec.wrapped.fp8 import unrounded_activations
+    from specdec.wrapped.quantised_layers import unrounded_activations
 
     with unrounded_activations(target.hf_model):
         return _self_test(target, longest)

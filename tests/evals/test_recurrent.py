@@ -24,7 +24,7 @@ from evals.runs.conversations import ModelSpec, Worker
 from evals.runs.store import RunStore
 from specdec import SpeculativeModel
 from specdec.cli.main import cli
-from specdec.loading.builtin import builtin_names, builtin_path
+from specdec.loading.names import builtin_names, builtin_path
 from tests.hybrids import RecallHead, greedy_text, tiny_config, tiny_hybrid
 
 pytest.importorskip("scipy")

@@ -19,11 +19,11 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import ModelLoadError, SpecdecError, SpecdecWarning, UnsupportedModelError
 from specdec.loading.backends import check_backend_fits
-from specdec.loading.memory import check_weights_fit
+from specdec.loading.sizes import check_weights_fit
 from specdec.ops import experts as fp8_experts
 from specdec.ops import fp8 as operators
-from specdec.wrapped.fp8 import Fp8Linear
 from specdec.wrapped.probing import probe_target
+from specdec.wrapped.quantised_layers import Fp8Linear
 from tests.fakes import load_target
 from tests.fp8 import (
     DEEPSEEK,
@@ -205,7 +205,7 @@ def test_schemes_without_an_operator_are_refused_before_weights_are_read(
     folder = configure(write(tmp_path / "target", LLAMA), quantization_config=SCHEME | changes)
     (folder / "model.safetensors").unlink()
     (folder / "model-00001-of-00001.safetensors").write_bytes(b"")
-    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UnsupportedModelError, match=message):
         load(folder)

@@ -17,7 +17,7 @@ from attention.cache.pages import NULL_PAGE
 from attention.cache.windowed import WindowedTables
 from attention.spec import Reach
 from specdec.errors import CacheTooSmallError
-from specdec.loading.groups import Rows
+from specdec.loading.sizes import Rows
 from specdec.requests.sampling import SamplingParams
 
 WINDOW, CHUNK, LONGEST = 20, 48, 640

@@ -28,9 +28,7 @@ from specdec.errors import (
 )
 from specdec.extensions.grammars.masks import GrammarMasks
 from specdec.loading.backends import check_backend_fits
-from specdec.loading.groups import Rows
-from specdec.loading.memory import check_cache_fits
-from specdec.loading.states import state_bytes
+from specdec.loading.sizes import Rows, check_cache_fits, state_bytes
 from specdec.logits.extra import ChangedLogits
 from specdec.logits.logprobs import Logprobs
 from specdec.wrapped.probing import probe_target

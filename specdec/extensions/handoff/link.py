@@ -22,9 +22,8 @@ from specdec.extensions.handoff.moved import Departed, Handoff, Pages
 from specdec.extensions.handoff.moving import MovingRequests
 from specdec.requests.request import Update
 from specdec.values import short
+from specdec.wrapped.changes import WeightVersions, adapter_layers, adapter_states, in_words
 from specdec.wrapped.fingerprint import shared_fingerprint, tokens_fingerprint, weights_fingerprint
-from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
-from specdec.wrapped.versions import WeightVersions
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {
     "local": LocalTransport,

@@ -23,13 +23,13 @@ from specdec.extensions.parallel.ranks import Ranks
 from specdec.extensions.parallel.symmetric import join_group
 from specdec.extensions.parallel.workers import Workers, WorkersChannel, are_open, is_fork, open_workers, starting
 from specdec.loading.adapters import with_adapter
-from specdec.loading.auto_classes import auto_class
-from specdec.loading.checkpoint import Checkpoint, check_quantisation, check_target_folder, find_checkpoint
-from specdec.loading.draft_vocabulary import read_draft_vocab
+from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
+from specdec.loading.heads import read_draft_vocab
 from specdec.loading.load_errors import loading_named
-from specdec.loading.pairs import pair_of
+from specdec.loading.names import pair_of
 from specdec.loading.progress import log
-from specdec.loading.quantisation import stored_quantisation
+from specdec.loading.quantisation import check_quantisation, stored_quantisation
+from specdec.loading.targets import auto_class
 from specdec.loading.tokenizers import open_tokenizer
 from specdec.options import LoadOptions
 from specdec.requests.prompts import encode_prompts
@@ -89,12 +89,12 @@ def check_shares(checkpoint: Checkpoint, size: int) -> None:
     checkpoint = with_adapter(checkpoint, None, "auto")
     if checkpoint.adapter is not None:
         raise InvalidInputError(_no_adapter(size, f"the target is the adapter {checkpoint.adapter}, which"))
-    check_target_folder(checkpoint)
     with loading_named(checkpoint, "the target model"):
+        check_target_folder(checkpoint)
         config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
-        method = check_quantisation(stored_quantisation(config), f"cannot load the target model {checkpoint.name!r}")
+        method = check_quantisation(stored_quantisation(config))
         check_not_quantised("quanto" if checkpoint.is_quanto else method, size)
-        plan_for(config, auto_class(config, checkpoint.name), size)
+        plan_for(config, auto_class(config), size)
 
 
 def _text_ids(tokenizer: Any) -> list[int]:

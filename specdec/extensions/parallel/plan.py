@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError, UnsupportedModelError
-from specdec.loading.auto_classes import AutoClass, model_class
+from specdec.loading.targets import AutoClass, model_class
 
 _WHOLE = "replicate"
 _BY_OUTPUT, _BY_INPUT, _EXPERTS, _PARTIAL = "colwise", "rowwise", "moe_tp_experts", "all_reduce"

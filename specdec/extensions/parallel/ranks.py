@@ -17,7 +17,7 @@ from specdec.extensions.parallel.collectives import Collectives
 from specdec.extensions.parallel.messages import Launching, RankChannel
 from specdec.extensions.parallel.plan import ShardingPlan, Share, as_rank, plan_for, told
 from specdec.extensions.parallel.shares import exchanging, take_share
-from specdec.loading.auto_classes import AutoClass
+from specdec.loading.targets import AutoClass
 from specdec.rounds.verification import TargetArrays
 from specdec.wrapped.group import Group, Reading
 from specdec.wrapped.probing import TargetProbe

@@ -22,7 +22,6 @@ WINGS = {
     "recurrence": [
         "attention.recurrence",
         "specdec.extras.recurrent_states",
-        "specdec.loading.states",
         "specdec.selftest.recurrences",
     ],
     "long rope": ["specdec.extras.long_factors"],

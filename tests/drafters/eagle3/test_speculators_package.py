@@ -26,8 +26,8 @@ from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.unroll import unroll
 from specdec import SamplingParams
-from specdec.loading.builtin import builtin_path
 from specdec.loading.heads import outline_target
+from specdec.loading.names import builtin_path
 
 FILES = Path(__file__).parents[2] / "fixtures" / "speculators"
 WRITTEN = sorted(path.name for path in (FILES / "written").iterdir())

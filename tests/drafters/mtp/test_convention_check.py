@@ -28,7 +28,7 @@ from drafters.mtp.spec import MtpSpec, mtp_target
 from drafters.unroll import unroll
 from evals.data import arithmetic
 from specdec.cli.generate import generate
-from specdec.loading.builtin import builtin_path
+from specdec.loading.names import builtin_path
 from specdec.loading.tokenizers import load_tokenizer
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams

@@ -28,7 +28,7 @@ from drafters.training.trainer import TrainResult
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError
 from specdec.extensions.training.run_folder import locked
-from specdec.loading.builtin import builtin_path
+from specdec.loading.names import builtin_path
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import pool_requests

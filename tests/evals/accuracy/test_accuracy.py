@@ -38,7 +38,7 @@ from evals.runs.store import RunStore
 from specdec.acceptance.accept import VerificationResult
 from specdec.cli.main import cli
 from specdec.errors import InvalidInputError
-from specdec.loading.builtin import builtin_names, builtin_path
+from specdec.loading.names import builtin_names, builtin_path
 
 pytestmark = [
     pytest.mark.skipif("gsm-llama" not in builtin_names(), reason="no built-in target"),

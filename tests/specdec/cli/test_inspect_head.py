@@ -17,8 +17,8 @@ from drafters.eagle3.checkpoint import load_eagle3
 from specdec.cli.export import export
 from specdec.cli.inspect import inspect
 from specdec.errors import HeadLoadError, InvalidInputError
-from specdec.loading.builtin import builtin_path
-from specdec.loading.heads import is_available, outline_target, target_of_head
+from specdec.loading.heads import outline_target
+from specdec.loading.names import builtin_path, is_available, target_of_head
 from tests import head_layouts
 
 FILES = Path(__file__).parents[2] / "fixtures" / "speculators"

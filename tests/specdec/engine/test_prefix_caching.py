@@ -28,7 +28,7 @@ from specdec import SpeculativeModel
 from specdec.cli.tables import prompt_tokens
 from specdec.errors import InvalidInputError
 from specdec.loading.assembly import choose_prefix_caching
-from specdec.loading.builtin import builtin_names
+from specdec.loading.names import builtin_names
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable
 from tests.specdec.engine.shared_prompts import expected_hits, five_shots

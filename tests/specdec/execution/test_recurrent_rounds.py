@@ -10,9 +10,8 @@ import pytest
 import torch
 from fakes import backend_of_ours, count_calls, free_everywhere, launch_ahead, random_prompts, wrap
 
+import attention.recurrence.functions
 import attention.recurrence.runner
-import specdec.loading.memory
-import specdec.loading.states
 from attention.recurrence.functions import REFERENCE
 from specdec import SamplingParams
 from specdec.engine.launcher import Launcher
@@ -31,7 +30,7 @@ SIZES: dict[str, Any] = {"max_num_batched_tokens": 48, "max_model_len": 128}
 @pytest.fixture
 def capturable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference may stand in graphs that are launches."""
-    for module in (attention.recurrence.runner, specdec.loading.states):
+    for module in (attention.recurrence.runner, attention.recurrence.functions):
         monkeypatch.setattr(module, "recurrences_of", lambda device: replace(REFERENCE, capturable=True))
 
 

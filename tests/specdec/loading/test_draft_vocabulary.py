@@ -17,8 +17,8 @@ from specdec import SpeculativeModel, draft_vocab_of
 from specdec.cli.tables import fit_lines
 from specdec.errors import HandoffMismatchError, HeadLoadError, InvalidInputError
 from specdec.extensions.handoff.link import fingerprint
-from specdec.loading import draft_vocabulary, parts
-from specdec.loading.draft_vocabulary import draft_on, read_draft_vocab
+from specdec.loading import heads, parts
+from specdec.loading.heads import draft_on, read_draft_vocab
 from specdec.loading.tokenizers import load_tokenizer
 from specdec.options import LoadOptions
 from specdec.requests.grammar import Grammar
@@ -144,7 +144,7 @@ def test_end_and_special_tokens_are_added(model: SpeculativeModel) -> None:
 def test_the_copy_is_there_before_the_cache_is_sized(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the cache gets what is free then."""
     order: list[str] = []
-    for module, name in ((draft_vocabulary, "draft_on"), (parts, "divide_cache")):
+    for module, name in ((heads, "draft_on"), (parts, "divide_cache")):
         plain = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, name=name, plain=plain: order.append(name) or plain(*a))
     opened(draft_vocab=[5, 6]).close()

@@ -16,7 +16,7 @@ from specdec.compiler.siblings import SiblingFp8Linear, fuse_siblings
 from specdec.ops.experts import fp8_expert_matmul
 from specdec.ops.fp8 import FP8, fp8_linear, fp8_matmul, fp8_quantise, fp8_quantise_by, reference_matmul
 from specdec.wrapped.alterations import Alterations
-from specdec.wrapped.fp8 import Fp8Layers
+from specdec.wrapped.quantised_layers import Fp8Layers
 from tests.fp8 import multiplied_out, quantised, rounded
 
 interpreted = pytest.mark.skipif(

@@ -21,8 +21,8 @@ from attention.runner import GroupRunner
 from specdec.errors import UnsupportedModelError
 from specdec.selftest import eager_reference
 from specdec.selftest.selftest import self_test
-from specdec.wrapped.fp8 import unrounded_activations
 from specdec.wrapped.probing import probe_target
+from specdec.wrapped.quantised_layers import unrounded_activations
 from specdec.wrapped.target import Target
 from tests.fakes import load_target
 from tests.quantised import compressed_tensors, need
@@ -85,7 +85,7 @@ def test_a_deep_model_passes(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     """32 layers: as near as the model that is not quantised (0.12); with rounding 0.42, 0.41 and 0.24."""
     deep = target(MAKERS[name](32, tmp_path))
     assert self_test(deep) < 0.16
-    monkeypatch.setattr("specdec.wrapped.fp8.unrounded_activations", lambda _: nullcontext())
+    monkeypatch.setattr("specdec.wrapped.quantised_layers.unrounded_activations", lambda _: nullcontext())
     with pytest.raises(UnsupportedModelError, match=r"error 0\.[2345].* \(allowed for torch.bfloat16: 0.2\)"):
         self_test(deep)
 

@@ -33,8 +33,8 @@ from specdec.extensions.parallel.plan import ShardingPlan, plan_for
 from specdec.extensions.parallel.ranks import HeldInterrupt
 from specdec.extensions.parallel.shares import gather_ranks, sum_ranks
 from specdec.extensions.parallel.symmetric import join_group
-from specdec.loading.auto_classes import auto_class
-from specdec.loading.builtin import resolve
+from specdec.loading.names import resolve
+from specdec.loading.targets import auto_class
 from specdec.options import LoadOptions
 
 LAYER = "model.layers.*"
@@ -43,7 +43,7 @@ TWO = LoadOptions(tensor_parallel_size=2, device="cpu")
 
 def plan(kind: type[PreTrainedConfig], size: int = 2, **changes: Any) -> ShardingPlan:
     config = kind(**{**TINY, **changes})
-    return plan_for(config, auto_class(config, "tiny"), size)
+    return plan_for(config, auto_class(config), size)
 
 
 def divided(found: ShardingPlan) -> dict[str, str]:

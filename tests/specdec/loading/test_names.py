@@ -21,8 +21,8 @@ from transformers import (
 import specdec
 from evals.data.arithmetic import Problem, problems
 from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
-from specdec.loading.builtin import GSM_LLAMA, builtin_names, builtin_path, misspelt
 from specdec.loading.heads import resolve_head
+from specdec.loading.names import GSM_LLAMA, builtin_names, builtin_path, misspelt
 
 FOLDER = builtin_path(GSM_LLAMA)
 MIB = 2**20
@@ -40,7 +40,7 @@ def model() -> LlamaForCausalLM:
 
 
 def test_names_are_known_without_importing_torch() -> None:
-    code = "import sys, specdec.loading.builtin as m; print(m.builtin_names()); assert 'torch' not in sys.modules"
+    code = "import sys, specdec.loading.names as m; print(m.builtin_names()); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert GSM_LLAMA in done.stdout
 

@@ -15,9 +15,8 @@ from transformers.models.auto import AutoModelForCausalLM
 from attention.hf.patches import attention_implementation
 from attention.hf.port import ATTENTION_NAME
 from specdec.errors import ModelChangedError
-from specdec.wrapped import model_check
-from specdec.wrapped.model_check import LiveModel, _Snapshot
-from specdec.wrapped.versions import WeightVersions
+from specdec.wrapped import changes
+from specdec.wrapped.changes import LiveModel, WeightVersions, _Snapshot
 
 
 def move(model: Any) -> None:
@@ -118,7 +117,7 @@ def test_of_a_model_with_new_values_only_the_snapshot_is_read(captured: bool, mo
     model = tiny_llama()
     live = LiveModel.of(model, captured)
     model.load_state_dict(tiny_llama(seed=3).state_dict())
-    slowly = count_calls(monkeypatch, model_check, "_kinds")
+    slowly = count_calls(monkeypatch, changes, "_parts")
     live.check()
     assert not slowly
     live.model.model.layers[0].mlp.up_proj = nn.Linear(

@@ -1,9 +1,13 @@
-"""FP8 layers on specdec's operators, and whether quantised layers of any library round activations to 8 bits.
+"""Layers in FP8 and experts in MXFP4 on specdec's operators, and whether quantised layers round activations to 8 bits.
 
-They do not in the self-test of logits, which compares attentions: there two forwards differ by last bits, each such bit
-can move a rounding to 8 bits by a whole step, and over 32 layers that comes to a third of the logits. So the test
-compares the same model without that rounding. specdec's layers call `are_rounded`; compressed-tensors sets a forward on
-the instance that rounds and calls the class's; torchao's weights carry the rounding of their inputs.
+MXFP4 experts (gpt-oss) stay in 4 bits as they are published, and activations in 16: transformers needs kernels from the
+hub for that, which CUDA graphs cannot hold, and multiplies the weights out without.
+
+Layers of any library do not round activations in the self-test of logits, which compares attentions: there two forwards
+differ by last bits, each such bit can move a rounding to 8 bits by a whole step, and over 32 layers that comes to a
+third of the logits. So the test compares the same model without that rounding. specdec's layers call `are_rounded`;
+compressed-tensors sets a forward on the instance that rounds and calls the class's; torchao's weights carry the
+rounding of their inputs.
 """
 
 from __future__ import annotations
@@ -19,15 +23,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
+from attention.backends.limits import HALF
 from specdec.errors import UnsupportedModelError
-from specdec.ops.experts import fp8_experts
+from specdec.ops.experts import fp8_experts, weighted_sum
 from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, unrounded_linear
+from specdec.ops.routed import BLOCK as MXFP4_BLOCK
+from specdec.ops.routed import routed_experts
 from specdec.user_warnings import warn_user
 
+MXFP4 = "mxfp4"
+_LEAST_CAPABILITY = (8, 9)
 _ROUNDS: ContextVar[bool] = ContextVar("specdec_rounds", default=True)
 """Per thread, so that other engines over the same modules are unaffected."""
 _INPUTS_OF_TORCHAO = ("act_quant_kwargs", "activation_quantization")
@@ -97,9 +109,6 @@ class _WeightsMultipliedOut(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_LEAST_CAPABILITY = (8, 9)
-
-
 class Fp8Linear(FP8Linear):
     """A transformers FP8 linear layer whose forward is specdec's operator."""
 
@@ -120,7 +129,6 @@ class Fp8Experts(FP8Experts):
         return fp8_experts(self, hidden_states, top_k_index, top_k_weights, are_rounded())
 
 
-_KINDS = (FP8Linear, FP8Experts)
 _HOLDERS = "_specdec_holders"
 _OURS: dict[type, type] = {FP8Linear: Fp8Linear, FP8Experts: Fp8Experts}
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
@@ -145,26 +153,6 @@ class Scheme:
             return "one scale a weight, static activation scales"
         return f"fine-grained, {'x'.join(map(str, self.blocks))}{', static activation scales' * self.static}"
 
-    def check(self, name: str) -> None:
-        """Refuse a scheme that no operator serves.
-
-        Raises:
-            UnsupportedModelError: blocks of another size than 128 x 128, one scale a weight with dynamic scales of
-                activations, or scales in powers of two.
-        """
-        reason = None
-        if self.exponents:
-            reason = "scale_fmt='ue8m0', scales that are powers of two"
-        elif self.blocks is None and not self.static:
-            reason = "one scale a weight (weight_block_size=null) with activation_scheme='dynamic'"
-        elif self.blocks not in (None, (BLOCK, BLOCK)):
-            reason = f"weight_block_size={list(self.blocks or ())}"
-        if reason:
-            raise UnsupportedModelError(
-                f"{name} is quantised in FP8 with {reason}; supported are blocks of 128 x 128 with scales in float32, "
-                "and one scale a weight with static scales of activations"
-            )
-
 
 class Fp8Layers:
     """The FP8 layers of a model, run by specdec's operators until `release`, or until this object is garbage.
@@ -178,11 +166,12 @@ class Fp8Layers:
         Raises:
             UnsupportedModelError: layers that no operator serves, or invalid scales; nothing is changed then.
         """
-        found = {name: m for name, m in model.named_modules() if isinstance(m, _KINDS)}
+        found = {name: module for name, module in model.named_modules() if _is_fp8(module)}
         what = type(model).__name__
         self.scheme = _common_scheme(what, found.values())
         for name, module in found.items():
-            _check_layer(f"{what}: {name}", module)
+            for fault in _faults(module):
+                raise UnsupportedModelError(f"{what}: {name}{fault}")
         self.linear: dict[str, Any] = {n: m for n, m in found.items() if isinstance(m, FP8Linear)}
         self.experts: dict[str, Any] = {n: m for n, m in found.items() if isinstance(m, FP8Experts)}
         modules, holder = tuple(found.values()), object()
@@ -204,7 +193,11 @@ def fp8_layers(model: nn.Module) -> Fp8Layers | None:
     Raises:
         UnsupportedModelError: see `Fp8Layers`.
     """
-    return Fp8Layers(model) if any(isinstance(m, _KINDS) for m in model.modules()) else None
+    return Fp8Layers(model) if any(map(_is_fp8, model.modules())) else None
+
+
+def _is_fp8(module: nn.Module) -> bool:
+    return isinstance(module, (FP8Linear, FP8Experts))
 
 
 def _let_go(modules: tuple[Any, ...], holder: object) -> None:
@@ -221,8 +214,7 @@ def _set_class(module: Any, classes: Mapping[type, type]) -> None:
     module.__class__ = classes.get(type(module), type(module))
 
 
-def scheme_of(module: Any) -> Scheme:
-    """The scheme of an FP8 module of transformers."""
+def _scheme_of(module: Any) -> Scheme:
     blocks = None if module.block_size is None else tuple(module.block_size)
     scales = [p for n, p in module.named_parameters(recurse=False) if n.endswith("scale_inv")]
     exponents = any(scale.dtype != torch.float32 for scale in scales)
@@ -230,52 +222,61 @@ def scheme_of(module: Any) -> Scheme:
 
 
 def _common_scheme(what: str, modules: Iterable[Any]) -> Scheme:
-    schemes = list(dict.fromkeys(scheme_of(module) for module in modules))
+    """The scheme of some layers in FP8.
+
+    Raises:
+        UnsupportedModelError: blocks of another size than 128 x 128, one scale a weight with dynamic scales of
+            activations, scales in powers of two, or layers of several schemes.
+    """
+    schemes = dict.fromkeys(map(_scheme_of, modules))
     for scheme in schemes:
-        scheme.check(what)
+        reason = None
+        if scheme.exponents:
+            reason = "scale_fmt='ue8m0', scales that are powers of two"
+        elif scheme.blocks is None and not scheme.static:
+            reason = "one scale a weight (weight_block_size=null) with activation_scheme='dynamic'"
+        elif scheme.blocks not in (None, (BLOCK, BLOCK)):
+            reason = f"weight_block_size={list(scheme.blocks or ())}"
+        if reason:
+            raise UnsupportedModelError(
+                f"{what} is quantised in FP8 with {reason}; supported are blocks of 128 x 128 with scales in float32, "
+                "and one scale a weight with static scales of activations"
+            )
     if len(schemes) > 1:
         raise UnsupportedModelError(
             f"{what} has layers of several kinds of FP8: {'; '.join(each.in_words for each in schemes)}"
         )
-    return schemes[0]
+    return next(iter(schemes))
 
 
-def _check_layer(name: str, module: Any) -> None:
-    """Refuse a layer of another form, and scales by which nothing can be multiplied."""
+def _faults(module: Any) -> Iterator[str]:
+    """Why no operator serves a layer: another form, or scales by which nothing can be multiplied; after its name."""
     own = getattr(type(module), "plain", type(module))  # fused with its siblings by another engine
     kind = _THEIRS.get(own, own)
     if kind not in _OURS:
-        raise UnsupportedModelError(f"{name} is a {kind.__name__}, an FP8 layer that specdec has no operator for")
+        yield f" is a {kind.__name__}, an FP8 layer that specdec has no operator for"
     if isinstance(module, FP8Experts):
-        _check_experts(name, module)
+        if module.activation_scheme == "static" or module.block_size is None:
+            yield ": experts in FP8 are served with blocks of 128 x 128 and dynamic scales of activations only"
+        if module.has_gate and module.intermediate_dim % BLOCK:
+            yield (
+                f": experts of {module.intermediate_dim} features, which blocks of {BLOCK} do not divide: their gate "
+                "and up projections would share a block"
+            )
     else:
-        expected = [] if module.block_size is None else [math.ceil(size / BLOCK) for size in module.weight.shape]
-        if list(module.weight_scale_inv.shape) != expected:
-            raise UnsupportedModelError(
-                f"{name}.weight_scale_inv is {list(module.weight_scale_inv.shape)}; a weight of "
-                f"{list(module.weight.shape)} has scales {expected}: is the checkpoint damaged?"
+        shape, scales = list(module.weight.shape), list(module.weight_scale_inv.shape)
+        expected = [] if module.block_size is None else [math.ceil(size / BLOCK) for size in shape]
+        if scales != expected:
+            yield (
+                f".weight_scale_inv is {scales}; a weight of {shape} has scales {expected}: is the checkpoint damaged?"
             )
     for weight, parameter in module.named_parameters(recurse=False):
         if weight.endswith(("weight", "_proj")) and parameter.dtype != FP8:
-            raise UnsupportedModelError(f"{name}.{weight} is {parameter.dtype}, not {FP8}")
+            yield f".{weight} is {parameter.dtype}, not {FP8}"
         if weight.endswith(("scale_inv", "activation_scale")):
             wrong = parameter[~((parameter > 0) & parameter.isfinite())]
             if len(wrong):
-                raise UnsupportedModelError(
-                    f"{name}.{weight} holds {wrong[0].item()}: a scale is a positive number; is the checkpoint damaged?"
-                )
-
-
-def _check_experts(name: str, module: Any) -> None:
-    if module.activation_scheme == "static" or module.block_size is None:
-        raise UnsupportedModelError(
-            f"{name}: experts in FP8 are served with blocks of 128 x 128 and dynamic scales of activations only"
-        )
-    if module.has_gate and module.intermediate_dim % BLOCK:
-        raise UnsupportedModelError(
-            f"{name}: experts of {module.intermediate_dim} features, which blocks of {BLOCK} do not divide: their gate "
-            "and up projections would share a block"
-        )
+                yield f".{weight} holds {wrong[0].item()}: a scale is a positive number; is the checkpoint damaged?"
 
 
 def _check_device(what: str, device: torch.device) -> None:
@@ -292,48 +293,123 @@ def _check_device(what: str, device: torch.device) -> None:
         )
 
 
-_FP8 = "fp8"
+class Mxfp4Experts(nn.Module):
+    """Takes the place of transformers' GptOssExperts; its parameters have the names and shapes of a checkpoint."""
+
+    def __init__(self, config: Any) -> None:
+        """config: a GptOssConfig, whose sizes 32 divides."""
+        super().__init__()
+        self.config = config
+        self.num_experts = config.num_local_experts
+        self.alpha = float(getattr(config, "swiglu_alpha", 1.702))
+        self.limit = float(getattr(config, "swiglu_limit", 7.0))
+        hidden, inner = config.hidden_size, config.intermediate_size
+        for name, rows, width in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+            shape = (self.num_experts, rows, width // MXFP4_BLOCK)
+            blocks, scales = (torch.zeros(*shape, *more, dtype=torch.uint8) for more in ((MXFP4_BLOCK // 2,), ()))
+            self.register_parameter(f"{name}_blocks", nn.Parameter(blocks, requires_grad=False))
+            self.register_parameter(f"{name}_scales", nn.Parameter(scales, requires_grad=False))
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(shape[:2]), requires_grad=False))
+
+    def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden_states [T, H], index [T, k] int64, weights [T, k] -> [T, H]."""
+        stacks: tuple[Any, Any] = self.gate_up_proj_blocks, self.down_proj_blocks
+        out = routed_experts(
+            hidden_states, index, stacks[0].flatten(-2), stacks[1].flatten(-2),
+            self.gate_up_proj_scales, self.down_proj_scales, self.gate_up_proj_bias, self.down_proj_bias,
+            True, self.alpha, self.limit,
+        )  # fmt: skip
+        return weighted_sum(out, weights)
+
+
+def keep_in_mxfp4(model: nn.Module, config: Any, left_out: list[str] | None = None) -> None:
+    """Put empty `Mxfp4Experts` where a model has experts, on the meta device. left_out: modules kept as they are."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # takes a second; other models need it not
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, GptOssExperts) and should_convert_module(name, left_out):
+            with torch.device("meta"):
+                model.set_submodule(name, Mxfp4Experts(config))
 
 
 class Fp8Quantizer(FineGrainedFP8HfQuantizer):
-    """transformers' quantizer for weights that stay in FP8, on any device (`specdec.wrapped.fp8` runs them).
-    transformers' own needs accelerate, and dequantises the weights silently without a GPU."""
+    """transformers' quantizer for weights that stay in FP8, on any device. Its own needs accelerate, and dequantises
+    silently without a GPU."""
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is needed."""
 
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        """Raises UnsupportedModelError: a scheme that no operator serves."""
+        super()._process_model_before_weight_loading(model, **kwargs)
+        if layers := list(filter(_is_fp8, model.modules())):  # weights are not read yet
+            _common_scheme(model.name_or_path or type(model).__name__, layers)
 
-@contextmanager
-def fp8_checkpoint(config: Any, name: str) -> Iterator[None]:
-    """A context in which a target of this configuration is loaded in FP8. Changes nothing for one in another format.
+
+class Mxfp4Quantizer(Mxfp4HfQuantizer):
+    """transformers' quantizer for weights that stay as they are. Its own needs accelerate and kernels from the hub."""
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is needed."""
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """False for all: names and shapes equal the checkpoint's."""
+        return False
+
+    def get_weight_conversions(self) -> list[Any]:
+        """None."""
+        return []
+
+    def _process_model_before_weight_loading(self, model: Any, use_kernels: bool = False, **kwargs: Any) -> None:
+        self.modules_to_not_convert = self.get_modules_to_not_convert(
+            model, self.quantization_config.modules_to_not_convert, model._keep_in_fp32_modules
+        )
+        keep_in_mxfp4(model, model.config, self.modules_to_not_convert)
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state unchanged: it has the checkpoint's format."""
+        return model.state_dict(), {}
+
+
+def own_quantizer(
+    config: PreTrainedConfig,
+    stored: Mapping[str, Any],
+    dtype: torch.dtype | str,
+    device: torch.device,
+    name: str,
+    alone: bool,
+) -> type[Any] | None:
+    """The quantizer that takes the place of transformers' while a target is loaded; None where its own serves.
+
+    MXFP4 stays in 4 bits where the kernels read it: in half precision, on one GPU with all experts.
+
+    Args:
+        stored: its `quantization_config`. name: of the target. alone: this process loads the whole model.
 
     Raises:
-        UnsupportedModelError: a scheme of FP8 that no operator serves, or `dequantize`, before weights are read.
+        UnsupportedModelError: another format of FP8 than e4m3, or `dequantize`, before weights are read.
     """
-    stored = getattr(config, "quantization_config", None)
-    values: Mapping[str, Any] = stored if isinstance(stored, Mapping) else vars(stored) if stored else {}
-    if values.get("quant_method") != _FP8:
-        yield
-        return
-    if values.get("dequantize"):
+    asked = getattr(config.get_text_config(), "dtype", None) if isinstance(dtype, str) else dtype
+    if stored.get("quant_method") == MXFP4:
+        stays = config.model_type == "gpt_oss" and alone and device.type == "cuda" and asked in HALF
+        return Mxfp4Quantizer if stays else None
+    if stored.get("dequantize"):
         raise UnsupportedModelError(
             f"{name}: quantization_config of its config.json has dequantize=true, another model whose activations are "
             "not rounded; leave it out, or load the model with transformers and give it as the target"
         )
-    if (kind := values.get("fmt", "e4m3")) != "e4m3":
+    if (kind := stored.get("fmt", "e4m3")) != "e4m3":
         raise UnsupportedModelError(f"{name} is quantised in FP8 with fmt={kind!r}; supported is 'e4m3'")
-    _scheme(values).check(name)
-    before = AUTO_QUANTIZER_MAPPING[_FP8]
-    # In transformers' own table: `register_quantizer` refuses a method that exists.
-    AUTO_QUANTIZER_MAPPING[_FP8] = Fp8Quantizer
+    return Fp8Quantizer
+
+
+@contextmanager
+def loaded_by(method: str, quantizer: type[Any]) -> Iterator[None]:
+    """Inside, from_pretrained of a checkpoint quantised by `method` uses this quantizer."""
+    quantizers: dict[str, Any] = AUTO_QUANTIZER_MAPPING
+    before = quantizers[method]
+    quantizers[method] = quantizer  # `register_quantizer` refuses a method that exists
     try:
         yield
     finally:
-        AUTO_QUANTIZER_MAPPING[_FP8] = before
-
-
-def _scheme(values: Mapping[str, Any]) -> Scheme:
-    """The scheme as transformers reads it: 128 x 128 by default, one scale a weight where it is null."""
-    blocks = values.get("weight_block_size", (128, 128))
-    static = str(values.get("activation_scheme", "dynamic")).lower() == "static"
-    return Scheme(None if blocks is None else tuple(blocks), static, values.get("scale_fmt", "float") == "ue8m0")
+        quantizers[method] = before

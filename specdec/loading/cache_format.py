@@ -1,4 +1,6 @@
-"""Calibrated scales of an 8-bit KV cache that a checkpoint brings: read for `kv_cache_dtype="fp8"`, and shown.
+"""How the target's keys and values are stored: dtype, order inside a page, and the scales of an 8-bit cache.
+
+Calibrated scales that a checkpoint brings are read for `kv_cache_dtype="fp8"`, and shown.
 
 A scale is the largest magnitude seen, over 448, so that x / scale fits e4m3, as in `KVFormat`.
 
@@ -17,16 +19,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.utils import cached_file
 
-from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder
-from drafters.errors import HeadLoadError
-from specdec.errors import InvalidInputError, ModelLoadError
-from specdec.loading.checkpoint import Checkpoint, object_in
-from specdec.loading.quantisation import MODELOPT_FILE
+from attention.backends.base import AttentionBackend, PrefersLayout
+from attention.cache.kv_cache import FP8, KVFormat, KVLayout
+from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder, read_json
+from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
+from specdec.loading.checkpoint import Checkpoint
+from specdec.loading.quantisation import MODELOPT_FILE, numbers_in_words
+from specdec.options import LoadOptions
 from specdec.values import short
 from specdec.wrapped.probing import TargetProbe
 
@@ -39,6 +42,42 @@ _NAME = re.compile(
 _NOT_TEXT = re.compile(r"vision|visual|audio|image|mtp")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SAME = 1e-5
+STORED = {"auto": None, "fp8": FP8}
+"""The dtypes of caches by their names, None for the model's."""
+
+
+def kv_format(checkpoint: Checkpoint | None, probed: TargetProbe, options: LoadOptions) -> KVFormat:
+    """How the target's keys and values are stored; the head's single layer always keeps the dtype of the model.
+
+    kv_cache_dtype: "auto" is the dtype of the model, "fp8" is e4m3 with static scales: those of the checkpoint, see
+    `chosen_scales`, else (scale of keys, scale of values) of each layer as given, or 1.0 everywhere.
+
+    Raises:
+        InvalidInputError: scales without fp8, scales that are none, or a cache in 8 bits for a target without
+            one. Others: see `chosen_scales`.
+    """
+    dtype, scales, source = options.kv_cache_dtype, options.kv_cache_scales, ""
+    if dtype == "fp8":
+        scales, source = chosen_scales(checkpoint, probed, scales)
+    format = KVFormat(STORED[dtype], tuple((keys, values) for keys, values in scales or ()), source)
+    if format.dtype is not None and not probed.calls:
+        raise InvalidInputError(
+            f"kv_cache_dtype='fp8': no layer of {type(probed.model).__name__} attends, so it has no KV cache; give "
+            "'auto' (states of recurrent layers are float32)"
+        )
+    return format
+
+
+def kv_layout(layout: str, backend: AttentionBackend) -> KVLayout:
+    """The order inside a page of the target's cache and the head's; see `attention.cache.kv_cache.CacheGroup`.
+
+    Every backend serves both, with all cache dtypes, page sizes and variants of attention that it serves at all. In
+    MLA's cache, which has one head, the two are the same bytes. "auto" is what the backend's kernels read best on its
+    GPU (HND on Blackwell), else NHD.
+    """
+    if layout == "auto":
+        return backend.preferred_layout if isinstance(backend, PrefersLayout) else "NHD"
+    return "HND" if layout == "HND" else "NHD"
 
 
 @dataclass(frozen=True)
@@ -55,18 +94,16 @@ class StoredScales:
 
 
 def chosen_scales(
-    checkpoint: Checkpoint | None, probed: TargetProbe, dtype: str, given: Sequence[Pair] | None
+    checkpoint: Checkpoint | None, probed: TargetProbe, given: Sequence[Pair] | None
 ) -> tuple[Sequence[Pair] | None, str]:
-    """The scales of the target's cache, by attention layer in order, and their origin; None: 1.0 everywhere.
-
-    The checkpoint's scales are read for dtype "fp8" only.
+    """The scales of the target's cache in fp8, by attention layer in order, and their origin; None: 1.0 everywhere.
 
     Raises:
         ModelLoadError: the checkpoint contradicts itself: it declares fp8 and has no scales, has scales for some layers
             only, or has them for another format.
         InvalidInputError: other scales were given than the checkpoint has.
     """
-    stored = stored_scales(checkpoint) if dtype == "fp8" and checkpoint is not None else None
+    stored = None if checkpoint is None else stored_scales(checkpoint)
     if checkpoint is None or stored is None:
         return given, "given" if given else ""
     what, layers = f"kv_cache_dtype='fp8' for {checkpoint.name!r}", _layer_numbers(probed)
@@ -80,22 +117,20 @@ def chosen_scales(
 
 
 def _check_whole(stored: StoredScales, layers: Sequence[int], what: str, given: Sequence[Pair] | None) -> None:
-    has = bool(stored.keys or stored.values)
-    if has and stored.scheme not in ("", "fp8"):
+    has, other = bool(stored.keys or stored.values), stored.scheme not in ("", "fp8")
+    if has and other:
         raise ModelLoadError(
             f"{what}: {stored.source} says that the scales of its KV cache are for {stored.scheme}, not for fp8 "
             "(e4m3); give kv_cache_dtype='auto'"
         )
-    if not has and stored.scheme == "fp8" and given is None:
-        raise ModelLoadError(
-            f"{what}: {stored.source} says that its KV cache is fp8, but the checkpoint has no k_scale and v_scale; "
-            "give kv_cache_scales (1.0:1.0 for each layer cuts off values beyond 448), or a checkpoint with its scales"
-        )
-    if not has and stored.scheme not in ("", "fp8") and given is None:
-        raise ModelLoadError(
-            f"{what}: {stored.source} says that its KV cache is {stored.scheme}, for which there are no static scales; "
-            "give kv_cache_scales, or kv_cache_dtype='auto'"
-        )
+    if not has and given is None:
+        reason = "for which there are no static scales; give kv_cache_scales, or kv_cache_dtype='auto'"
+        if not other:
+            reason = (
+                "but the checkpoint has no k_scale and v_scale; give kv_cache_scales (1.0:1.0 for each layer cuts off "
+                "values beyond 448), or a checkpoint with its scales"
+            )
+        raise ModelLoadError(f"{what}: {stored.source} says that its KV cache is {stored.scheme}, {reason}")
     lacking = [n for n in layers if n not in stored.keys or n not in stored.values] if has else []
     if lacking:
         raise ModelLoadError(
@@ -184,32 +219,21 @@ def _number(name: str, tensor: torch.Tensor, checkpoint: Checkpoint) -> float:
 
 def _scheme(folder: CheckpointFolder) -> tuple[str, str]:
     """The format of the KV cache as the checkpoint names it, and where; "" for none."""
+    try:
+        beside = read_json(folder.path / MODELOPT_FILE).get("quantization")
+    except HeadLoadError:  # it has no such file
+        beside = None
     text = folder.config.get("text_config")
-    config = folder.config.get("quantization_config") or (
-        text.get("quantization_config") if isinstance(text, dict) else None
-    )
-    own = config if isinstance(config, dict) else {}
-    beside = object_in(folder.path / MODELOPT_FILE).get("quantization")
-    for said, file in ((own, "quantization_config"), (beside if isinstance(beside, dict) else {}, MODELOPT_FILE)):
+    own = folder.config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
+    for said, file in ((own, "quantization_config"), (beside, MODELOPT_FILE)):
+        if not isinstance(said, dict):
+            continue
         if algorithm := said.get("kv_cache_quant_algo"):
             return str(algorithm).lower(), f"{file}, kv_cache_quant_algo"
         if isinstance(scheme := said.get("kv_cache_scheme"), dict):
-            return _in_words(scheme), f"{file}, kv_cache_scheme"
+            words = numbers_in_words(scheme)
+            return "fp8" if words == "float8 by tensor" else words, f"{file}, kv_cache_scheme"
     return "", ""
-
-
-def _in_words(scheme: Mapping[str, Any]) -> str:
-    """'fp8' for the format of this cache; else the numbers' type, strategy and whether scales are dynamic.
-
-    >>> _in_words({"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False})
-    'fp8'
-    >>> _in_words({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True})
-    'int8 by token, dynamic'
-    """
-    by, dynamic = scheme.get("strategy") or "tensor", bool(scheme.get("dynamic"))
-    if scheme.get("num_bits") == 8 and scheme.get("type") == "float" and by == "tensor" and not dynamic:
-        return "fp8"
-    return f"{scheme.get('type')}{scheme.get('num_bits')} by {by}{', dynamic' if dynamic else ''}"
 
 
 def _layer_numbers(probed: TargetProbe) -> list[int]:

@@ -13,7 +13,7 @@ from attention.checking import check_mode
 from attention.spec import Reach
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.scheduler import Scheduler, windowed_tables
-from specdec.loading.groups import Division, Rows, TokenBytes, divided, token_bytes
+from specdec.loading.sizes import Pool, Pools, Rows, divided, empty_pools, filled, windowed_pools
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable
@@ -23,9 +23,9 @@ GIB = 1 << 30
 LAYER = 8 * 256 * 2 * 2
 """Bytes of a token in a layer of Gemma 3 12B: 8 KV heads of 256, keys and values, bfloat16."""
 WINDOW = Reach(1024)
-GEMMA = TokenBytes(8 * LAYER, ((WINDOW, 40 * LAYER),))
+GEMMA = (Pool(8 * LAYER), Pool(40 * LAYER, WINDOW))
 """40 layers with a window of 1,024 and 8 without."""
-SCOUT = TokenBytes(12 * LAYER // 2, ((Reach(8192, 8192), 36 * LAYER // 2),))
+SCOUT = (Pool(12 * LAYER // 2), Pool(36 * LAYER // 2, Reach(8192, 8192)))
 """Llama 4 Scout: 36 layers in chunks of 8,192 and 12 that see all, with 8 KV heads of 128."""
 LONG = 32768
 
@@ -34,15 +34,19 @@ def gemma_rows(max_num_seqs: int = 32, length: int = LONG) -> Rows:
     return Rows(5, length, max_num_seqs, 2048, 16)
 
 
-def taken(division: Division, sizes: TokenBytes) -> int:
-    more = zip(division.windowed, sizes.windowed, strict=True)
-    return division.tokens * sizes.first + sum(n * size for n, (_, size) in more)
+def taken(division: Pools) -> int:
+    return sum(pool.bytes for pool in division)
 
 
-def rows_held(division: Division, rows: Rows) -> int:
+def one_pool(room: int, pools: Pools) -> int:
+    """Tokens of a cache in which all layers keep all tokens."""
+    return room // sum(pool.token_bytes for pool in pools)
+
+
+def rows_held(division: Pools, rows: Rows) -> int:
     """Rows of max_model_len tokens that decode at once."""
-    count = division.tokens // rows.max_model_len
-    while count and rows.tokens(WINDOW, count) > division.windowed[0]:
+    count = division[0].tokens // rows.max_model_len
+    while count and rows.tokens(WINDOW, count) > division[1].tokens:
         count -= 1
     return count
 
@@ -53,28 +57,28 @@ def test_gemma_3_holds_four_times_the_tokens_at_32k(room: int, max_num_seqs: int
     """In whole rows as well, where the memory is for several: 6 of 32,768 tokens in 20 GiB instead of 1."""
     rows = gemma_rows(max_num_seqs)
     division = divided(room, max_num_seqs * LONG, GEMMA, rows)
-    one_group = min(room // GEMMA.all, max_num_seqs * LONG)
-    assert taken(division, GEMMA) <= room
+    one_group = min(one_pool(room, GEMMA), max_num_seqs * LONG)
+    assert taken(division) <= room
     whole = max_num_seqs * LONG
-    assert division.tokens >= min(4 * one_group, whole), f"{division.tokens / one_group:.2f} times"
+    assert division[0].tokens >= min(4 * one_group, whole), f"{division[0].tokens / one_group:.2f} times"
     assert rows_held(division, rows) >= min(4 * (one_group // LONG), max_num_seqs)
 
 
 def test_the_numbers_of_20_gib() -> None:
     rows = gemma_rows()
     division = divided(20 * GIB, 32 * LONG, GEMMA, rows)
-    assert 20 * GIB // GEMMA.all == 54613
-    assert division.tokens > 4.5 * 54613 and rows_held(division, rows) >= 7
-    assert division.windowed[0] * 40 * LAYER <= 5 * GIB, "a quarter"
+    assert one_pool(20 * GIB, GEMMA) == 54613
+    assert division[0].tokens > 4.5 * 54613 and rows_held(division, rows) >= 7
+    assert division[1].tokens * 40 * LAYER <= 5 * GIB, "a quarter"
 
 
 def test_llama_4_holds_three_times_the_tokens_at_128k() -> None:
     """In 80 GiB ten rows of 131,072 tokens instead of three."""
     rows = gemma_rows(length=131072)
-    division, one_group = divided(80 * GIB, 32 * 131072, SCOUT, rows), 80 * GIB // SCOUT.all
-    assert taken(division, SCOUT) <= 80 * GIB and one_group // 131072 == 3
-    assert division.tokens > 3 * one_group, f"{division.tokens / one_group:.2f} times"
-    assert division.tokens // 131072 == 10 and rows.tokens(Reach(8192, 8192), 10) <= division.windowed[0]
+    division, one_group = divided(80 * GIB, 32 * 131072, SCOUT, rows), one_pool(80 * GIB, SCOUT)
+    assert taken(division) <= 80 * GIB and one_group // 131072 == 3
+    assert division[0].tokens > 3 * one_group, f"{division[0].tokens / one_group:.2f} times"
+    assert division[0].tokens // 131072 == 10 and rows.tokens(Reach(8192, 8192), 10) <= division[1].tokens
     assert rows.tokens(Reach(8192, 8192), 1) == 8192 + 16 + 2048, "of a row that decodes, and a chunk of a prompt"
 
 
@@ -107,34 +111,34 @@ def most_decoding(num_pages: int, windowed: tuple[WindowedPool, ...]) -> int:
 def test_a_scheduler_holds_as_many_rows_as_the_sizes_say() -> None:
     division = divided(20 * GIB, 32 * LONG, GEMMA, gemma_rows())
     with check_mode(False):  # the validators look at every page of pools of thousands
-        assert most_decoding(20 * GIB // GEMMA.all // 16 + 1, ()) == 1
-        assert most_decoding(division.tokens // 16 + 1, division.pools(GEMMA, 16)) == 7
+        assert most_decoding(one_pool(20 * GIB, GEMMA) // 16 + 1, ()) == 1
+        assert most_decoding(division[0].tokens // 16 + 1, windowed_pools(division, 16)) == 7
 
 
 def test_scarce_memory_is_shared_with_short_requests() -> None:
     """Rows of 131,072 tokens are few, so windows for many more rows than fit are kept, up to a quarter."""
     rows = gemma_rows(length=131072)
     division = divided(20 * GIB, 32 * 131072, GEMMA, rows)
-    assert division.tokens // 131072 == 1 and rows.tokens(WINDOW, 12) <= division.windowed[0]
-    assert taken(division, GEMMA) <= 20 * GIB
+    assert division[0].tokens // 131072 == 1 and rows.tokens(WINDOW, 12) <= division[1].tokens
+    assert taken(division) <= 20 * GIB
 
 
 def test_memory_for_all_that_is_wanted() -> None:
     rows = gemma_rows(4, 4096)
-    assert divided(80 * GIB, 4 * 4096, GEMMA, rows) == Division(16384, (rows.tokens(WINDOW, 4),))
-    assert divided(80 * GIB, 100, GEMMA, rows) == Division(100, (100,)), "never more than the first group has"
+    assert divided(80 * GIB, 4 * 4096, GEMMA, rows) == filled(GEMMA, (16384, rows.tokens(WINDOW, 4)))
+    assert divided(80 * GIB, 100, GEMMA, rows) == filled(GEMMA, (100, 100)), "never more than the first group has"
 
 
 @pytest.mark.parametrize("room", [GIB // 8, GIB // 2, GIB])
 def test_little_memory_never_holds_less_than_one_group(room: int) -> None:
     """A chunk's pages alone are 640 MiB here."""
     division = divided(room, 32 * LONG, GEMMA, gemma_rows())
-    assert division.tokens >= room // GEMMA.all and taken(division, GEMMA) <= room
+    assert division[0].tokens >= one_pool(room, GEMMA) and taken(division) <= room
 
 
 def test_one_group_takes_what_there_is() -> None:
-    assert divided(1000, 10**6, TokenBytes(8), gemma_rows()) == Division(125)
-    assert divided(1000, 50, TokenBytes(8), gemma_rows()) == Division(50)
+    assert divided(1000, 10**6, (Pool(8),), gemma_rows()) == (Pool(8, tokens=125),)
+    assert divided(1000, 50, (Pool(8),), gemma_rows()) == (Pool(8, tokens=50),)
 
 
 def test_a_models_layers_by_what_the_probe_sees() -> None:
@@ -153,8 +157,8 @@ def test_a_models_layers_by_what_the_probe_sees() -> None:
     )
     probed = probe_target(AutoModelForCausalLM.from_config(config).eval())
     layer = 2 * 2 * 16 * 4
-    assert token_bytes(probed, None, KVFormat(), 200) == TokenBytes(layer, ((Reach(20), 5 * layer),))
-    assert token_bytes(probed, None, KVFormat(), 20) == TokenBytes(6 * layer), "no request is longer than the window"
-    assert token_bytes(probed, None, KVFormat(), 200, grouped=False) == TokenBytes(6 * layer)
+    assert empty_pools(probed, None, KVFormat(), 200) == (Pool(layer), Pool(5 * layer, Reach(20)))
+    assert empty_pools(probed, None, KVFormat(), 20) == (Pool(6 * layer),), "no request is longer than the window"
+    assert empty_pools(probed, None, KVFormat(), 200, grouped=False) == (Pool(6 * layer),)
     head = table_head(tiny_llama())
-    assert token_bytes(probed, head, KVFormat(), 200).first == layer + 2 * 8 * 4
+    assert empty_pools(probed, head, KVFormat(), 200)[0].token_bytes == layer + 2 * 8 * 4
