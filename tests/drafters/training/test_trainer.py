@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.errors import InvalidInputError
 from drafters.base import TargetFacts
-from drafters.eagle3.checkpoint import fresh_eagle3, load_eagle3, save_eagle3
+from drafters.eagle3.checkpoint import fresh_eagle3, load_eagle, save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import TrainingDivergedError
@@ -145,7 +145,7 @@ def test_the_head_learns_and_the_oracle_agrees(target: LlamaForCausalLM, data: T
     assert learned.evaluation["right drafts"] == pytest.approx(learned.tau - 1, abs=1e-6)
     assert "held-out acceptance" in console.file.getvalue() and "right drafts" in console.file.getvalue()  # type: ignore[attr-defined]
     assert all(torch.equal(tensor, target.state_dict()[name]) for name, tensor in before.items())
-    loaded = load_eagle3(result.folder, facts(target), torch.float32, "cpu")
+    loaded = load_eagle(result.folder, facts(target), torch.float32, "cpu")
     assert loaded.spec == SPEC and same(loaded, head)
 
 
