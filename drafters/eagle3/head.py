@@ -9,13 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from attention.errors import InvalidInputError
-from drafters.base import Attend
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.eagle3.spec import Eagle1Spec, Eagle3Spec
 from drafters.errors import HeadMismatchError
-from drafters.loops.base import LoopSize
+from drafters.loops.base import Attend, LoopSize
 from drafters.loops.chain import ChainLoop
-from drafters.loops.chain_passes import EaglePasses
+from drafters.loops.head_passes import EaglePasses
 from drafters.rope import Rotary, rotate
 from drafters.vocab import check_offsets, identity_offsets, ids_of, offsets_of
 

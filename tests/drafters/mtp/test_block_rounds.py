@@ -19,7 +19,7 @@ import attention.recurrence.runner
 import specdec.loading.memory
 import specdec.loading.states
 from attention.recurrence.functions import REFERENCE
-from drafters.loops.chain_passes import MtpPasses
+from drafters.loops.head_passes import MtpPasses
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.head import MtpStack
 from drafters.mtp.spec import mtp_target
