@@ -14,7 +14,7 @@ import torch
 
 from attention.errors import InvalidInputError
 from drafters.base import TargetFacts
-from drafters.checkpoints.config_fields import Field, HeadReport, check_tensors, lookup, unread_fields
+from drafters.checkpoints.config_fields import HeadReport, ResolvedField, check_tensors, lookup, unread_fields
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
 from drafters.checkpoints.tensor_files import CheckpointFolder, filled, locate, open_folder, read_json, write_tensors
 from drafters.eagle3.formats import AUX_KEYS, flattened, format_of
@@ -46,7 +46,7 @@ class _Opened:
     layout: str
     names: Mapping[str, str]
     spec: Eagle3Spec
-    fields: tuple[Field, ...]
+    fields: tuple[ResolvedField, ...]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors, by parameter."""
@@ -207,7 +207,7 @@ def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides
     nested = () if written.layer_config is None else (f"{written.layer_config}.{key}" for key in KEYS)
     chosen = found.layout is Layout.EAGLE1 or overrides.aux_layers is not None
     fields += unread_fields(config, {*KEYS, *nested}, layers_are_chosen=chosen)
-    fields += tuple(Field(name, ", ".join(own), reason) for name, (own, reason) in ignored.items() if own)
+    fields += tuple(ResolvedField(name, ", ".join(own), reason) for name, (own, reason) in ignored.items() if own)
     return _Opened(folder, f"{kind} layout", names, spec, fields)
 
 

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from drafters.base import FINAL_NORM
-from drafters.checkpoints.config_fields import Config, Field, PlacedConfig, lookup, place_of, read
+from drafters.checkpoints.config_fields import Config, PlacedConfig, ResolvedField, lookup, place_of, read
 from drafters.eagle3.overrides import AUX_LAYERS, KEYS, NESTED_AUX_LAYERS, TARGET_LAYERS, USE_AUX, Eagle3Overrides
 from drafters.eagle3.spec import default_aux_layers
 from drafters.errors import HeadLoadError, HeadMismatchError
@@ -185,7 +185,9 @@ Source: sgl-project/sglang 0.5.23, models/deepseek_v2.py, glm4_moe_lite.py (set_
 """
 
 
-def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrides, model_type: str = "") -> Field:
+def resolve_aux_layers(
+    config: Config, num_layers: int, overrides: Eagle3Overrides, model_type: str = ""
+) -> ResolvedField:
     """Aux layers. Nested ids name the layer whose output is meant: aux layer = id + 1;
     unless the largest id is the number of layers, or the target is one of `_DEEPSEEK`: then, like top-level ids, they
     are aux layers already.
@@ -197,12 +199,12 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
         HeadMismatchError: a layer that the target does not have.
     """
     if overrides.aux_layers is not None:
-        field = Field("aux_layers", overrides.aux_layers, "chosen by the user")
+        field = ResolvedField("aux_layers", overrides.aux_layers, "chosen by the user")
         _check_aux_layers(config, field, num_layers)
         return field
     used = read(config, "use_aux_hidden_state", bool, *USE_AUX, default=True)
     if not used.value:  # before the list, which NVIDIA ModelOpt writes as [] in this case
-        return Field("aux_layers", (FINAL_NORM,), used.source)
+        return ResolvedField("aux_layers", (FINAL_NORM,), used.source)
     listed = _listed_layers(config, num_layers, model_type)
     if len(set(listed.values())) > 1:
         raise HeadLoadError(
@@ -210,9 +212,9 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
             '{"aux_layers": […]}'
         )
     if listed:
-        field = Field("aux_layers", next(iter(listed.values())), "config " + ", ".join(listed))
+        field = ResolvedField("aux_layers", next(iter(listed.values())), "config " + ", ".join(listed))
     else:
-        field = Field("aux_layers", default_aux_layers(num_layers), "default 2, N//2, N-3")
+        field = ResolvedField("aux_layers", default_aux_layers(num_layers), "default 2, N//2, N-3")
     _check_aux_layers(config, field, num_layers)
     return field
 
@@ -241,7 +243,7 @@ def _listed_layers(config: Config, num_layers: int, model_type: str) -> dict[str
     return listed
 
 
-def _check_aux_layers(config: Config, field: Field, num_layers: int) -> None:
+def _check_aux_layers(config: Config, field: ResolvedField, num_layers: int) -> None:
     if max(field.value) > num_layers:
         raise HeadMismatchError(f"the head reads aux layers {field.value}, this target has {num_layers} layers")
     count = lookup(config, "num_aux_hidden_states")

@@ -129,7 +129,7 @@ VERDICT = (
 
 
 @dataclass(frozen=True)
-class Place:
+class Difference:
     """The first place where two answers to one question differ.
 
     Attributes:
@@ -144,7 +144,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Divergence(Place):
+class Divergence(Difference):
     """Such a place, judged.
 
     Attributes:
@@ -160,16 +160,16 @@ class Divergence(Place):
     allowed: bool
 
 
-def first_difference(alone: Answer, speculative: Answer) -> Place | None:
+def first_difference(alone: Answer, speculative: Answer) -> Difference | None:
     """The first turn and token in which two answers differ, or None."""
     for turn, pair in enumerate(zip(alone.token_ids, speculative.token_ids, strict=True)):
         for position, (left, right) in enumerate(zip_longest(*pair)):
             if left != right:
-                return Place(turn, position, left, right)
+                return Difference(turn, position, left, right)
     return None
 
 
-Case = tuple[Question, Answer, Place]
+Case = tuple[Question, Answer, Difference]
 """A question, the target's own answer, and where the other one differs."""
 
 
@@ -181,7 +181,7 @@ def judge(worker: Worker, arm: Configuration, asking: Asking, cases: Sequence[Ca
 
 
 def _verdict(
-    model: Any, replay: Replay, arm: Configuration, asking: Asking, question: Question, alone: Answer, place: Place
+    model: Any, replay: Replay, arm: Configuration, asking: Asking, question: Question, alone: Answer, place: Difference
 ) -> Divergence:
     """Replay the common prefix of a divergence."""
     before = [turn.text for turn in alone.turns[: place.turn]]
