@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from attention.spec import AttentionSpec
 from benchmarks.sweep_configs import VOCAB, Case, tiny_config
-from drafters.base import Attend
-from drafters.loops.base import LoopSize
+from drafters.loops.base import Attend, LoopSize
 from drafters.loops.chain import ChainLoop
 from specdec.errors import ModelLoadError
 from specdec.loading.targets import auto_class

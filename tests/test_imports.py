@@ -111,7 +111,6 @@ ROOMS = [
     "drafters/errors.py",
     "drafters/rope.py",
     "drafters/vocab.py",
-    "drafters/attend.py",
     "drafters/loops/lengths.py",
     "drafters/loops/base.py",
     "drafters/base.py",

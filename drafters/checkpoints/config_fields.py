@@ -52,6 +52,24 @@ class Reported(Protocol):
     checkpoint_report: HeadReport | None
 
 
+class PlacedConfig(dict[str, Any]):
+    """A configuration whose values lie elsewhere in the file, or not in it.
+
+    origins: by key (dotted where a nested key has one of its own), where its value is from, for reports.
+    """
+
+    def __init__(self, config: Config, origins: Mapping[str, str]) -> None:
+        super().__init__(config)
+        self.origins = origins
+
+
+def place_of(config: Config, key: str) -> str:
+    """Where the value of a dotted key is from, as reports say it: the key, or its origin."""
+    origins = config.origins if isinstance(config, PlacedConfig) else {}
+    first, dot, rest = key.partition(".")
+    return origins.get(key) or origins.get(first, first) + dot + rest
+
+
 def lookup(config: Config, key: str) -> Any:
     """Value of a dotted key ("eagle_config.norm_before_fc"), None when it or a parent is absent or null."""
     value: Any = config
@@ -80,7 +98,7 @@ def read(
     values = [_typed(key, value, kind) for key, value in found.items()]
     if any(value != values[0] for value in values):
         raise HeadLoadError(f"config.json contradicts itself about {name}: {found}")
-    return ResolvedField(name, values[0], "config " + ", ".join(found))
+    return ResolvedField(name, values[0], "config " + ", ".join(place_of(config, key) for key in found))
 
 
 def _typed(key: str, value: Any, kind: type) -> Any:
@@ -215,7 +233,7 @@ def resolve_rope(config: Config, first_position: int = 0) -> ResolvedField:
         raise HeadLoadError(f"config.json contradicts itself about RoPE: {spellings}")
     kind, scaling = next(iter(scalings.values()), ("default", ()))
     spec = RopeSpec(theta.value, kind, positions.value, scaling, first_position)
-    source = "config " + ", ".join(scalings) if scalings else "default"
+    source = "config " + ", ".join(place_of(config, key) for key in scalings) if scalings else "default"
     if any(value.get("mrope_section") for value in spellings.values()):
         source += " (mrope: of text all three positions are one)"
     return ResolvedField("rope", spec, f"theta: {theta.source}; type: {source}")
@@ -283,4 +301,5 @@ def resolve_windows(config: Config, num_layers: int) -> list[ResolvedField]:
             ResolvedField("windowed_layers", (), "no layer_types with a window"),
             ResolvedField("window", None, "no such layer"),
         ]
-    return [ResolvedField("windowed_layers", near, "config layer_types"), read(config, "window", int, "sliding_window")]
+    source = f"config {place_of(config, 'layer_types')}"
+    return [ResolvedField("windowed_layers", near, source), read(config, "window", int, "sliding_window")]

@@ -6,8 +6,7 @@ in the meaning of aux layer ids, and in default values.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from drafters.base import FINAL_NORM
-from drafters.checkpoints.config_fields import Config, ResolvedField, lookup, read
+from drafters.checkpoints.config_fields import Config, PlacedConfig, ResolvedField, lookup, place_of, read
 from drafters.eagle3.overrides import AUX_LAYERS, KEYS, NESTED_AUX_LAYERS, TARGET_LAYERS, USE_AUX, Eagle3Overrides
 from drafters.eagle3.spec import default_aux_layers
 from drafters.errors import HeadLoadError, HeadMismatchError
@@ -110,9 +109,6 @@ SPECULATORS = Format(
 )
 """Source: vllm-project/speculators 0.9, speculators/models/eagle3/config.py, core.py (position_ids = 1 + arange)."""
 
-_CONFIG_KEY = re.compile(r"(?<=config )[\w.]+|(?<=, )[\w.]+")
-"""A key in a source, as `drafters.checkpoints.config_fields.read` writes them: "config rope_theta, …"."""
-
 FORMATS = (SPECULATORS, DEEPSPEC, ANGELSLIM, MODELOPT, SPECFORGE, SAFEAILAB)
 """In the order in which they are recognised; the last has no distinguishing marks."""
 
@@ -134,32 +130,8 @@ def target_named_by(config: Config) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-@dataclass(frozen=True)
-class FlatConfig:
-    """A head's configuration with all keys at the top.
-
-    Attributes:
-        config: the keys. origins: the path of a key in the file, or its source, if that differs from its name.
-        format: who wrote it.
-    """
-
-    config: dict[str, Any]
-    origins: Mapping[str, str]
-    format: Format
-
-    def located(self, fields: Iterable[ResolvedField], given: Iterable[str] = ()) -> tuple[ResolvedField, ...]:
-        """Resolved fields whose sources name places in the file; `given`: keys that are a user's, not the file's."""
-        own = {key.split(".")[0] for key in given}
-
-        def place(word: re.Match[str]) -> str:
-            first, dot, rest = word[0].partition(".")
-            return word[0] if first in own or first not in self.origins else self.origins[first] + dot + rest
-
-        return tuple(ResolvedField(f.name, f.value, _CONFIG_KEY.sub(place, f.source)) for f in fields)
-
-
-def flattened(config: Config) -> FlatConfig:
-    """A head's config.json with the decoder layer's own object, if it has one, completed and laid at the top.
+def flattened(config: Config) -> PlacedConfig:
+    """A head's config.json with all keys at the top: the decoder layer's own object, if it has one, completed.
 
     Raises:
         HeadLoadError: that object is missing, contradicts the keys at the top, or is invalid for its model_type.
@@ -175,7 +147,7 @@ def flattened(config: Config) -> FlatConfig:
         if flat.get(key) is None:
             flat[key] = value
             origins[key] = f"{key} (absent: {note})"
-    return FlatConfig(flat, origins, found)
+    return PlacedConfig(flat, origins)
 
 
 def _completed(config: Config, found: Format) -> tuple[dict[str, Any], dict[str, str]]:
@@ -265,7 +237,9 @@ def _listed_layers(config: Config, num_layers: int, model_type: str) -> dict[str
             meaning = NUMBERS  # no layer has the number num_layers
         elif key == NESTED_AUX_LAYERS and model_type in _DEEPSEEK and ids[0] != 1 and not lookup(config, AUX_LAYERS):
             meaning, note = NUMBERS, f", as SGLang does for {model_type}"
-        listed[f"{key} (read as {meaning}{note})"] = tuple(i + 1 for i in ids) if meaning == OUTPUTS else tuple(ids)
+        listed[f"{place_of(config, key)} (read as {meaning}{note})"] = (
+            tuple(i + 1 for i in ids) if meaning == OUTPUTS else tuple(ids)
+        )
     return listed
 
 

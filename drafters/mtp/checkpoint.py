@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from drafters.checkpoints.config_fields import HeadReport, ResolvedField, by_presence, check_tensors, lookup
 from drafters.checkpoints.layouts import Layout, layout_of_folder
-from drafters.checkpoints.tensor_files import CheckpointFolder, filled, open_folder
+from drafters.checkpoints.tensor_files import CheckpointFolder, filled, open_folder, write_tensors
 from drafters.errors import HeadLoadError
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.formats import (
@@ -162,9 +160,7 @@ def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
     config.dtype = head.eh_proj.weight.dtype  # of these tensors; the target's may be another
     folder = Path(folder)
     config.save_pretrained(folder)
-    partial = folder / "model.safetensors.partial"
-    save_file(weights, partial, metadata={"format": "pt"})
-    os.replace(partial, folder / "model.safetensors")  # last: a folder with weights is complete
+    write_tensors(folder, weights)
     return folder
 
 

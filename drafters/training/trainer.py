@@ -23,13 +23,13 @@ from drafters.training.state import (
     Learner,
     Measurement,
     Run,
+    TrainConfig,
     checkpoints,
     keep_evaluation,
     kept_evaluation,
     restore,
     save_checkpoint,
 )
-from drafters.training.train_config import TrainConfig
 
 
 class TrainingDisplay(Progress):

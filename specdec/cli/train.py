@@ -121,7 +121,7 @@ def _run(options: Options, family: str, chosen: dict[str, Any]) -> None:
     from rich.console import Console
 
     from drafters.training.data import read_questions
-    from drafters.training.train_config import TrainConfig
+    from drafters.training.state import TrainConfig
     from specdec.extensions.training.run import plan_training
     from specdec.extensions.training.run_folder import AnswerLimits, answer_prepared, prepare_questions
     from specdec.model import SpeculativeModel

@@ -226,7 +226,7 @@ class Scheduler:
         longest: see `RowTable`.
 
         At the first M - 1 positions a request is too short for the later ones of M > 1 modules
-        (`drafters.loops.modules`).
+        (`drafters.loops.chain`).
         """
         allowed = num_drafts_allowed(drafts, longest, positions, limit - positions - 1)
         if self._num_modules == 1:

@@ -22,8 +22,8 @@ from attention.batch.metadata import BatchSection, CommonAttentionMetadata
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from attention.staging import A, Section, Staged, array
-from drafters.base import Attend, Head
-from drafters.loops.base import Choose, Draft, DraftInput, DraftLoop, GraphLoop, LoopSize, paged_attend
+from drafters.base import Head
+from drafters.loops.base import Attend, Choose, Draft, DraftInput, DraftLoop, GraphLoop, LoopSize, paged_attend
 from specdec.errors import HeadLoadError, InvalidInputError
 from specdec.execution.graphs import GraphExecutor
 from specdec.loading.cuda_graphs import choose_graphs

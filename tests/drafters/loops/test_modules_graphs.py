@@ -15,13 +15,13 @@ import torch
 from fakes import backend_of_ours, count_calls, free_everywhere, launch_ahead, random_prompts
 from torch._dynamo.backends.debugging import aot_eager
 
-import drafters.loops.module_arrays
+import drafters.loops.prefill
 import specdec.execution.ragged
 import specdec.rounds.fixed
 from attention.batch.host import HostBatch
 from drafters.loops.base import CarriedRows, FixedPrefill
-from drafters.loops.module_arrays import rows_before, shifted_batch
-from drafters.loops.module_passes import FixedModules
+from drafters.loops.fixed_forms import FixedModules
+from drafters.loops.prefill import rows_before, shifted_batch
 from specdec.compiler.compiling import compiler_settings
 from specdec.engine.launcher import Launcher
 from specdec.execution.graphs import GraphExecutor
@@ -150,7 +150,7 @@ def test_pages_of_other_requests(
     drafted = compared(graphed, SHARED, again)
     assert drafted and [ours for ours, _ in drafted] == [oracle for _, oracle in drafted]
     assert graphed.engine_stats.cached_tokens > 100
-    monkeypatch.setattr(drafters.loops.module_arrays, "shifted_batch", lambda m, *place: shifted_batch(m, *place[:4]))
+    monkeypatch.setattr(drafters.loops.prefill, "shifted_batch", lambda m, *place: shifted_batch(m, *place[:4]))
     graphed.refresh()
     assert any(ours != oracle for ours, oracle in compared(graphed, SHARED, graphed.generate(SHARED, GREEDY)))
 
@@ -343,14 +343,14 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what is carried is not updated": (FixedModules, "prefill", altered_prefill(_same, keep=True)),
     "what is carried is another module's": (FixedModules, "prefill", altered_prefill(_other_module)),
     "all requests carry in one place": (FixedModules, "prefill", altered_prefill(_one_slot)),
-    "rows read their own output": (drafters.loops.module_arrays, "rows_before", _row_itself),
-    "rows carry a neighbour's": (drafters.loops.module_arrays, "rows_before", _wrong_first),
+    "rows read their own output": (drafters.loops.prefill, "rows_before", _row_itself),
+    "rows carry a neighbour's": (drafters.loops.prefill, "rows_before", _wrong_first),
     "a pass stands where the one before does": (
-        drafters.loops.module_arrays,
+        drafters.loops.prefill,
         "shifted_batch",
         _not_shifted,
     ),
-    "rows that do not exist are the first ones": (drafters.loops.module_arrays, "shifted_batch", _not_split),
+    "rows that do not exist are the first ones": (drafters.loops.prefill, "shifted_batch", _not_split),
 }
 
 

@@ -18,7 +18,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import attention.recurrence.functions
 import attention.recurrence.runner
 from attention.recurrence.functions import REFERENCE
-from drafters.loops.chain_passes import MtpPasses
+from drafters.loops.head_passes import MtpPasses
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.head import MtpStack
 from drafters.mtp.spec import mtp_target

@@ -17,10 +17,10 @@ from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.errors import HeadLoadError
-from drafters.loops.base import Draft
-from drafters.loops.chain_arrays import DevicePass
-from drafters.loops.module_arrays import module_batch, module_rows, module_step
-from drafters.loops.modules import draft_modules, module_prefill
+from drafters.loops.base import Draft, DraftingRows
+from drafters.loops.chain import DraftInputs, run_prefill, run_steps
+from drafters.loops.prefill import DevicePass, module_batch, module_rows
+from drafters.loops.steps import step_arrays
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.head import MtpStack
 from drafters.mtp.spec import mtp_target
@@ -68,12 +68,12 @@ class Rows:
         for rows in module_rows(first, lens, self.stack.num_modules):
             own, sources, last = (torch.from_numpy(x) for x in (rows.tokens, rows.sources, rows.last_row))
             passes.append(DevicePass(tokens[own], sources, last, metadata=staged(module_batch(rows, TABLE, PAGE_SIZE))))
-        self.carried = module_prefill(self.stack, self.runner, aux_hidden_states[shuffled], passes, self.carried)
-        steps = [
-            staged(module_step(s, np.array(stop), np.array(num_drafts), TABLE, PAGE_SIZE, self.stack.num_modules))
-            for s in range(1, max(num_drafts))
-        ]
-        return draft_modules(self.stack, self.runner, self.carried, steps, greedy)
+        modules = self.stack.mtp_modules
+        last = run_prefill(modules, self.runner, aux_hidden_states[shuffled], passes, self.carried)
+        self.carried = torch.stack(last)
+        drafting = DraftingRows(np.array(stop), np.array(num_drafts), TABLE, PAGE_SIZE)
+        steps = tuple(staged(batch) for batch in step_arrays(drafting, len(modules)).batches)
+        return run_steps(modules, self.runner, last, DraftInputs(None, 2, tuple(passes), steps), greedy)
 
     @torch.no_grad()
     def oracle(self, stop: list[int], num_drafts: list[int]) -> list[list[int]]:

@@ -23,7 +23,7 @@ from drafters.mtp.checkpoint import load_mtp, save_mtp
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.spec import mtp_target
 from drafters.training.data import AnswerSet, answer_set
-from drafters.training.train_config import TrainConfig
+from drafters.training.state import TrainConfig
 from drafters.training.trainer import TrainResult
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError

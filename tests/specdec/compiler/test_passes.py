@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor
 from torch._inductor.decomposition import select_decomp_table
 
-from drafters.loops.chain_passes import EaglePasses
+from drafters.loops.head_passes import EaglePasses
 from drafters.rope import rotate as rotate_in_float32
 from specdec.compiler.passes import Rewriting
 from specdec.compiler.siblings import fuse_siblings

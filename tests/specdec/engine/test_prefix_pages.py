@@ -22,7 +22,7 @@ from attention.cache.shared import SharedPages
 from attention.errors import InvariantError
 from attention.spec import Reach
 from drafters.loops.base import DraftingRows, DraftInput
-from drafters.loops.chain_arrays import accepted_rows
+from drafters.loops.prefill import accepted_rows
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.engine import Engine
