@@ -79,9 +79,9 @@ def greedy_by_hand(model: Any, prompt: list[int], new: int) -> list[int]:
     [
         ("eagle3", SHORT_OF_PAGES),
         *(pytest.param(name, SHORT_OF_PAGES, marks=pytest.mark.slow) for name in DRAFTERS[1:]),
-        pytest.param("eagle3", {}, marks=pytest.mark.slow),
-        *(pytest.param(n, {"max_num_batched_tokens": 12}, marks=pytest.mark.slow) for n in ("eagle3", "mimo")),
-        pytest.param("deepseek_v3", {"max_num_batched_tokens": 12}, marks=pytest.mark.long),
+        pytest.param("eagle3", {}, marks=pytest.mark.long),
+        pytest.param("mimo", {"max_num_batched_tokens": 12}, marks=pytest.mark.slow),
+        *(pytest.param(n, {"max_num_batched_tokens": 12}, marks=pytest.mark.long) for n in ("eagle3", "deepseek_v3")),
     ],
 )
 @torch.inference_mode()

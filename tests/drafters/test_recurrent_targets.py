@@ -86,7 +86,9 @@ def test_a_checkpoints_own_module_drafts(name: str, drafts: int, tiny_case: Call
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", pytest.param("lfm2", marks=pytest.mark.slow), "mamba2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", *(pytest.param(n, marks=pytest.mark.long) for n in ("nemotron_h", "lfm2")), "mamba2"]
+)
 @torch.inference_mode()
 def test_an_eagle3_head_reads_true_states(name: str) -> None:
     model = tiny_hybrid(name)

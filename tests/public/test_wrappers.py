@@ -98,7 +98,7 @@ def test_prompts_of_a_wrapper_are_read_again_after_preemption(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("glm4v", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("glm4v", marks=pytest.mark.long)])
 def test_positions_of_an_earlier_image_do_not_reach_later_texts(name: str, tmp_path: Path) -> None:
     """These models keep `rope_deltas` of the last image that their own `generate` read."""
     wrapper = write(name, tmp_path)

@@ -165,7 +165,7 @@ def drafts_accepted(head: Eagle3Head, target: LlamaForCausalLM, data: TrainingDa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("calls", [4, 11])
+@pytest.mark.parametrize("calls", [pytest.param(4, marks=pytest.mark.long), 11])
 def test_a_killed_run_goes_on_with_the_same_result(
     target: LlamaForCausalLM, data: TrainingData, tmp_path: Path, calls: int
 ) -> None:

@@ -77,7 +77,7 @@ def differing(make: Callable[[Any], Any] = table_head, chunk: int = CHUNK, **opt
 @pytest.mark.parametrize(
     ("chunk", "options"),
     [
-        (CHUNK, {}),
+        pytest.param(CHUNK, {}, marks=pytest.mark.long),
         # Up to three chunks in a verification, and preemption.
         (4, {"num_speculative_tokens": 5, "kv_cache_tokens": 88}),
         pytest.param(

@@ -52,7 +52,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 }
 SAMPLED = [not own.greedy for own in PARAMS]
 DRAWN = ("probabilistic", "greedy")
-USUAL = {"at once": "probabilistic", "chunks": "greedy", "preempted": "probabilistic"}
+USUAL = {"chunks": "greedy", "preempted": "probabilistic"}
 """What `make test` tries of their pairs."""
 Found = list[tuple[Any, ...]]
 

@@ -433,7 +433,7 @@ def emission() -> Emission:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("one_hot", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_emitted_tokens_have_the_targets_distribution(one_hot: bool, emission: Emission) -> None:
     assert emission.p_value("", one_hot) > 1e-3
 

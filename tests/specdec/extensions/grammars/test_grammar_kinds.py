@@ -47,7 +47,7 @@ def test_the_built_in_pairs(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
+@pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("mamba2", marks=pytest.mark.long)])
 def test_targets_with_recurrent_layers(kind: str) -> None:
     """Rejected drafts leave the states of layers and of grammars as they were."""
     target = tiny_hybrid(kind)

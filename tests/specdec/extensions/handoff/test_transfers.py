@@ -80,7 +80,7 @@ def eagle3(**options: Any) -> Any:
     [
         ({}, {"kv_cache_tokens": 232, "max_num_seqs": 2, "max_num_batched_tokens": 12}),
         ({"kv_cache_layout": "HND", "enable_prefix_caching": True}, {}),
-        ({"num_speculative_tokens": 0}, {}),
+        pytest.param({"num_speculative_tokens": 0}, {}, marks=pytest.mark.long),
         ({"kv_cache_dtype": "fp8", "kv_cache_scales": [(0.05, 0.03)] * 4, "draft_sampling": "greedy"}, {}),
     ],
     ids=["other sizes", "HND, prefixes", "no drafts", "fp8"],
