@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
-from attention.transport.region_tables import Bound, Descriptors, RankTable, Segment, merged
+from attention.transport.region_tables import Bound, CopyRange, Descriptors, RankTable, merged
 from attention.transport.transports import Blocks, ReadPlan, synchronize
 
 _PROMPTLY = 2e-4
@@ -38,7 +38,7 @@ class _Peer:
     """A rank of a source that was added: its agent's name, and the prepared lists of both sides in one order."""
 
     agent: str
-    segments: tuple[Segment, ...]
+    segments: tuple[CopyRange, ...]
     local: Descriptors
     remote: Descriptors
     local_list: Any
@@ -118,7 +118,7 @@ class NixlTransport:
                 failed = error  # other ranks may be writing already: raised once none is
             return NixlRead(self, self._agent, handles, plan, self._bounds, self._lock, failed)
 
-    def _peer(self, plan: ReadPlan, rank: RankTable, segments: tuple[Segment, ...]) -> _Peer:
+    def _peer(self, plan: ReadPlan, rank: RankTable, segments: tuple[CopyRange, ...]) -> _Peer:
         key = (plan.source.engine, rank.rank)
         known = self._peers.get(key)
         if known is not None and known.segments == segments:

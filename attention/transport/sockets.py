@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
-from attention.transport.region_tables import Bound, Segment
+from attention.transport.region_tables import Bound, CopyRange
 from attention.transport.transports import Granting, ReadPlan, put, synchronize, taken
 
 _LONGEST_LINE = 2**24
@@ -171,7 +171,7 @@ class SocketRead:
                 raise TransferError(f"{peer_name} answers what is no answer: {error}") from error
         synchronize([bound.bytes for bound in self._bounds[:1]])
 
-    def _read_rank(self, peer: socket.socket, segments: Sequence[Segment], deadline: float) -> None:
+    def _read_rank(self, peer: socket.socket, segments: Sequence[CopyRange], deadline: float) -> None:
         plan, bounds = self._plan, self._bounds
         segments = [s for s in segments if plan.local_blocks[bounds[s.local].region.group]]  # a group may have none
         question = {

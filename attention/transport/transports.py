@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from attention.errors import TransferError, TransferTimeoutError
-from attention.transport.region_tables import Bound, EngineTable, RankTable, Segment
+from attention.transport.region_tables import Bound, CopyRange, EngineTable, RankTable
 
 Blocks = Mapping[str, Sequence[int]]
 """Page numbers by cache group, in the order of a request's tokens."""
@@ -29,11 +29,11 @@ class ReadPlan:
     source: EngineTable
     lease: str
     local: RankTable
-    segments: tuple[Segment, ...]
+    segments: tuple[CopyRange, ...]
     remote_blocks: Blocks
     local_blocks: Blocks
 
-    def of_rank(self, rank: int) -> tuple[Segment, ...]:
+    def of_rank(self, rank: int) -> tuple[CopyRange, ...]:
         """The segments that one rank of the source serves."""
         return tuple(segment for segment in self.segments if segment.rank == rank)
 
@@ -195,7 +195,7 @@ def taken(blocks: torch.Tensor, numbers: Sequence[int], offset: int, length: int
     return _wide(blocks[:, offset : offset + length]).index_select(0, index).view(torch.uint8)
 
 
-def put(blocks: torch.Tensor, numbers: Sequence[int], segment: Segment, piece: torch.Tensor) -> None:
+def put(blocks: torch.Tensor, numbers: Sequence[int], segment: CopyRange, piece: torch.Tensor) -> None:
     """Write [n, length] bytes to their place in some blocks of a local region."""
     index = torch.tensor(list(numbers), dtype=torch.int64, device=blocks.device)
     start = segment.local_offset

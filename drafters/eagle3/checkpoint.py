@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from attention.errors import InvalidInputError
 from drafters.base import TargetFacts
-from drafters.checkpoints.config_fields import Field, HeadReport, check_tensors, lookup, unread_fields
+from drafters.checkpoints.config_fields import HeadReport, ResolvedField, check_tensors, lookup, unread_fields
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
 from drafters.checkpoints.tensor_files import CheckpointFolder, filled, locate, open_folder, read_json
 from drafters.eagle3.formats import AUX_KEYS, flattened, format_of
@@ -34,14 +34,14 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True)
-class Opened(Generic[S]):
+class ResolvedCheckpoint(Generic[S]):
     """A head's folder resolved against a target, nothing loaded yet; names: parameter -> in the files."""
 
     folder: CheckpointFolder
     layout: str
     names: Mapping[str, str]
     spec: S
-    fields: tuple[Field, ...]
+    fields: tuple[ResolvedField, ...]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors, by parameter."""
@@ -172,13 +172,13 @@ def open_head(path: str | Path) -> HeadFolder:
     return HeadFolder(folder, layout, list(short), stray)
 
 
-def ignored_field(stray: list[str]) -> tuple[Field, ...]:
+def ignored_field(stray: list[str]) -> tuple[ResolvedField, ...]:
     """The report's field about rotary buffers."""
     reason = "rotary buffers: they follow from the configuration"
-    return (Field("ignored tensors", ", ".join(stray), reason),) if stray else ()
+    return (ResolvedField("ignored tensors", ", ".join(stray), reason),) if stray else ()
 
 
-def unread_keys(folder: CheckpointFolder, overrides: Eagle3Overrides) -> tuple[Field, ...]:
+def unread_keys(folder: CheckpointFolder, overrides: Eagle3Overrides) -> tuple[ResolvedField, ...]:
     """The report's fields about keys of config.json that decide nothing; see `drafters.checkpoints.config_fields`.
 
     Raises:
@@ -189,7 +189,7 @@ def unread_keys(folder: CheckpointFolder, overrides: Eagle3Overrides) -> tuple[F
     return unread_fields(folder.config, {*KEYS, *nested}, layers_are_chosen=overrides.aux_layers is not None)
 
 
-def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> Opened[Eagle3Spec]:
+def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> ResolvedCheckpoint[Eagle3Spec]:
     folder, layout, short, stray = open_head(path)
     require(layout, Layout.EAGLE3, folder.config, short)
     files = folder.tensors
@@ -205,7 +205,7 @@ def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> 
     except (HeadLoadError, InvalidInputError) as error:
         raise HeadLoadError(f"{folder.path}: {error}") from error
     kind = f"EAGLE-3, {format_of(folder.config).name} layout"
-    opened = Opened(folder, kind, names, spec, (*fields, *ignored_field(stray)))
+    opened = ResolvedCheckpoint(folder, kind, names, spec, (*fields, *ignored_field(stray)))
     _check_shapes(opened)
     return opened
 
@@ -221,7 +221,7 @@ def target_vocab_size(folder: CheckpointFolder, target: TargetFacts, overrides: 
     return padded if lookup(config, "vocab_size") == padded else target.vocab_size
 
 
-def _check_shapes(opened: Opened[Eagle3Spec]) -> None:
+def _check_shapes(opened: ResolvedCheckpoint[Eagle3Spec]) -> None:
     spec = opened.spec
     meta = torch.device("meta")
     embedding = torch.empty(spec.vocab_size, spec.target_hidden_size, device=meta)
@@ -239,7 +239,7 @@ def _check_shapes(opened: Opened[Eagle3Spec]) -> None:
         raise HeadLoadError(f"{opened.folder.path}: {error}") from error
 
 
-def _read_map(opened: Opened[Eagle3Spec], weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+def _read_map(opened: ResolvedCheckpoint[Eagle3Spec], weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     d2t = weights.get("d2t")
     if d2t is None:
         return None

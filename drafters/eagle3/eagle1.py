@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM, Attend, TargetFacts
 from drafters.checkpoints.config_fields import (
-    Field,
     HeadReport,
+    ResolvedField,
     by_presence,
     check_tensors,
     read,
@@ -26,7 +26,7 @@ from drafters.checkpoints.config_fields import (
 )
 from drafters.checkpoints.layouts import Layout, require
 from drafters.checkpoints.tensor_files import CheckpointFolder, filled
-from drafters.eagle3.checkpoint import Opened, ignored_field, open_head, target_vocab_size
+from drafters.eagle3.checkpoint import ResolvedCheckpoint, ignored_field, open_head, target_vocab_size
 from drafters.eagle3.head import PlainLayer, check_shape
 from drafters.eagle3.layout import (
     Shapes,
@@ -181,7 +181,7 @@ def describe_eagle1(path: str | Path, target: TargetFacts, overrides: Eagle3Over
     return _open(path, target, overrides).report
 
 
-def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> Opened[Eagle1Spec]:
+def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> ResolvedCheckpoint[Eagle1Spec]:
     folder, layout, short, stray = open_head(path)
     require(layout, Layout.EAGLE1, folder.config, short)
     if overrides.aux_layers is not None or overrides.feedback is not None:
@@ -206,19 +206,19 @@ def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> 
     ignored = list(ignored_field(stray))
     if unread:
         reason = "the target's embedding is read in its place, as the reference code does"
-        ignored.append(Field("ignored embedding", ", ".join(unread), reason))
+        ignored.append(ResolvedField("ignored embedding", ", ".join(unread), reason))
     fields += (*ignored, *unread_fields(folder.config, KEYS))
-    return Opened(folder, "EAGLE-1/2, SafeAILab layout", own, spec, fields)
+    return ResolvedCheckpoint(folder, "EAGLE-1/2, SafeAILab layout", own, spec, fields)
 
 
 def _resolve(
     folder: CheckpointFolder, shapes: Shapes, target: TargetSizes, overrides: Eagle3Overrides
-) -> tuple[Eagle1Spec, tuple[Field, ...]]:
+) -> tuple[Eagle1Spec, tuple[ResolvedField, ...]]:
     config = overrides.applied(folder.config)
     refuse_unsupported(config)
     layers = resolve_num_layers(config, shapes, target)
 
-    def present(name: str, tensor: str, *keys: str) -> Field:
+    def present(name: str, tensor: str, *keys: str) -> ResolvedField:
         return by_presence(config, name, tensor, tensor in shapes, *keys)
 
     sizes = [field for field in resolve_sizes(config, target) if field.name != "target_hidden_size"]

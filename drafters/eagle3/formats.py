@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from drafters.base import FINAL_NORM
-from drafters.checkpoints.config_fields import Config, Field, lookup, read
+from drafters.checkpoints.config_fields import Config, ResolvedField, lookup, read
 from drafters.eagle3.overrides import AUX_LAYERS, KEYS, NESTED_AUX_LAYERS, TARGET_LAYERS, USE_AUX, Eagle3Overrides
 from drafters.eagle3.spec import default_aux_layers
 from drafters.errors import HeadLoadError, HeadMismatchError
@@ -147,7 +147,7 @@ class FlatConfig:
     origins: Mapping[str, str]
     format: Format
 
-    def located(self, fields: Iterable[Field], given: Iterable[str] = ()) -> tuple[Field, ...]:
+    def located(self, fields: Iterable[ResolvedField], given: Iterable[str] = ()) -> tuple[ResolvedField, ...]:
         """Resolved fields whose sources name places in the file; `given`: keys that are a user's, not the file's."""
         own = {key.split(".")[0] for key in given}
 
@@ -155,7 +155,7 @@ class FlatConfig:
             first, dot, rest = word[0].partition(".")
             return word[0] if first in own or first not in self.origins else self.origins[first] + dot + rest
 
-        return tuple(Field(f.name, f.value, _CONFIG_KEY.sub(place, f.source)) for f in fields)
+        return tuple(ResolvedField(f.name, f.value, _CONFIG_KEY.sub(place, f.source)) for f in fields)
 
 
 def flattened(config: Config) -> FlatConfig:
@@ -213,7 +213,9 @@ Source: sgl-project/sglang 0.5.23, models/deepseek_v2.py, glm4_moe_lite.py (set_
 """
 
 
-def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrides, model_type: str = "") -> Field:
+def resolve_aux_layers(
+    config: Config, num_layers: int, overrides: Eagle3Overrides, model_type: str = ""
+) -> ResolvedField:
     """Aux layers. Nested ids name the layer whose output is meant: aux layer = id + 1;
     unless the largest id is the number of layers, or the target is one of `_DEEPSEEK`: then, like top-level ids, they
     are aux layers already.
@@ -225,12 +227,12 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
         HeadMismatchError: a layer that the target does not have.
     """
     if overrides.aux_layers is not None:
-        field = Field("aux_layers", overrides.aux_layers, "chosen by the user")
+        field = ResolvedField("aux_layers", overrides.aux_layers, "chosen by the user")
         _check_aux_layers(config, field, num_layers)
         return field
     used = read(config, "use_aux_hidden_state", bool, *USE_AUX, default=True)
     if not used.value:  # before the list, which NVIDIA ModelOpt writes as [] in this case
-        return Field("aux_layers", (FINAL_NORM,), used.source)
+        return ResolvedField("aux_layers", (FINAL_NORM,), used.source)
     listed = _listed_layers(config, num_layers, model_type)
     if len(set(listed.values())) > 1:
         raise HeadLoadError(
@@ -238,9 +240,9 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
             '{"aux_layers": […]}'
         )
     if listed:
-        field = Field("aux_layers", next(iter(listed.values())), "config " + ", ".join(listed))
+        field = ResolvedField("aux_layers", next(iter(listed.values())), "config " + ", ".join(listed))
     else:
-        field = Field("aux_layers", default_aux_layers(num_layers), "default 2, N//2, N-3")
+        field = ResolvedField("aux_layers", default_aux_layers(num_layers), "default 2, N//2, N-3")
     _check_aux_layers(config, field, num_layers)
     return field
 
@@ -267,7 +269,7 @@ def _listed_layers(config: Config, num_layers: int, model_type: str) -> dict[str
     return listed
 
 
-def _check_aux_layers(config: Config, field: Field, num_layers: int) -> None:
+def _check_aux_layers(config: Config, field: ResolvedField, num_layers: int) -> None:
     if max(field.value) > num_layers:
         raise HeadMismatchError(f"the head reads aux layers {field.value}, this target has {num_layers} layers")
     count = lookup(config, "num_aux_hidden_states")

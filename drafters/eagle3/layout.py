@@ -13,7 +13,7 @@ from typing import Any
 from attention.errors import InvalidInputError
 from drafters.checkpoints.config_fields import (
     Config,
-    Field,
+    ResolvedField,
     by_presence,
     lookup,
     read,
@@ -92,7 +92,7 @@ def _parameter_name(short: str) -> str:
 
 def resolve_spec(
     config: Config, shapes: Shapes, target: TargetSizes, overrides: Eagle3Overrides
-) -> tuple[Eagle3Spec, tuple[Field, ...]]:
+) -> tuple[Eagle3Spec, tuple[ResolvedField, ...]]:
     """Resolve every field of the spec, with its source. shapes: tensor shapes by canonical name.
 
     Raises:
@@ -162,7 +162,7 @@ def _refuse_deep_fusion(shapes: Shapes) -> None:
         )
 
 
-def resolve_sizes(config: Config, target: TargetSizes) -> list[Field]:
+def resolve_sizes(config: Config, target: TargetSizes) -> list[ResolvedField]:
     """Widths, heads and vocabulary of an EAGLE head, checked against its target.
 
     Raises:
@@ -195,7 +195,7 @@ def resolve_sizes(config: Config, target: TargetSizes) -> list[Field]:
     ]
 
 
-def resolve_num_layers(config: Config, shapes: Shapes, target: TargetSizes) -> Field:
+def resolve_num_layers(config: Config, shapes: Shapes, target: TargetSizes) -> ResolvedField:
     """Decoder layers, counted by their tensors; shapes: by canonical name. Many published heads of one layer have their
     target's config.json with the target's number of layers (SafeAILab's Vicuna heads, AngelSlim's templates).
 
@@ -207,17 +207,17 @@ def resolve_num_layers(config: Config, shapes: Shapes, target: TargetSizes) -> F
     if said.value == stored:
         return said
     if stored == 1 and said.value == target.num_layers:
-        return Field("num_layers", 1, f"tensors (config num_hidden_layers = {said.value} is the target's)")
+        return ResolvedField("num_layers", 1, f"tensors (config num_hidden_layers = {said.value} is the target's)")
     raise HeadLoadError(
         f"config.json says num_hidden_layers = {said.value}, but the checkpoint has tensors of {stored} layer(s)"
     )
 
 
-def _or_other(config: Config, name: str, key: str, other: Field) -> Field:
+def _or_other(config: Config, name: str, key: str, other: ResolvedField) -> ResolvedField:
     return read(config, name, int, key, default=other.value, default_source=f"default: {other.name}")
 
 
-def _vocabulary(config: Config, shapes: Shapes) -> list[Field]:
+def _vocabulary(config: Config, shapes: Shapes) -> list[ResolvedField]:
     # tie_word_embeddings is not read: it is copied from the target's config.json, and the tensor decides.
     has_lm_head = "lm_head.weight" in shapes
     vocab = read(config, "vocab_size", int)
@@ -226,21 +226,21 @@ def _vocabulary(config: Config, shapes: Shapes) -> list[Field]:
         raise HeadLoadError(f"missing: lm_head.weight [{draft.value}, hidden size] (the draft vocabulary is reduced)")
     if not has_lm_head and lookup(config, LM_HEAD_FLAG) is False:
         raise HeadLoadError(f"config.json says {LM_HEAD_FLAG} = False, but the checkpoint has no lm_head.weight")
-    return [draft, _own_embed(shapes), Field("own_lm_head", has_lm_head, _presence("lm_head.weight", shapes))]
+    return [draft, _own_embed(shapes), ResolvedField("own_lm_head", has_lm_head, _presence("lm_head.weight", shapes))]
 
 
-def _own_embed(shapes: Shapes) -> Field:
+def _own_embed(shapes: Shapes) -> ResolvedField:
     own = "embed_tokens.weight" in shapes
     unscaled = "" if own else ": the target's rows, without the factor that some targets (Gemma) multiply them by"
-    return Field("own_embed", own, _presence("embed_tokens.weight", shapes) + unscaled)
+    return ResolvedField("own_embed", own, _presence("embed_tokens.weight", shapes) + unscaled)
 
 
 def _presence(name: str, shapes: Shapes) -> str:
     return f"{name} {'present' if name in shapes else 'absent'}"
 
 
-def _modules(config: Config, shapes: Shapes) -> list[Field]:
-    def present(name: str, tensor: str, *keys: str) -> Field:
+def _modules(config: Config, shapes: Shapes) -> list[ResolvedField]:
+    def present(name: str, tensor: str, *keys: str) -> ResolvedField:
         return by_presence(config, name, tensor, tensor in shapes, *keys)
 
     attention = "midlayer.self_attn."
@@ -258,12 +258,12 @@ def _modules(config: Config, shapes: Shapes) -> list[Field]:
     ]
 
 
-def _feedback(config: Config, overrides: Eagle3Overrides, written: Format) -> Field:
+def _feedback(config: Config, overrides: Eagle3Overrides, written: Format) -> ResolvedField:
     if overrides.feedback is not None:
-        return Field("feedback", overrides.feedback, "chosen by the user")
+        return ResolvedField("feedback", overrides.feedback, "chosen by the user")
     flag = read(config, "norm_output", bool, "norm_output", "eagle_config.norm_output", default=False)
     note = f"; {written.feedback_note}" if flag.value and written.feedback_note else ""
-    return Field("feedback", "post_norm" if flag.value else "pre_norm", flag.source + note)
+    return ResolvedField("feedback", "post_norm" if flag.value else "pre_norm", flag.source + note)
 
 
 def spec_to_config(spec: Eagle3Spec, dtype: str) -> dict[str, Any]:

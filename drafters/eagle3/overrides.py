@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from drafters.checkpoints.config_fields import Config, Field
+from drafters.checkpoints.config_fields import Config, ResolvedField
 from drafters.errors import HeadLoadError
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -95,11 +95,11 @@ class Eagle3Overrides:
             place[last] = value
         return changed
 
-    def marked(self, fields: tuple[Field, ...]) -> tuple[Field, ...]:
+    def marked(self, fields: tuple[ResolvedField, ...]) -> tuple[ResolvedField, ...]:
         """The fields with a word at those that overridden keys decided."""
         given = {key for key, _ in self.config}
         return tuple(
-            Field(f.name, f.value, f"{f.source} (chosen by the user)") if given & _words(f.source) else f
+            ResolvedField(f.name, f.value, f"{f.source} (chosen by the user)") if given & _words(f.source) else f
             for f in fields
         )
 

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -42,18 +41,6 @@ PREDICTION_DEFINITION = (
     "measured time of a round of B rows, on a straight line in K between and beyond the measured K (marked *; level "
     "where the measured times fall with K)."
 )
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One cell of the table; `extrapolated` when K lies beyond what was measured."""
-
-    batch_size: int
-    k: int
-    tokens_per_round: float
-    round_s: float
-    speedup: float
-    extrapolated: bool
 
 
 def expected_tokens(conditional: Sequence[float], k: int) -> float:
@@ -88,25 +75,34 @@ def round_seconds(measured: Mapping[int, float], k: int) -> float:
 
 def predict(
     conditional: Sequence[float], step_times: Mapping[int, Mapping[int, float]], ks: Sequence[int]
-) -> list[Prediction]:
-    """The table. step_times: {batch size: {K: seconds a round}}, with K = 0 in every row."""
+) -> list[Json]:
+    """The table, a cell for each batch size and K; `extrapolated` where K lies beyond what was measured.
+
+    step_times: {batch size: {K: seconds a round}}, with K = 0 in every row.
+    """
     table = []
     for batch_size, measured in sorted(step_times.items()):
         for k in ks:
             tokens, seconds = expected_tokens(conditional, k), round_seconds(measured, k)
-            speedup = tokens * measured[0] / seconds if seconds > 0 else float("nan")
-            beyond = k > len(conditional) or k > max(measured)
-            table.append(Prediction(batch_size, k, tokens, seconds, speedup, beyond))
+            cell = {
+                "batch_size": batch_size,
+                "k": k,
+                "tokens_per_round": tokens,
+                "round_s": seconds,
+                "speedup": tokens * measured[0] / seconds if seconds > 0 else float("nan"),
+                "extrapolated": k > len(conditional) or k > max(measured),
+            }
+            table.append(cell)
     return table
 
 
-def best(table: Sequence[Prediction]) -> dict[int, Prediction]:
+def best(table: Sequence[Json]) -> Json:
     """The fastest cell of each batch size within what was measured; none when no K there is faster than K = 0."""
-    fastest: dict[int, Prediction] = {}
+    fastest: Json = {}
     for cell in table:
-        rival = fastest.get(cell.batch_size)
-        if not cell.extrapolated and cell.speedup > (rival.speedup if rival else 1.0):
-            fastest[cell.batch_size] = cell
+        rival = fastest.get(str(cell["batch_size"]))
+        if not cell["extrapolated"] and cell["speedup"] > (rival["speedup"] if rival else 1.0):
+            fastest[str(cell["batch_size"])] = cell
     return fastest
 
 
@@ -213,7 +209,9 @@ def _document(
         "arms": summaries,
         "questions": rows,
         "failures": failures(answers),
-        "not_measured": [arm.name for arm in plan.arms if arm.k and not _drafts(kept[arm.name])],
+        "not_measured": [
+            arm.name for arm in plan.arms if arm.k and not any(r.drafted for a in kept[arm.name] for r in a.rounds)
+        ],
         "worst": _worst(executor, plan, rows),
     }
     if baseline is None:
@@ -261,13 +259,9 @@ def _prediction(executor: Executor, plan: Plan, kept: ByArm, summaries: Sequence
     table = predict(conditional, times, ks)
     return {
         "round_seconds": {str(size): {str(k): s for k, s in row.items()} for size, row in times.items()},
-        "table": [asdict(cell) for cell in table],
-        "best": {str(size): asdict(cell) for size, cell in best(table).items()},
+        "table": table,
+        "best": best(table),
     }
-
-
-def _drafts(answers: Sequence[Answer]) -> int:
-    return sum(record.drafted for answer in answers for record in answer.rounds)
 
 
 def _worst(executor: Executor, plan: Plan, rows: Sequence[Json]) -> list[Json]:
@@ -293,12 +287,3 @@ def _worst(executor: Executor, plan: Plan, rows: Sequence[Json]) -> list[Json]:
         for answer in done
     ]
     return sorted(found, key=lambda entry: (entry["tau"], entry["question_id"]))
-
-
-def without_times(document: Any) -> Any:
-    """The document without its "timing" parts: what two runs of the same settings have in common."""
-    if isinstance(document, dict):
-        return {key: without_times(value) for key, value in document.items() if key != "timing"}
-    if isinstance(document, list):
-        return [without_times(value) for value in document]
-    return document

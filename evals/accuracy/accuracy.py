@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,10 +15,8 @@ from lm_eval.tasks import TaskManager, get_task_dict
 
 from evals.acceptance.acceptance import definitions, sweep
 from evals.acceptance.summary import ByArm, Json, by_arm, summarize
-from evals.accuracy import scoring as paired
 from evals.accuracy.engine_lm import EngineLM, Report
-from evals.accuracy.scoring import check_programs_run
-from evals.data import task_data
+from evals.accuracy.task_functions import check_programs_run, gsm8k
 from evals.data.datasets import digest
 from evals.errors import DataError
 from evals.runs.answers import Answer
@@ -30,6 +29,11 @@ OWN_TASKS = ("specdec_arithmetic", "specdec_humaneval")
 _LOCAL = ("gsm8k", "gsm8k_cot")
 TASKS = Path(__file__).parent / "tasks"
 _KEPT = ("results", "versions", "n-shot", "n-samples", "higher_is_better")
+MCNEMAR = (
+    "McNemar's exact test: two-sided binomial test (p = 1/2) of the questions that exactly one configuration has right."
+)
+INTERVAL = "95% interval of the paired difference of proportions, Agresti and Min (Statistics in Medicine 24, 2005)."
+_Z = 1.959963984540054
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStor
             "seed": plan.seed,
             "prompts_sha256": digest([a.question_id for a in baseline]),
         },
-        "definitions": {**definitions(), "mcnemar": paired.MCNEMAR, "accuracy_interval": paired.INTERVAL},
+        "definitions": {**definitions(), "mcnemar": MCNEMAR, "accuracy_interval": INTERVAL},
         "scores": scores(*results),
         "identical": _identical(baseline, fast),
         "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed)) for arm in plan.arms],
@@ -174,7 +178,7 @@ def _tasks(plan: AccuracyPlan) -> list[Any]:
     if plan.data_dir is None:
         return list(plan.tasks)
     local = [task for task in plan.tasks if task in _LOCAL]
-    members = [{"task": task, "custom_dataset": task_data.gsm8k} for task in local]
+    members = [{"task": task, "custom_dataset": gsm8k} for task in local]
     others: list[Any] = [task for task in plan.tasks if task not in _LOCAL]
     return [*([{"group": "local", "task": members}] if members else []), *others]
 
@@ -197,15 +201,43 @@ def _samples(result: Json) -> dict[tuple[str, str, str], dict[int, bool]]:
 
 
 def scores(alone: Json, fast: Json) -> list[Json]:
-    """Two results on the same questions, for every task, filter and metric: see `paired.paired_accuracy`."""
+    """Two results on the same questions, for every task, filter and metric: see `paired_accuracy`."""
     found, rival = _samples(alone), _samples(fast)
     rows = []
     for key, right in found.items():
         documents = sorted(right)
-        result = paired.paired_accuracy([right[d] for d in documents], [rival[key][d] for d in documents])
-        task, name, metric = key
-        rows.append({"task": task, "filter": name, "metric": metric, **asdict(result)})
+        result = paired_accuracy([right[d] for d in documents], [rival[key][d] for d in documents])
+        rows.append({**dict(zip(("task", "filter", "metric"), key, strict=True)), **result})
     return rows
+
+
+def paired_accuracy(a: Sequence[bool], b: Sequence[bool]) -> Json:
+    """Compare two configurations. a, b: whether each question is right, in the same order, at least one of them.
+
+    Returns:
+        total: questions; right_a, right_b: those that each configuration has right; only_a, only_b: those that it
+        alone has right. difference, low, high: accuracy of b less that of a, and its interval. p_value: McNemar's
+        exact test; None where both have the same questions right.
+    """
+    from scipy.stats import binomtest
+
+    n = len(a)
+    only_a = sum(x and not y for x, y in zip(a, b, strict=True))
+    only_b = sum(y and not x for x, y in zip(a, b, strict=True))
+    centre = (only_b - only_a) / (n + 2)
+    spread = only_a + only_b + 1 - (only_b - only_a) ** 2 / (n + 2)
+    half = _Z * math.sqrt(spread) / (n + 2)
+    return {
+        "total": n,
+        "right_a": sum(a),
+        "right_b": sum(b),
+        "only_a": only_a,
+        "only_b": only_b,
+        "difference": (only_b - only_a) / n,
+        "low": max(centre - half, -1.0),
+        "high": min(centre + half, 1.0),
+        "p_value": float(binomtest(only_b, only_a + only_b, 0.5).pvalue) if only_a + only_b else None,
+    }
 
 
 def _asked(store: RunStore, plan: AccuracyPlan) -> ByArm:
@@ -251,7 +283,7 @@ def grid_document(measured: Sequence[Measured]) -> Json:
         "schema": "specdec.accuracy_grid",
         "schema_version": GRID_SCHEMA_VERSION,
         "provenance": [{"model": m.model, "backend": m.backend, "settings": m.settings} for m in measured],
-        "definitions": {"mcnemar": paired.MCNEMAR, "accuracy_interval": paired.INTERVAL},
+        "definitions": {"mcnemar": MCNEMAR, "accuracy_interval": INTERVAL},
         "rows": [row for m in measured for row in rows_of(m, measured)],
     }
 

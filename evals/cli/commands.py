@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -72,13 +72,17 @@ def acceptance(**options: Any) -> None:
     data = _data(options)
     specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
 
-    def plan(asking: Any) -> Plan:
-        arms = sweep(options["ks"])
-        worst = options["worst"] if options["report"] else 0
-        sizes = options["predict_batch_sizes"]
-        return Plan(data, arms, asking, options["batch_size"], options["warmup"], sizes, worst, options["repeats"])
-
-    _evaluate(options, specs, plan, data)
+    plan = Plan(
+        data,
+        sweep(options["ks"]),
+        shared.make_asking(options),
+        options["batch_size"],
+        options["warmup"],
+        options["predict_batch_sizes"],
+        options["worst"] if options["report"] else 0,
+        options["repeats"],
+    )
+    _evaluate(options, specs, plan)
 
 
 @click.command(
@@ -117,11 +121,7 @@ def compare(a: str, b: str, **options: Any) -> None:
     options["same"] = sides[0] == sides[1]
     names = (a, b) if a != b else (f"{a} (1)", f"{b} (2)")
     arms = tuple(Configuration(name, k, key) for name, key, (_, k) in zip(names, keys, sides, strict=True))
-
-    def plan(asking: Any) -> Plan:
-        return Plan(data, arms, asking, options["batch_size"], options["warmup"])
-
-    _evaluate(options, specs, plan, data)
+    _evaluate(options, specs, Plan(data, arms, shared.make_asking(options), options["batch_size"], options["warmup"]))
 
 
 @click.command(
@@ -158,10 +158,7 @@ def lossless(**options: Any) -> None:
         require("scipy", "eval")
     data = _data(options)
     specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
-
-    def plan(asking: Any) -> Plan:
-        return Plan(data, sweep(options["ks"]), asking, options["batch_size"], warmup=0)
-
+    plan = Plan(data, sweep(options["ks"]), shared.make_asking(options), options["batch_size"], warmup=0)
     with _begun(options, specs, plan) as run:
         document = check(*run, options["mode"], options["samples"], options["sample_prompts"])
     console = make_console()
@@ -212,28 +209,28 @@ def check_outputs(options: Options) -> None:
 
 @contextmanager
 def _begun(
-    options: Options, specs: dict[str, ModelSpec], make_plan: Callable[[Any], Plan]
+    options: Options, specs: dict[str, ModelSpec], plan: Plan
 ) -> Iterator[tuple[Executor, Plan, RunStore, RunProgress]]:
-    """A run of loaded models: its plan, how prompts are sent, its store and its progress bar."""
+    """A run of loaded models: the plan with the chat template decided, its store and its progress bar."""
     from evals.acceptance.acceptance import settings
 
     with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
         facts = executor.facts()
-        plan = make_plan(shared.settle(shared.make_asking(options), facts))
+        plan = replace(plan, asking=shared.settle(plan.asking, facts))
         asked = len(plan.data.questions) * plan.repeats
         with shared.recorded(options["run_dir"], settings(plan, facts), asked, len(plan.arms)) as kept:
             yield executor, plan, *kept
 
 
-def _evaluate(options: Options, specs: dict[str, ModelSpec], make_plan: Callable[[Any], Plan], data: DataSet) -> None:
+def _evaluate(options: Options, specs: dict[str, ModelSpec], plan: Plan) -> None:
     from evals.acceptance.acceptance import run
     from evals.acceptance.summary import FEW
     from evals.report.terminal import print_acceptance
     from specdec.cli.tables import make_console
 
-    if len(data.questions) < FEW:  # their intervals are Student's t
+    if len(plan.data.questions) < FEW:  # their intervals are Student's t
         require("scipy", "eval")
-    with _begun(options, specs, make_plan) as begun:
+    with _begun(options, specs, plan) as begun:
         document = run(*begun)
     console, store = make_console(), begun[2]
     print_acceptance(console, document, options["explain"])
@@ -248,7 +245,8 @@ def _evaluate(options: Options, specs: dict[str, ModelSpec], make_plan: Callable
 
 
 def _write_report(options: Options, document: Json, store: RunStore) -> None:
-    from evals.report import page, spec_bench
+    from evals.report import page
+    from evals.runs.answers import write_spec_bench
     from specdec.run_files import write_atomically
 
     if options["report"] is not None:
@@ -257,9 +255,8 @@ def _write_report(options: Options, document: Json, store: RunStore) -> None:
         arms = [arm["name"] for arm in document["arms"]]
         ids = [row["id"] for row in document["questions"]]
         answers = [store.answers[question_id, arm] for arm in arms for question_id in ids]
-        spec_bench.write(
-            options["spec_bench_dir"], answers, shared.model_name(options, options["draft"]).replace("/", "--")
-        )
+        name = shared.model_name(options, options["draft"]).replace("/", "--")
+        write_spec_bench(options["spec_bench_dir"], answers, name)
 
 
 def end(console: Console, options: Options, document: Json, store: RunStore | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,14 +143,12 @@ def make_asking(options: Mapping[str, Any]) -> Asking:
 
 def settle(asking: Asking, facts: Mapping[str, Mapping[str, Any]]) -> Asking:
     """Turn the template off, with a warning that names the cost, when a model has none."""
-    from dataclasses import replace
-
     from evals.data.datasets import warn_without_template
 
-    if asking.templated and any(one["chat_template_sha256"] is None for one in facts.values()):
-        warn_without_template()
-        return replace(asking, templated=False)
-    return asking
+    if not asking.templated or all(one["chat_template_sha256"] for one in facts.values()):
+        return asking
+    warn_without_template()
+    return replace(asking, templated=False)
 
 
 def model_name(options: Mapping[str, Any], draft: str | None) -> str:
@@ -188,8 +187,7 @@ def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int)
     from evals.runs.executor import RayExecutor, connect
 
     with connect(ray):
-        device = next(iter(specs.values())).options.device
-        executor = RayExecutor(specs, workers=workers, device=None if device is None else str(device))
+        executor = RayExecutor(specs, workers=workers)
         try:
             yield executor
         finally:

@@ -73,7 +73,7 @@ def _sampled(tested: Tested) -> Json:
         "searched": str(found),
         "questions": found.questions,
         "positions": found.positions,
-        "places": [{"name": str(spot), **asdict(spot)} for spot in tested.spots],
+        "places": [{"name": str(spot), **asdict(spot)} for spot in found.spots],
         "arms": [asdict(fit) for fit in tested.fits],
         "verdict": together(fit.verdict for fit in tested.fits),
     }

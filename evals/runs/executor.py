@@ -104,21 +104,21 @@ class RayExecutor:
         specs: Mapping[str, ModelSpec],
         *,
         workers: int = 2,
-        device: str | None = None,
         load: Callable[[ModelSpec], Any] = ModelSpec.load,
     ) -> None:
         """Start the workers and wait until their models are loaded.
 
-        device: as of the specs; every worker of a CUDA device (also None, where the cluster has GPUs) gets one GPU, or
-            as many of one node as its tensor-parallel models have ranks.
+        Every worker of models on a CUDA device (also by default, where the cluster has GPUs) gets one GPU, or as many
+        of one node as its tensor-parallel models have ranks.
 
         Raises:
             WorkerError: the cluster has too few GPUs, a worker does not start, or the workers hold different models.
         """
         import ray
 
-        ranks = max((spec.options.tensor_parallel_size for spec in specs.values()), default=1)
-        gpus = _gpus_per_worker(device, workers, ranks)
+        loading = [spec.options for spec in specs.values()]
+        ranks = max(options.tensor_parallel_size for options in loading)
+        gpus = _gpus_per_worker(loading[0].device, workers, ranks)
         actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=ATTEMPTS - 1)(Worker)
         self._actors = [actor.remote(specs, load) for _ in range(workers)]
         found = self._wait_for([actor.facts.remote() for actor in self._actors])
@@ -168,14 +168,24 @@ class RayExecutor:
 
     def _wait_for(self, references: list[Any]) -> list[Any]:
         import ray
-        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+        from ray.exceptions import GetTimeoutError, RayActorError
 
         try:
-            return list(ray.get(references, timeout=_START_S))
-        except RayTaskError as error:
-            raise WorkerError(f"a worker failed: {error.cause}") from error
+            with _named_failures():
+                return list(ray.get(references, timeout=_START_S))
         except (RayActorError, GetTimeoutError) as error:
             raise WorkerError(f"a worker did not start: {error}") from error
+
+
+@contextmanager
+def _named_failures() -> Iterator[None]:
+    """Raises WorkerError: a call inside raised where it ran."""
+    from ray.exceptions import RayTaskError
+
+    try:
+        yield
+    except RayTaskError as error:
+        raise WorkerError(f"a worker failed: {error.cause}") from error
 
 
 Executor = Worker | RayExecutor
@@ -189,13 +199,12 @@ def _answers(reference: Any, work: Work) -> list[Answer]:
         WorkerError: the call raised, as it would elsewhere.
     """
     import ray
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import RayActorError
 
     try:
-        answers: list[Answer] = ray.get(reference)
-        return answers
-    except RayTaskError as error:
-        raise WorkerError(f"a worker failed: {error.cause}") from error
+        with _named_failures():
+            answers: list[Answer] = ray.get(reference)
+            return answers
     except RayActorError:
         text = f"WorkerError: its worker died {ATTEMPTS} times"
         return [
@@ -205,7 +214,7 @@ def _answers(reference: Any, work: Work) -> list[Answer]:
         ]
 
 
-def _gpus_per_worker(device: str | None, workers: int, ranks: int) -> int:
+def _gpus_per_worker(device: Any, workers: int, ranks: int) -> int:
     """`ranks` where workers use CUDA, 0 otherwise.
 
     Raises:
@@ -214,7 +223,7 @@ def _gpus_per_worker(device: str | None, workers: int, ranks: int) -> int:
     import ray
 
     available = ray.cluster_resources().get("GPU", 0.0)
-    if device == "cpu" or (device is None and not available):
+    if str(device) == "cpu" or (device is None and not available):
         return 0
     if available < workers * ranks:
         each = "a GPU" if ranks == 1 else f"{ranks} GPUs"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specdec.errors import InvalidInputError
-from specdec.options.kinds import Choice, Flag, Kind, Overrides, Share, Switch, Whole
+from specdec.options.kinds import Choice, Flag, Fraction, Kind, Overrides, Switch, Whole
 from specdec.options.load_options import LoadOptions, option_of
 from specdec.values import MOST_COUNT
 
@@ -129,7 +129,7 @@ def _click_option(load: Field[Any], **changes: Any) -> Callable[[Any], Any]:
 def _click_type(kind: Kind) -> click.ParamType | type[str]:
     if isinstance(kind, Whole):
         return click.IntRange(kind.least, None if kind.most == MOST_COUNT else kind.most)
-    if isinstance(kind, Share):
+    if isinstance(kind, Fraction):
         return click.FloatRange(0, 1, min_open=True)
     return click.Choice(list(kind.words)) if isinstance(kind, Choice) else str
 

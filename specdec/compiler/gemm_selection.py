@@ -20,7 +20,7 @@ from torch import nn
 from attention.backends.limits import HALF
 from attention.hf.weights import is_plain_weight
 from specdec.compiler.siblings import SiblingLinear
-from specdec.ops.gemm_choice import Algorithm, Choice, Launch, ProductShape, Timer, fastest, use
+from specdec.ops.gemm_choice import Algorithm, Launch, ProductShape, TimedAlgorithm, Timer, fastest, use
 from specdec.ops.gemm_library import Library, Matmul, library_of
 from specdec.ops.linear import MOST_TOKENS, usual_product
 
@@ -47,7 +47,7 @@ class ChoiceStore:
         name = re.sub(r"[^A-Za-z0-9.-]+", "_", f"{gpu} cublaslt {version}")
         self.path = (cache_folder() / "products" if folder is None else folder) / f"{name}.json"
 
-    def read(self) -> dict[str, Choice]:
+    def read(self) -> dict[str, TimedAlgorithm]:
         """Choices by the name of their shape, without damaged entries."""
         try:
             found = json.loads(self.path.read_text("utf-8"))
@@ -60,7 +60,7 @@ class ChoiceStore:
             return {}
         return {name: choice for name, entry in choices.items() if (choice := _choice(entry)) is not None}
 
-    def add(self, choices: dict[ProductShape, Choice]) -> bool:
+    def add(self, choices: dict[ProductShape, TimedAlgorithm]) -> bool:
         """Merge into the file's current content; returns whether that worked."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,22 +78,22 @@ class ChoiceStore:
         return True
 
 
-def _entry(choice: Choice) -> dict[str, Any]:
+def _entry(choice: TimedAlgorithm) -> dict[str, Any]:
     times = {"us": round(choice.us, 2), "usual_us": round(choice.usual_us, 2)}
     if choice.algorithm is None:
         return {"algorithm": None, **times}
     return {"algorithm": choice.algorithm.data.hex(), "workspace": choice.algorithm.workspace, **times}
 
 
-def _choice(entry: Any) -> Choice | None:
+def _choice(entry: Any) -> TimedAlgorithm | None:
     try:
         times = float(entry["us"]), float(entry["usual_us"])
         if entry["algorithm"] is None:
-            return Choice(None, *times)
+            return TimedAlgorithm(None, *times)
         algorithm = Algorithm(bytes.fromhex(entry["algorithm"]), int(entry["workspace"]))
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
-    return Choice(algorithm, *times) if algorithm.workspace >= 0 else None
+    return TimedAlgorithm(algorithm, *times) if algorithm.workspace >= 0 else None
 
 
 _CACHES = 3
@@ -238,7 +238,7 @@ class Selection:
         if new:
             self._store.add(new)
 
-    def _timed(self, wanted: Wanted, shape: ProductShape, offer: Matmul) -> Choice | None:
+    def _timed(self, wanted: Wanted, shape: ProductShape, offer: Matmul) -> TimedAlgorithm | None:
         """None where the memory left does not suffice for timing."""
         try:
             timer = self._timer(wanted.weights, shape.tokens)

@@ -10,8 +10,8 @@ import torch
 
 from attention.batch.host import BatchExtra, offsets_within
 from attention.checking import require
-from specdec.logits.prefixes import Prefixes
-from specdec.logits.processing import Filters, Rows, Subject, on_device, process
+from specdec.logits.prefixes import TokenPrefixes
+from specdec.logits.processing import Filters, LogitsRows, Subject, on_device, process
 from specdec.options.logits_options import SAMPLED_ONLY, WITHOUT_EFFECT
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.user_code import RequestProcessors
@@ -86,12 +86,12 @@ _ALIGNED = 8
 """Floats: rows of scores begin at multiples, one column at least beyond the vocabulary."""
 
 
-def rows_of(own: ChangedRows, round_: DecidedRows, at: torch.Tensor) -> Rows:
+def rows_of(own: ChangedRows, round_: DecidedRows, at: torch.Tensor) -> LogitsRows:
     """The rows of logits [N] at these places, with the tokens before each."""
     owner, device = np.repeat(np.arange(len(own.subjects)), own.counts), at.device
     before = drafted_prefixes(round_)
     prompts = np.array([subject.prompt_len for subject in own.subjects], np.int64)
-    prefixes = Prefixes.of(
+    prefixes = TokenPrefixes.of(
         on_device(own.committed.astype(np.int64), device),
         on_device(own.lens, device),
         on_device(prompts, device),
@@ -100,7 +100,7 @@ def rows_of(own: ChangedRows, round_: DecidedRows, at: torch.Tensor) -> Rows:
         before.there[at],
     )
     lens = own.lens[owner] + offsets_within(own.counts)
-    return Rows(tuple(own.subjects[j] for j in owner), lens, prefixes)
+    return LogitsRows(tuple(own.subjects[j] for j in owner), lens, prefixes)
 
 
 class OptionColumns(ExtraColumns):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from specdec.logits.prefixes import Prefixes
+from specdec.logits.prefixes import TokenPrefixes
 
 
 def penalise_tokens(scores: torch.Tensor, ids: torch.Tensor, there: torch.Tensor, penalty: torch.Tensor) -> None:
@@ -27,7 +27,9 @@ def penalise_tokens(scores: torch.Tensor, ids: torch.Tensor, there: torch.Tensor
     scores.scatter_(1, at, torch.where(own < 0, own * penalty[:, None], own / penalty[:, None]))
 
 
-def subtract_counts(scores: torch.Tensor, prefixes: Prefixes, frequency: torch.Tensor, presence: torch.Tensor) -> None:
+def subtract_counts(
+    scores: torch.Tensor, prefixes: TokenPrefixes, frequency: torch.Tensor, presence: torch.Tensor
+) -> None:
     """Subtract `frequency` for each time that a token is among a row's new tokens, and `presence` once.
 
     Args:
@@ -38,7 +40,7 @@ def subtract_counts(scores: torch.Tensor, prefixes: Prefixes, frequency: torch.T
     scores.scatter_(1, at, scores.gather(1, at) - counts * frequency[:, None] - presence[:, None])
 
 
-def ban_repeated_ngrams(scores: torch.Tensor, prefixes: Prefixes, size: int, in_prompt: bool = False) -> None:
+def ban_repeated_ngrams(scores: torch.Tensor, prefixes: TokenPrefixes, size: int, in_prompt: bool = False) -> None:
     """Give no probability to a token that would end an n-gram which the prefix has already.
 
     Args:
@@ -60,7 +62,7 @@ def ban_repeated_ngrams(scores: torch.Tensor, prefixes: Prefixes, size: int, in_
 
 
 def add_sequence_bias(
-    scores: torch.Tensor, prefixes: Prefixes, sequences: torch.Tensor, lens: torch.Tensor, bias: torch.Tensor
+    scores: torch.Tensor, prefixes: TokenPrefixes, sequences: torch.Tensor, lens: torch.Tensor, bias: torch.Tensor
 ) -> None:
     """Add a bias to the last token of every sequence whose other tokens are the last ones of the prefix.
 

@@ -1,4 +1,4 @@
-"""Prefixes: the tokens before each of N logits rows, on the device, as options of requests read them."""
+"""TokenPrefixes: the tokens before each of N logits rows, on the device, as options of requests read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOBODY = -1
 
 
 @dataclass(frozen=True)
-class Prefixes:
+class TokenPrefixes:
     """Tokens before each of N logits rows: a request's committed ones, then the drafts that the row follows.
 
     Attributes:
@@ -32,7 +32,7 @@ class Prefixes:
         owner: torch.Tensor,
         followed: torch.Tensor,
         there: torch.Tensor,
-    ) -> Prefixes:
+    ) -> TokenPrefixes:
         """Join committed tokens and drafts.
 
         Args:
@@ -59,9 +59,9 @@ class Prefixes:
         """[N, L] bool."""
         return self.ids != NOBODY
 
-    def rows(self, index: torch.Tensor) -> Prefixes:
+    def rows(self, index: torch.Tensor) -> TokenPrefixes:
         """The prefixes of some logits rows [n]."""
-        return Prefixes(self.ids[index], self.lens[index], self.prompt_lens[index])
+        return TokenPrefixes(self.ids[index], self.lens[index], self.prompt_lens[index])
 
     def prompt_mask(self) -> torch.Tensor:
         """[N, L] bool: tokens of the prompt."""

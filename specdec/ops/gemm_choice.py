@@ -63,7 +63,7 @@ class Algorithm:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TimedAlgorithm:
     """The result of timing one shape: the algorithm, None if none beats the usual call, and µs of both."""
 
     algorithm: Algorithm | None
@@ -77,7 +77,7 @@ Timer = Callable[[Sequence[Launch], int, int], list[float]]
 
 def fastest(
     algorithms: Sequence[Algorithm], launcher: Callable[[Algorithm], Launch], usual: Launch, timer: Timer
-) -> Choice:
+) -> TimedAlgorithm:
     """All algorithms are timed briefly, the best of them at length and in turn with the usual call."""
     launches = [launcher(each) for each in algorithms]
     brief = timer(launches, 2, 2)
@@ -87,8 +87,8 @@ def fastest(
     usual_us, *final = timer([usual, *(launches[i] for _, i in best)], calls, 6)
     us, winner = min(((us, i) for us, (_, i) in zip(final, best, strict=True)), default=(float("inf"), -1))
     if usual_us == float("inf") or us > (1 - LEAST_GAIN) * usual_us:
-        return Choice(None, usual_us, usual_us)
-    return Choice(algorithms[winner], us, usual_us)
+        return TimedAlgorithm(None, usual_us, usual_us)
+    return TimedAlgorithm(algorithms[winner], us, usual_us)
 
 
 _launches: dict[tuple[torch.device, ProductShape], Launch] = {}

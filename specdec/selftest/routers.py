@@ -8,10 +8,10 @@ each mixture reads, are compared as in a model without experts. The number of di
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedModelError
-from specdec.selftest.eager_reference import read_eager, read_paged
-from specdec.wrapped.target import Target
-
-if TYPE_CHECKING:
-    from attention.recurrence.index import StateIndex
+from specdec.selftest.eager_reference import read_eager
 
 MOST_MOVED = 0.25
 """Largest share of a mixture's choices (tokens x k) that may differ. It grows as the error of the states that routers
@@ -83,19 +79,6 @@ class RoutedReader:
             self.rows[row] = own if before is None else [x[:a].then(y) for x, y in zip(before, own, strict=True)]
             begin += b - a
 
-    def read_paged(
-        self,
-        target: Target,
-        ids: list[torch.Tensor],
-        start: np.ndarray,
-        stop: np.ndarray,
-        table: np.ndarray,
-        states: StateIndex | None = None,
-    ) -> list[torch.Tensor]:
-        """As `eager_reference.read_paged`."""
-        with self.reading(target.hf_model, start, stop):
-            return read_paged(target, ids, start, stop, table, states=states)
-
     def read_eager(self, model: PreTrainedModel, row: int, ids: torch.Tensor) -> tuple[torch.Tensor, list[Routed]]:
         """A row's logits [T, V] by the model's own eager forward with the experts chosen before, and its own calls."""
         with _calls(model, self.rows[row]) as own:
@@ -103,7 +86,7 @@ class RoutedReader:
         return logits, own
 
 
-def check_choices(model: PreTrainedModel, reader: RoutedReader, right: list[list[Routed]]) -> None:
+def check_choices(model: PreTrainedModel, reader: RoutedReader, right: Sequence[list[Routed]]) -> None:
     """Refuse a model of which a mixture's choices differ by more than near ties from its eager forward's (`right`).
 
     Raises:

@@ -72,7 +72,7 @@ class _Place(NamedTuple):
         return _comparable(self.held_by.get(self.name, _MISSING))
 
 
-class Change(NamedTuple):
+class ChangedSetting(NamedTuple):
     """A setting that is another now: its name in words, and its values."""
 
     name: str
@@ -165,10 +165,10 @@ class Settings:
             and next(self._different(), None) is None
         )
 
-    def change(self) -> Change | None:
+    def change(self) -> ChangedSetting | None:
         """The first setting that is another now."""
         for place, before, now in self._different():
-            return Change(f"{place.owner}.{place.name}", before, now)
+            return ChangedSetting(f"{place.owner}.{place.name}", before, now)
         return None
 
     def hidden(self) -> str | None:

@@ -75,7 +75,7 @@ class Asked:
         asked = {name for name in _OUTPUTS if getattr(self.config, name, None)}
         return frozenset(asked) if "return_dict_in_generate" in asked else frozenset()
 
-    def started(self, model: SpeculativeModel) -> Started:
+    def started(self, model: SpeculativeModel) -> RunningCall:
         """Its requests, after their first round. Whatever stands against the call is found here.
 
         Sampled rows get seeds from torch's generator, so that `torch.manual_seed` repeats a call; the generator of a
@@ -92,7 +92,7 @@ class Asked:
             rows = [[token for token, on in zip(*pair, strict=True) if on] for pair in pairs]
             prompts = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
             stream = model.stream(prompts, self.params(model.hf_model))
-            return Started(self, stream, next(stream))  # rounds from graphs find a changed model in their first
+            return RunningCall(self, stream, next(stream))  # rounds from graphs find a changed model in their first
         except SpecdecError:
             torch.set_rng_state(generator)
             raise
@@ -213,7 +213,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Started:
+class RunningCall:
     """A call whose requests run. first: what their first round has brought."""
 
     asked: Asked

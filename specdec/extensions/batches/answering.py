@@ -12,7 +12,7 @@ from specdec.engine.streams import Stream
 from specdec.errors import InvalidInputError, RequestFailedError, SpecdecError
 from specdec.extensions.batches.lines import Line
 from specdec.extensions.batches.records import Record, record_of
-from specdec.extensions.batches.tasks import Asking, Task, task_of
+from specdec.extensions.batches.tasks import Task, TaskDefaults, task_of
 from specdec.requests.request import Completion
 from specdec.requests.submission import filled
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
 
 
-class Answer(NamedTuple):
+class TaskResult(NamedTuple):
     """A task that has ended: its completions, in order, or an error, with the name of its class."""
 
     task: Task
@@ -32,7 +32,7 @@ class _Refused(InvalidInputError):
     """A task that cannot run; the message is its error."""
 
 
-def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[Answer]:
+def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[TaskResult]:
     """Every task once, in order of their ends; read lazily, see `Feeding`. One that fails is an answer with an error.
 
     Raises:
@@ -61,13 +61,13 @@ def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[Answer]
                 samples[item].append(found)
                 if item in held and len(samples[item]) == held[item].params.n:
                     done = sorted(samples.pop(item), key=lambda one: one.sample_index)
-                    yield Answer(held.pop(item), tuple(done))
+                    yield TaskResult(held.pop(item), tuple(done))
             elif item in held:  # of several samples that fail the first is told
                 failures += not isinstance(found, (InvalidInputError, RequestFailedError))
                 if failures > rows:
                     raise found
                 samples.pop(item, None)
-                yield Answer(held.pop(item), error=error_text(found))
+                yield TaskResult(held.pop(item), error=error_text(found))
             if item not in held:
                 samples.pop(item, None)
 
@@ -77,7 +77,7 @@ def error_text(error: SpecdecError) -> str:
     return str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
 
 
-def records(model: SpeculativeModel, lines: Iterable[Line], asking: Asking) -> Iterator[Record]:
+def records(model: SpeculativeModel, lines: Iterable[Line], asking: TaskDefaults) -> Iterator[Record]:
     """The records of some lines, as they end."""
     for task, completions, error in answered(model, (task_of(line, asking) for line in lines)):
         yield record_of(task, completions, error, model.tokenizer)

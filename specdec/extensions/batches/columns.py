@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import InvalidInputError
-from specdec.extensions.batches.answering import Answer
+from specdec.extensions.batches.answering import TaskResult
 from specdec.extensions.batches.lines import key_of
 from specdec.extensions.batches.records import columns
-from specdec.extensions.batches.tasks import Asking, Task, params_of, prompt_of
+from specdec.extensions.batches.tasks import Task, TaskDefaults, params_of, prompt_of
 from specdec.options.arguments import CHAT_OPTIONS
 from specdec.values import short
 
@@ -26,7 +26,7 @@ _NOTHING: dict[str, Any] = {
 """The columns of a row that ended with an error."""
 
 
-def tasks_of(batch: Mapping[str, Any], asking: Asking) -> list[Task]:
+def tasks_of(batch: Mapping[str, Any], asking: TaskDefaults) -> list[Task]:
     """A task for each row of a batch, those with an error among them.
 
     Columns: prompt, messages or token_ids; perhaps params (a dict of sampling options) and key. Others are passed on.
@@ -37,7 +37,7 @@ def tasks_of(batch: Mapping[str, Any], asking: Asking) -> list[Task]:
     return [_task(i, {name: plain(column[i]) for name, column in known.items()}, asking) for i in range(count)]
 
 
-def _task(number: int, row: dict[str, Any], asking: Asking) -> Task:
+def _task(number: int, row: dict[str, Any], asking: TaskDefaults) -> Task:
     task = Task(number)
     try:
         task = replace(task, key=key_of({"key": row.get("key")}))
@@ -66,7 +66,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def answer_columns(batch: Mapping[str, Any], answers: Iterable[Answer]) -> dict[str, Any]:
+def answer_columns(batch: Mapping[str, Any], answers: Iterable[TaskResult]) -> dict[str, Any]:
     """The batch's columns and those of its answers; a prompt of ids is called prompt_token_ids then.
 
     error: "" where a row has an answer.

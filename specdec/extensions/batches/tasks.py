@@ -26,7 +26,7 @@ _NOT_WRITTEN = ("return_logits", "return_scores")
 
 
 @dataclass(frozen=True)
-class Asking:
+class TaskDefaults:
     """Settings of a run for every row: its sampling, where the row has no option of its own, and the seed of the run.
 
     name: of the model, in OpenAI's answers.
@@ -56,7 +56,7 @@ class Task:
     error: str = ""
 
 
-def task_of(line: Line, asking: Asking) -> Task:
+def task_of(line: Line, asking: TaskDefaults) -> Task:
     """The task of a line, or why there is none."""
     task = Task(line.number)
     try:
@@ -70,14 +70,14 @@ def task_of(line: Line, asking: Asking) -> Task:
         return replace(task, error=f"{type(error).__name__}: {error}")
 
 
-def _of_row(task: Task, row: dict[str, Any], asking: Asking) -> Task:
+def _of_row(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
     prompt = prompt_of(row)
     own = {name: value for name, value in row.items() if name not in (*KEYS, *_ABOUT_PROMPTS, "metadata")}
     kept = {"metadata": row["metadata"]} if "metadata" in row else {}
     return replace(task, prompt=prompt, params=params_of(own, asking, task), kept=kept)
 
 
-def _of_openai(task: Task, row: dict[str, Any], asking: Asking) -> Task:
+def _of_openai(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
     body, url = row.get("body"), row.get("url")
     if not isinstance(row.get("custom_id"), str):
         raise InvalidInputError(f"custom_id={short(row.get('custom_id'))}: a text is needed")
@@ -121,7 +121,7 @@ def prompt_of(row: Mapping[str, Any]) -> Any:
     return chat_of(value, template) if name == "messages" else value
 
 
-def params_of(own: Mapping[str, Any], asking: Asking, task: Task) -> SamplingParams:
+def params_of(own: Mapping[str, Any], asking: TaskDefaults, task: Task) -> SamplingParams:
     """The sampling of a row: its own options, else those of the run; without a seed, one made of its key.
 
     Raises:

@@ -22,7 +22,7 @@ from attention.cached import cached_property
 from specdec.errors import InvalidInputError
 from specdec.extensions.grammars.markers import MarkerFinder
 from specdec.extensions.grammars.schemas import readable, strings_of
-from specdec.extensions.grammars.worker import Worker, workers_of
+from specdec.extensions.grammars.worker import GrammarThread, workers_of
 from specdec.requests.grammar import Grammar, Marker
 from specdec.user_warnings import warn_user
 from specdec.values import short
@@ -179,7 +179,7 @@ class GrammarCompiler:
         limits = self._lib.LLParserLimits(max_items_in_row=_MOST_ITEMS, step_max_items=10 * _MOST_ITEMS)
         made: list[Any] = []
 
-        def make(_: Worker) -> None:
+        def make(_: GrammarThread) -> None:
             made.append(self._lib.LLMatcher(self.tokenizer, text, log_level=0, limits=limits))
 
         if not self._workers.returns(make, COMPILE_SECONDS):
@@ -244,7 +244,7 @@ class GrammarCompiler:
         drafted = [chain for chain in chains if chain[2]]
         alone = [(matcher, row) for matcher, row, drafts in chains if not drafts]
 
-        def write(worker: Worker) -> None:
+        def write(worker: GrammarThread) -> None:
             if drafted:
                 numbers.fill_next_token_bitmask_par_with_draft_tokens(worker.executor, drafted, masks)
             if alone:

@@ -28,7 +28,7 @@ from specdec.extensions.handoff.moving import MovingRequests, moving_requests
 from specdec.extensions.parallel.engine import FollowingEngine, LeadingEngine
 from specdec.extensions.parallel.messages import CallMoving, CloseTransfer, Fetch, Fetched, Opened, OpenTransfer, Resume
 from specdec.extensions.parallel.ranks import Ranks
-from specdec.extensions.parallel.workers import Link as Channel
+from specdec.extensions.parallel.workers import WorkersChannel as Channel
 from specdec.wrapped.fingerprint import fingerprint_of_target
 
 _OPENING = 60.0

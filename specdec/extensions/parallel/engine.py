@@ -19,7 +19,7 @@ import torch
 from specdec.engine.engine import Engine
 from specdec.errors import RanksLostError, SpecdecError
 from specdec.extensions.parallel.collectives import RankGoneError
-from specdec.extensions.parallel.messages import Call
+from specdec.extensions.parallel.messages import CallEngine
 from specdec.extensions.parallel.ranks import HeldInterrupt, Ranks
 from specdec.requests.request import Update
 from specdec.requests.sampling import SamplingParams
@@ -29,7 +29,7 @@ class LeadingEngine(Engine):
     """Rank 0's engine. An error inside a round ends all requests: the ranks may be at different places after it."""
 
     def __init__(self, ranks: Ranks, *parts: Any) -> None:
-        """parts: see `Engine`. The ranks' channel is a `Link`."""
+        """parts: see `Engine`. The ranks' channel is a `WorkersChannel`."""
         self.ranks = ranks
         self._link: Any = ranks.channel
         super().__init__(*parts)
@@ -91,7 +91,7 @@ class LeadingEngine(Engine):
             return named_function(function)(self, *arguments)
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        self._link.send(Call(method, arguments))
+        self._link.send(CallEngine(method, arguments))
 
     @contextmanager
     def all_ranks(self) -> Iterator[None]:
@@ -196,7 +196,7 @@ class FollowingEngine(Engine):
         Raises:
             RanksLostError: an unexpected message: the ranks are at different places.
         """
-        if isinstance(message, Call):
+        if isinstance(message, CallEngine):
             getattr(self, message.method)(*message.arguments)
         elif not self.also_follows(message):
             raise RanksLostError(f"the ranks disagree: rank 0 launched a round that is not launched here ({message})")

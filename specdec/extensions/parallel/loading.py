@@ -22,7 +22,7 @@ from specdec.extensions.parallel.engine import LeadingEngine
 from specdec.extensions.parallel.plan import plan_for
 from specdec.extensions.parallel.ranks import Ranks
 from specdec.extensions.parallel.symmetric import join_group
-from specdec.extensions.parallel.workers import Link, Workers, are_open, is_fork, open_workers, starting
+from specdec.extensions.parallel.workers import Workers, WorkersChannel, are_open, is_fork, open_workers, starting
 from specdec.loading.adapters import with_adapter
 from specdec.loading.auto_classes import auto_class
 from specdec.loading.checkpoint import Checkpoint, check_quantisation, check_target_folder, find_checkpoint
@@ -115,7 +115,7 @@ def _everywhere(name: str | Path) -> str:
     return os.path.abspath(name) if os.path.isdir(name) else str(name)
 
 
-def start_ranks(size: int, device: torch.device) -> Link:
+def start_ranks(size: int, device: torch.device) -> WorkersChannel:
     """A link to the other ranks, which are started unless they run.
 
     Raises:
@@ -130,7 +130,7 @@ def start_ranks(size: int, device: torch.device) -> Link:
         return link
 
 
-def _meet(workers: Workers, link: Link, device: torch.device) -> None:
+def _meet(workers: Workers, link: WorkersChannel, device: torch.device) -> None:
     """Wait until the other ranks run, and form a group with them. An error ends them."""
     size = workers.size
     try:

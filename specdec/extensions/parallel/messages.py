@@ -35,7 +35,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallEngine:
     """Call a method of the engine with these arguments, as rank 0 calls its own."""
 
     method: str
@@ -117,7 +117,7 @@ Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """To rank 0: the answer to a request, number `number` to a model. error: why it failed, "" where it did not."""
 
     model: int
@@ -130,7 +130,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Opened(Answer):
+class Opened(Reply):
     """The answer to `OpenTransfer`; number: its round. table: this rank's table as JSON; "" if it failed."""
 
     table: str
@@ -138,7 +138,7 @@ class Opened(Answer):
 
 
 @dataclass(frozen=True)
-class Fetched(Answer):
+class Fetched(Reply):
     """The answer to `Fetch`, and a second one where pages were written to after it.
 
     error: why it failed, "" if every byte was read. late: whether the error is a `TransferTimeoutError`. settled:

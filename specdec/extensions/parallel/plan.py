@@ -50,7 +50,7 @@ _GPT_OSS_EXPERTS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """How a target is divided.
 
     Attributes:
@@ -92,7 +92,7 @@ def pattern_of(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def plan_of(model: Any, size: int) -> Plan:
+def plan_of(model: Any, size: int) -> ShardingPlan:
     """The plan for a model (its weights are not looked at) and `size` ranks.
 
     Raises:
@@ -123,7 +123,7 @@ def plan_of(model: Any, size: int) -> Plan:
             f"{name} cannot be divided: transformers has no tensor-parallel plan for it, and specdec none of its own; "
             "load it without tensor_parallel_size"
         )
-    return Plan({**dict.fromkeys(given, _WHOLE), **styles}, frozenset(kv_cut))
+    return ShardingPlan({**dict.fromkeys(given, _WHOLE), **styles}, frozenset(kv_cut))
 
 
 def _pattern(model: Any, name: str) -> str:
@@ -210,7 +210,7 @@ def _leave_uneven_whole(model: Any, styles: dict[str, str], size: int) -> None:
             del styles[pattern]
 
 
-def plan_for(config: PreTrainedConfig, found: AutoClass, size: int) -> Plan:
+def plan_for(config: PreTrainedConfig, found: AutoClass, size: int) -> ShardingPlan:
     """The plan of a configuration's model.
 
     Raises:
@@ -226,7 +226,7 @@ def plan_for(config: PreTrainedConfig, found: AutoClass, size: int) -> Plan:
         return plan_of(kind(config), size)
 
 
-def told(plan: Plan, size: int) -> dict[str, Any]:
+def told(plan: ShardingPlan, size: int) -> dict[str, Any]:
     """The arguments of transformers' from_pretrained for a plan."""
     from transformers.distributed import DistributedConfig
 

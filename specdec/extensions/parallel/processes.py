@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from specdec.extensions.parallel.messages import Answer, Done, Failed, Started
+from specdec.extensions.parallel.messages import Done, Failed, Reply, Started
 
 _GRACE = 2.0
 """Seconds for a process to end by itself."""
@@ -39,7 +39,7 @@ class Process:
     loaded: set[int] = field(default_factory=set)
     failed: Failed | None = None
     lost: str | None = None
-    answers: dict[tuple[str, int, int], Answer] = field(default_factory=dict)
+    answers: dict[tuple[str, int, int], Reply] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process.pid})"
@@ -113,7 +113,7 @@ def _listen(process: Process, watched: Watched) -> None:
             process.started |= isinstance(message, Started)
             if isinstance(message, Done):
                 process.loaded.add(message.number)
-            if isinstance(message, Answer):
+            if isinstance(message, Reply):
                 process.answers[message.key] = message
             if isinstance(message, Failed):
                 process.failed = message

@@ -15,7 +15,7 @@ from attention.checking import CHECKS
 from specdec.errors import InvalidInputError, RanksLostError, UnsupportedModelError
 from specdec.extensions.parallel.collectives import Collectives
 from specdec.extensions.parallel.messages import Launching
-from specdec.extensions.parallel.plan import Plan, Share, as_rank, plan_for, told
+from specdec.extensions.parallel.plan import ShardingPlan, Share, as_rank, plan_for, told
 from specdec.extensions.parallel.shares import exchanging, take_share
 from specdec.loading.auto_classes import AutoClass
 from specdec.rounds.verification import TargetArrays
@@ -23,7 +23,7 @@ from specdec.wrapped.group import Group, Reading
 from specdec.wrapped.probing import TargetProbe
 
 
-class Channel(Protocol):
+class RankChannel(Protocol):
     """The connection of one model between rank 0 and the other ranks."""
 
     def told(self, message: Any) -> Any:
@@ -59,7 +59,7 @@ class Ranks(Group):
         size: int,
         device: torch.device,
         collectives: Collectives,
-        channel: Channel,
+        channel: RankChannel,
         engine: Callable[..., Any] | None = None,
         moving: Callable[[], tuple[Any, Any]] | None = None,
     ) -> None:
@@ -173,7 +173,7 @@ class Ranks(Group):
 class _ReadingShare(Reading):
     """The share of one rank, by a plan."""
 
-    def __init__(self, ranks: Ranks, plan: Plan) -> None:
+    def __init__(self, ranks: Ranks, plan: ShardingPlan) -> None:
         self._ranks, self._plan = ranks, plan
         self.options = told(plan, ranks.size)
 

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from attention.hf.custom_op import opaque_operator
 from specdec.errors import SpecdecError
 from specdec.extensions.parallel.collectives import Collectives
-from specdec.extensions.parallel.plan import Plan, Share, pattern_of
+from specdec.extensions.parallel.plan import ShardingPlan, Share, pattern_of
 from specdec.wrapped.group import GRAPH_PASSES
 
 _ALONE = (
@@ -116,7 +116,7 @@ GRAPH_PASSES.append(sum_once)
 _SUMMED = ("rowwise", "moe_tp_experts", "all_reduce")
 
 
-def take_share(model: Any, plan: Plan, rank: int, size: int) -> Share:
+def take_share(model: Any, plan: ShardingPlan, rank: int, size: int) -> Share:
     """Turn a divided model into plain modules over rank's share, in place; returns a description of the share."""
     divided: set[str] = set()
     repeated: dict[str, int] = {}

@@ -112,7 +112,7 @@ def _follows(error: BaseException | None) -> bool:
 
 
 class Orders:
-    """Rank 0's messages to one model of this process: a `Channel`, never lost, since this process ends first."""
+    """Rank 0's messages to one model of this process: a `RankChannel`, never lost, since this process ends first."""
 
     is_lost = False
 

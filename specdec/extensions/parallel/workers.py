@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError
 from specdec.extensions.parallel.collectives import Collectives, leave_group
-from specdec.extensions.parallel.messages import Answer, Close
+from specdec.extensions.parallel.messages import Close, Reply
 from specdec.extensions.parallel.processes import Process, Watched, end, start
 
 _LAST_WORDS = 2.0
@@ -97,9 +97,9 @@ class Workers:
                 self._watched.loading = None
                 self._watched.changed.notify_all()
 
-    def new_link(self) -> Link:
+    def new_link(self) -> WorkersChannel:
         """A link for one more model."""
-        link = Link(self, self._next)
+        link = WorkersChannel(self, self._next)
         self._numbers.add(link.number)
         self._next += 1
         return link
@@ -155,12 +155,12 @@ class Workers:
         self.end()
         return RanksLostError(self._broken + _AGAIN)
 
-    def answers(self, key: tuple[str, int, int]) -> dict[int, Answer]:
+    def answers(self, key: tuple[str, int, int]) -> dict[int, Reply]:
         """The processes' answers to a request, by rank."""
         with self._watched.changed:
             return {each.rank: each.answers[key] for each in self._watched.processes if key in each.answers}
 
-    def wait_answers(self, key: tuple[str, int, int], deadline: float) -> dict[int, Answer]:
+    def wait_answers(self, key: tuple[str, int, int], deadline: float) -> dict[int, Reply]:
         """The answers once all have come, or at the deadline (`time.monotonic` seconds).
 
         Raises:
@@ -266,8 +266,8 @@ def _started(size: int, folder: str) -> list[Process]:
     return processes
 
 
-class Link:
-    """A `Channel` from one model to the other ranks. Closed with the model, or when it is garbage."""
+class WorkersChannel:
+    """A `RankChannel` from one model to the other ranks. Closed with the model, or when it is garbage."""
 
     def __init__(self, workers: Workers, number: int) -> None:
         """number: the model's number, the same on every rank."""

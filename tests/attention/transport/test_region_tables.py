@@ -20,10 +20,10 @@ from attention.spec import AttentionSpec
 from attention.transport.region_tables import (
     VERSION,
     Bound,
+    CopyRange,
     Descriptors,
     EngineTable,
     RankTable,
-    Segment,
     bind,
     check_fingerprints,
     merged,
@@ -94,7 +94,7 @@ class Whole:
         return Rank(made, found, RankTable(number, "cpu", tuple(b.region for b in found), {}))
 
 
-def run(segments: Sequence[Segment], local: RankTable, sources: Sequence[RankTable], here: Any, there: Any) -> int:
+def run(segments: Sequence[CopyRange], local: RankTable, sources: Sequence[RankTable], here: Any, there: Any) -> int:
     """What NIXL does with the descriptors, address by address; returns how many there were."""
     count = 0
     for source in sources:
@@ -133,7 +133,7 @@ def check(
     joint: bool,
     here: Sequence[int],
     there: Sequence[int],
-    segments_of: Callable[..., Sequence[Segment]] = merged,
+    segments_of: Callable[..., Sequence[CopyRange]] = merged,
 ) -> list[int]:
     """All readers of d ranks from p ranks are exact and nothing of the sources changes; descriptors of each."""
     heads = whole.raw.shape[3]
@@ -271,7 +271,7 @@ def test_half_a_block_of_keys_and_values_is_caught() -> None:
 
     def halves(segments: Any, local: Any, sources: Any) -> Any:
         block, rank = local.regions[0].block_stride, local.rank
-        return [Segment(0, 2 * layer, rank * block, 2 * layer, 0, block) for layer in range(2)]
+        return [CopyRange(0, 2 * layer, rank * block, 2 * layer, 0, block) for layer in range(2)]
 
     with pytest.raises(AssertionError):
         check(Whole(4, 8, torch.bfloat16), 1, 2, "HND", True, HERE, THERE, halves)

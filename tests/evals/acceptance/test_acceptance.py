@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evals.acceptance.acceptance import BASELINE, Plan, run, settings, sweep, without_times
+from evals.acceptance.acceptance import BASELINE, Plan, run, settings, sweep
 from evals.errors import DataError, RunStoreError
-from evals.report import spec_bench
+from evals.runs.answers import write_spec_bench
 from evals.runs.conversations import Configuration, ModelSpec, Worker, run_chunk
 from evals.runs.store import RunStore
 from specdec.errors import SpecdecWarning
+from tests.evals.documents import without_times
 
 
 def executor(plant: SimpleNamespace, **models: Any) -> Worker:
@@ -193,7 +194,7 @@ def test_spec_bench_and_eagle_formulas_give_the_same_numbers(plant: SimpleNamesp
     runner = executor(plant, main=plant.Model(overshoot=True))
     store = RunStore(tmp_path / "run", settings(plan, runner.facts()))
     document = run(runner, plan, store, lambda a: None)
-    paths = spec_bench.write(tmp_path / "files", list(store.answers.values()), "scripted")
+    paths = write_spec_bench(tmp_path / "files", list(store.answers.values()), "scripted")
     assert [path.name for path in paths] == ["target-alone.jsonl", "k-3.jsonl"]
     base, fast = ([json.loads(row) for row in path.read_text().splitlines()] for path in paths)
     tokenizer = plant.Tokenizer()

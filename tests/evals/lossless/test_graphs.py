@@ -16,10 +16,9 @@ from fakes import backend_of_ours, launch_ahead
 
 from attention.checking import check_mode
 from evals.data.datasets import Question, load, render
-from evals.lossless.distribution import DistributionTest, NodesAt, sample
+from evals.lossless.distribution import DistributionTest, NodesAt, Place, Trial, sample, search
 from evals.lossless.evidence import Sampling, measure
 from evals.lossless.greedy import Replay
-from evals.lossless.places import Place, Trial, search
 from evals.lossless.verdicts import ConfigurationFit, exact_fit
 from evals.runs.conversations import Asking, Configuration, ModelSpec, Worker
 from evals.runs.verdict import Verdict
@@ -102,10 +101,10 @@ def hot_places(model: SpeculativeModel, replay: Replay) -> tuple[Place, ...]:
 
     wanted = Trial("hot", HOT, ("temperature 10 % too high", "temperature 10 % too low"))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("evals.lossless.places.TEMPERATURES", (HOT.temperature,))
-        (chosen,) = search(answered, replay, short_questions(), 2, (wanted,)).chosen
-    assert len(chosen.places) == 2
-    return chosen.places
+        patched.setattr("evals.lossless.distribution.TEMPERATURES", (HOT.temperature,))
+        places = tuple(spot.place for spot in search(answered, replay, short_questions(), 2, (wanted,)).spots)
+    assert len(places) == 2
+    return places
 
 
 @dataclass(frozen=True)

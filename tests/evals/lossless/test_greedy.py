@@ -92,8 +92,8 @@ def test_the_third_best_token_is_no_near_tie_of_the_best_two(
     question = plant.questions(1).questions[0]
     worker = Worker({"main": ModelSpec("main")}, plant.loader({"main": GreedyModel(plant, None)}))
     answers = run_chunk(worker.models, [Configuration("alone", 0)], [question], plant.asking())
-    case = (question, answers[0], lossless.Place(0, 0, alone=0, speculative=2))
-    (verdict,) = lossless.Judge(Configuration("k", 2), plant.asking(), (case,))(worker)
+    case = (question, answers[0], lossless.Difference(0, 0, alone=0, speculative=2))
+    (verdict,) = lossless.judge(worker, Configuration("k", 2), plant.asking(), (case,))
     assert verdict.gap < 1e-4 and not verdict.allowed
 
 

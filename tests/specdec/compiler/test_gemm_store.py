@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from specdec.compiler.gemm_selection import ChoiceStore, cache_folder
-from specdec.ops.gemm_choice import Algorithm, Choice, ProductShape
+from specdec.ops.gemm_choice import Algorithm, ProductShape, TimedAlgorithm
 
 WIDE = ProductShape(torch.bfloat16, 6144, 4096, 96)
 LONG = ProductShape(torch.float16, 4096, 14336, 48)
-FASTER = Choice(Algorithm(bytes(range(64)), 4 << 20), 15.25, 20.5)
-USUAL = Choice(None, 12.0, 12.0)
+FASTER = TimedAlgorithm(Algorithm(bytes(range(64)), 4 << 20), 15.25, 20.5)
+USUAL = TimedAlgorithm(None, 12.0, 12.0)
 
 
 def store(folder: Path, gpu: str = "NVIDIA H200 132", version: int = 130100) -> ChoiceStore:

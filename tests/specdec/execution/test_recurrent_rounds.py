@@ -19,7 +19,7 @@ from specdec.engine.launcher import Lookahead
 from specdec.errors import InvalidInputError, SpecdecWarning
 from specdec.execution.graphs import GraphExecutor
 from specdec.rounds.fixed import FixedTarget
-from specdec.selftest.eager_reference import dummy_ids, read_eager, read_paged, scrambled_table
+from specdec.selftest.eager_reference import Piece, Rows, read_eager
 from tests.hybrids import TYPES, RecallHead, greedy_text, tiny_hybrid
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401
 
@@ -116,18 +116,19 @@ def test_one_graph_serves_all_shapes_of_a_compiled_model(name: str) -> None:
     torch.compiler.reset()
     model = torch.compile(target.hf_model, backend=counted, fullgraph=True, dynamic=True)
     lens = np.array([19, 5, 11])
-    table, ids, start = scrambled_table(target, lens), dummy_ids(target, lens), np.zeros(3, np.int64)
+    rows, start = Rows.of(target, lens), np.zeros(3, np.int64)
     with torch.no_grad():
         for cut in (lens - 3, lens - 2, lens - 1, lens):
             kept = target.states.copied()
-            right = read_paged(target, ids, start, cut, table)
+            piece = Piece(start, cut, range(3))
+            right = rows.read_by_row(piece)
             target.states.put_back(kept)
-            found = read_paged(target, ids, start, cut, table, model)
+            found = rows.read_by_row(piece, model)
             for ours, own in zip(found, right, strict=True):
                 torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
             start = cut
-        alone = read_paged(target, ids[:1], lens[:1] * 0, lens[:1] * 0 + 1, table[:1], model)  # one token, and padding
-        torch.testing.assert_close(alone[0], read_eager(target.hf_model, [ids[0][:1]])[0], rtol=1e-4, atol=1e-4)
+        alone = rows.read_by_row(Piece(lens * 0, lens * 0 + 1, (0,)), model)  # one token, and padding
+        torch.testing.assert_close(alone[0], read_eager(target.hf_model, [rows.ids[0][:1]])[0], rtol=1e-4, atol=1e-4)
     assert len(counted.graphs) == 1
     nodes = [node for node in counted.graphs[0].graph.nodes if str(node.target).startswith("specdec")]
     numbers = [node.args[-1] for node in nodes if "attend" not in str(node.target)]

@@ -31,7 +31,7 @@ from attention.cache.kv_cache import CacheGroup
 from attention.checking import check_mode
 from attention.runner import GroupRunner, PlannedBatch
 from attention.spec import AttentionSpec
-from specdec.execution.segments import AttentionCall, Between, OtherCall, SegmentedGraph
+from specdec.execution.segments import Between, EagerAttention, OtherCall, SegmentedGraph
 
 CPU = torch.device("cpu")
 PAGE, LAYERS, PADDED = 16, 3, 64
@@ -197,7 +197,7 @@ def segments_of(key: AttentionSpec, events: list[str], dtype: torch.dtype) -> tu
         fused = torch.randn(PADDED, sum(heads), key.head_dim_k, generator=generator).to(dtype)
         states = fused.split(heads, 1)
         out = torch.full((PADDED, key.num_q_heads, key.head_dim_v), 7.0, dtype=dtype)
-        calls.append(AttentionCall(layer, *states, None, out))
+        calls.append(EagerAttention(layer, *states, None, out))
     graphs: Any = [Graph(events) for _ in range(LAYERS + 1)]
     return SegmentedGraph(graphs, calls), calls
 

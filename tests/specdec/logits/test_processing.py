@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from specdec.logits.prefixes import NOBODY, Prefixes
-from specdec.logits.processing import Filters, Rows, Subject, process
+from specdec.logits.prefixes import NOBODY, TokenPrefixes
+from specdec.logits.processing import Filters, LogitsRows, Subject, process
 
 VOCAB, EOS = 8, 3
 SCORES = torch.tensor([0.5, -1.0, 2.0, 1.5, -0.5, 0.25, 3.0, -2.0])
@@ -28,9 +28,9 @@ def processed(*each: tuple[Subject, list[int]], scores: torch.Tensor = SCORES) -
     lens = [len(text) for _, text in each]
     ids = [text + [NOBODY] * (max(lens) - len(text)) for _, text in each]
     prompts = torch.tensor([own.prompt_len for own, _ in each])
-    prefixes = Prefixes(torch.tensor(ids), torch.tensor(lens), prompts)
+    prefixes = TokenPrefixes(torch.tensor(ids), torch.tensor(lens), prompts)
     wide = torch.cat([scores, torch.zeros(1)]).repeat(len(each), 1)
-    process(wide, Rows(tuple(own for own, _ in each), np.array(lens), prefixes))
+    process(wide, LogitsRows(tuple(own for own, _ in each), np.array(lens), prefixes))
     return wide[:, :-1]
 
 

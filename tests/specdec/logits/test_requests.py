@@ -20,7 +20,7 @@ from specdec.execution.ragged import RaggedTarget
 from specdec.logits import extra as extras
 from specdec.logits import forms
 from specdec.logits.extra import OptionColumns
-from specdec.logits.prefixes import Prefixes
+from specdec.logits.prefixes import TokenPrefixes
 from specdec.requests.sampling import SamplingArrays, SamplingParams
 from specdec.rounds.extras import RoundExtra
 from specdec.rounds.fixed import FixedTarget
@@ -227,9 +227,9 @@ def _committed_only(cls: Any, committed: Any, lens: Any, prompts: Any, owner: An
     return PLAIN(committed, lens, prompts, owner, followed, there)
 
 
-def _last_twice(scores: torch.Tensor, prefixes: Prefixes, frequency: Any, presence: Any) -> None:
+def _last_twice(scores: torch.Tensor, prefixes: TokenPrefixes, frequency: Any, presence: Any) -> None:
     ids = torch.cat([prefixes.ids, prefixes.tails(1)], 1)
-    forms.subtract_counts(scores, Prefixes(ids, prefixes.lens + 1, prefixes.prompt_lens), frequency, presence)
+    forms.subtract_counts(scores, TokenPrefixes(ids, prefixes.lens + 1, prefixes.prompt_lens), frequency, presence)
 
 
 def _one_row_later(own: Any, round_: Any, at: torch.Tensor) -> Any:
@@ -245,9 +245,9 @@ def _stale_rows(own: Any, round_: Any, at: torch.Tensor) -> Any:
     return ROWS(own, round_, at)
 
 
-PLAIN, ROWS = Prefixes.of, extras.rows_of
+PLAIN, ROWS = TokenPrefixes.of, extras.rows_of
 DEFECTS: dict[str, tuple[str, Any]] = {
-    "drafted prefix not counted": ("several", (Prefixes, "of", classmethod(_committed_only))),
+    "drafted prefix not counted": ("several", (TokenPrefixes, "of", classmethod(_committed_only))),
     "last token counted twice": ("frequency_penalty", ("specdec.logits.processing.subtract_counts", _last_twice)),
     "mask of position i at i + 1": ("no_repeat_ngram_size", (extras, "rows_of", _one_row_later)),
     "history without the last round": ("frequency_penalty", (extras, "rows_of", _stale_rows)),

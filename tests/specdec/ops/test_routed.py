@@ -16,7 +16,7 @@ from specdec.ops.fp8 import FP8, fp8_quantise
 from specdec.ops.grouping_kernel import group_pairs
 from specdec.ops.mxfp4_kernel import Gating
 from specdec.ops.routed import routed_experts
-from specdec.ops.routed_kernel import Tiling, launch_routed, tilings_of
+from specdec.ops.routed_kernel import RoutedTiling, launch_routed, tilings_of
 from tests.compiled import printed
 
 
@@ -34,9 +34,9 @@ def swiglu_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, i
     return routed_experts(x, index, gate_up, down, None, None, None, None, False, 1.0, None)
 
 
-def small(pairs: int, experts: int, columns: int = 32) -> tuple[Tiling, Tiling]:
+def small(pairs: int, experts: int, columns: int = 32) -> tuple[RoutedTiling, RoutedTiling]:
     """Tiles of which small matrices have several."""
-    gate_up, down = (Tiling(own.pairs, 32, columns, 4, 2) for own in tilings_of(pairs, experts))
+    gate_up, down = (RoutedTiling(own.pairs, 32, columns, 4, 2) for own in tilings_of(pairs, experts))
     return gate_up, down
 
 
@@ -85,7 +85,7 @@ def test_the_last_blocks_of_four_bit_rows(chosen: int) -> None:
     for each in scales:
         each[1 - chosen] = 255
     right = routed_experts(x, index, gate_up, down, *scales, None, None, False, 1.0, None)
-    own = Tiling(16, 32, 64, 4, 2)
+    own = RoutedTiling(16, 32, 64, 4, 2)
     assert error(launch_routed(x, gate_up, down, index, scales, tilings=(own, own)), right) < 2e-3
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from specdec.errors import InvalidInputError, RequestFailedError, RoundFailedError
 from specdec.extensions.batches import answering
-from specdec.extensions.batches.answering import Answer, answered
+from specdec.extensions.batches.answering import TaskResult, answered
 from specdec.extensions.batches.tasks import Task
 from specdec.requests.sampling import SamplingParams
 from tests.specdec.extensions.batches.made import completion
@@ -21,7 +21,7 @@ ROUND, REQUEST, REFUSED = RoundFailedError("device"), RequestFailedError("own"),
 
 def answers(
     monkeypatch: pytest.MonkeyPatch, ends: Sequence[Any], params: SamplingParams | None = None
-) -> Iterator[Answer]:
+) -> Iterator[TaskResult]:
     """Of tasks that end so, in this order; (item, end) where an item has several."""
     each = [end if isinstance(end, tuple) else (i, end) for i, end in enumerate(ends)]
 

@@ -1,12 +1,13 @@
-"""Scoring: a paired exact test of right and wrong answers, and HumanEval's programs, which run in their own processes.
+"""What the files in `tasks` name: data of the offline tasks, and HumanEval's filter and metric.
 
-Source: the task's rule (prompt + completion + test + check) is openai/human-eval human_eval/execution.py.
+Data come from lm-eval's `--metadata data_dir=DIR`, else from $SPECDEC_DATA. HumanEval's programs run in their own
+processes. Source: the rule of that task (prompt + completion + test + check) is openai/human-eval
+human_eval/execution.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import secrets
 import signal
@@ -14,63 +15,50 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from evals.errors import require
-from specdec.errors import InvalidInputError, SpecdecError
+import datasets
 
-MCNEMAR = (
-    "McNemar's exact test: two-sided binomial test (p = 1/2) of the questions that exactly one configuration has right."
-)
-INTERVAL = "95% interval of the paired difference of proportions, Agresti and Min (Statistics in Medicine 24, 2005)."
-_Z = 1.959963984540054
+from evals.data.arithmetic import problems
+from evals.data.datasets import DATA_VARIABLE, data_folder, read_jsonl
+from evals.errors import DataError
+from specdec.errors import SpecdecError
 
 
-@dataclass(frozen=True)
-class PairedAccuracy:
-    """Two accuracies on the same `total` questions, `right_a` and `right_b` of which each configuration has right.
-
-    only_a, only_b: questions that only one configuration has right. difference, low, high: accuracy of b less that of
-    a, and its interval. p_value: McNemar's exact test; None where both have the same questions right.
-    """
-
-    total: int
-    right_a: int
-    right_b: int
-    only_a: int
-    only_b: int
-    difference: float
-    low: float
-    high: float
-    p_value: float | None
+def gsm8k(data_dir: str | None = None, **_: Any) -> Any:
+    """GSM8K's train and test split. `data_dir` is the data folder, or the folder with train.jsonl and test.jsonl."""
+    folder = _folder(data_dir)
+    if not (folder / "test.jsonl").is_file():
+        folder = folder / "gsm8k"
+    splits = {split: _rows(folder / f"{split}.jsonl") for split in ("train", "test")}
+    return datasets.DatasetDict(splits)
 
 
-def paired_accuracy(a: Sequence[bool], b: Sequence[bool]) -> PairedAccuracy:
-    """Compare two configurations. a, b: whether each question is right, in the same order.
+def humaneval(data_dir: str | None = None, **_: Any) -> Any:
+    """HumanEval as its only split, "test"."""
+    return datasets.DatasetDict({"test": _rows(_folder(data_dir) / "humaneval" / "HumanEval.jsonl")})
 
-    >>> paired_accuracy([True, True, False, True], [True, False, False, False]).only_a
-    2
 
-    Raises:
-        InvalidInputError: no questions, or different numbers of them.
-    """
-    if not a or len(a) != len(b):
-        raise InvalidInputError(f"paired accuracy needs two equally long non-empty lists, not {len(a)} and {len(b)}")
-    require("scipy", "eval")
-    from scipy.stats import binomtest
+def arithmetic(arithmetic_questions: int = 1000, arithmetic_seed: int = 0, **_: Any) -> Any:
+    """Held-out generated problems."""
+    drawn = problems("heldout", arithmetic_questions, arithmetic_seed)
+    rows = [{"question": problem.question, "answer": problem.answer} for problem in drawn]
+    return datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)})
 
-    n = len(a)
-    only_a = sum(x and not y for x, y in zip(a, b, strict=True))
-    only_b = sum(y and not x for x, y in zip(a, b, strict=True))
-    p_value = float(binomtest(only_b, only_a + only_b, 0.5).pvalue) if only_a + only_b else None
-    centre = (only_b - only_a) / (n + 2)
-    spread = only_a + only_b + 1 - (only_b - only_a) ** 2 / (n + 2)
-    half = _Z * math.sqrt(spread) / (n + 2)
-    difference = (only_b - only_a) / n
-    return PairedAccuracy(
-        n, sum(a), sum(b), only_a, only_b, difference, max(centre - half, -1.0), min(centre + half, 1.0), p_value
-    )
+
+def _folder(data_dir: str | None) -> Path:
+    folder = data_folder(Path(data_dir) if data_dir else None)
+    if folder is None:
+        raise DataError(f"no local data: set {DATA_VARIABLE}, or pass --metadata data_dir=DIR (lm-eval) or --data")
+    return folder
+
+
+def _rows(path: Path) -> Any:
+    rows = [dict(record) for _, record in read_jsonl(path)]
+    if not rows:
+        raise DataError(f"the file {path} has no questions")
+    return datasets.Dataset.from_list(rows)
 
 
 _SECONDS = 15.0
