@@ -108,7 +108,7 @@ def test_tokens_are_the_targets_greedy_ones(name: str, make: Callable[[str], Pai
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["eagle3", pytest.param("deepseek_v3", marks=pytest.mark.long)])
 @torch.inference_mode()
 def test_one_zeroed_slot_of_the_heads_cache_is_seen(
     name: str, make: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch

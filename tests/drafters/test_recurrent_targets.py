@@ -68,7 +68,7 @@ def through_engine(wrapped: Any) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n == "qwen3_5_moe")) for n in FAMILIES])
 @torch.inference_mode()
 def test_a_checkpoints_own_module_drafts(name: str, drafts: int, tiny_case: Callable[..., Any], tmp_path: Path) -> None:
     case = tiny_case(name, context=0.02)

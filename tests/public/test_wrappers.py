@@ -41,7 +41,7 @@ QUICK = ("qwen2_5_vl", "mistral3", "gemma3")
 ALIKE = (
     *("aya_vision", "glm4v_moe", "idefics2", "internvl", "llava_next", "llava_onevision"),
     *("qwen2_vl", "qwen3_vl", "qwen3_5_moe", "smolvlm", "vipllava"),
-    *("aria", "glm4v", "llava", "voxtral"),
+    *("aria", "cohere2_vision", "glm4v", "idefics3", "llava", "qwen3_vl_moe", "voxtral"),
 )
 """Types whose language model is that of another one here, or nearly: `make test` leaves their text out."""
 NEW = 16

@@ -159,7 +159,7 @@ def test_without_a_head(kind: str) -> None:
     assert lived(whole.generate(PROMPTS, params())) == lived(wrapped.generate(PROMPTS, params()))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("tokens", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_freeing_too_early_changes_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: by one token, and by the tokens that were launched instead of those that were committed."""
@@ -171,7 +171,7 @@ def test_freeing_too_early_changes_tokens(tokens: int, monkeypatch: pytest.Monke
     assert lived(wrap(model, table_head(model), **SIZES).generate(PROMPTS, params())) != _undivided("gemma3_text")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_freeing_a_page_of_the_chunk_changes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the first page of the chunk goes with those before it; the one that the next query writes to stays."""
     free, seen = WindowedTables.free_behind, Reach.first_seen

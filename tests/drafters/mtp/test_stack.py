@@ -118,7 +118,7 @@ def test_rounds_over_the_caches_equal_full_recomputation(
     assert make(name, modules).wrong(rounds) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_uncarried_vector_shows(make: Callable[[str, int], Rows]) -> None:
     """Planted: the second round's module 1 begins with the wrong vector."""
     rows = make("deepseek_v3", 2)
@@ -127,7 +127,7 @@ def test_an_uncarried_vector_shows(make: Callable[[str, int], Rows]) -> None:
     assert rows.wrong(ROUNDS[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "module", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long), 2]
 )

@@ -183,7 +183,7 @@ def test_a_killed_run_goes_on_with_the_same_result(
     assert names == ["head", "step-0000006", "step-0000008"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_forgets_its_optimizer_is_seen(target: LlamaForCausalLM, data: TrainingData, tmp_path: Path) -> None:
     whole, cut = fresh(target, data), fresh(target, data)
     train(CONFIG, whole, data, features_of(target), nothing, tmp_path / "whole", quiet())

@@ -96,7 +96,7 @@ def test_one_zeroed_slot_of_the_heads_cache_fails_the_oracle(kind: str) -> None:
     assert spoiled >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_reading_the_neighbours_true_states_fails_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted defect: the draft prefill reads the target's states one row too late."""
     import drafters.loops.chain_arrays

@@ -144,7 +144,7 @@ def test_layers_with_a_window_share_what_it_reaches(options: dict[str, int], kin
     assert (on.engine_stats.preemptions > 0) == ("kv_cache_tokens" in options)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pages_behind_a_window_in_another_order_change_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted defect: of the pages that the window reaches, each holds the keys of another."""
     model, plain = windowed_target(), PrefixCache.register_windowed
@@ -317,7 +317,7 @@ def _as_if_nothing_followed(self: Any, tokens: Any, num_pages: int) -> list[byte
     return [b"-"] * num_pages
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_page_that_serves_whatever_follows_it_changes_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted defect. The tokens stay right: only the drafts show it."""
     monkeypatch.setattr(PrefixCache, "_following", _as_if_nothing_followed)

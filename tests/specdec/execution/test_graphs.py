@@ -206,7 +206,10 @@ def with_graphs(head: Any, target: Any = None, backend: Any = None, **options: A
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drawn", "planted"),
-    [("probabilistic", False), ("probabilistic", True), pytest.param("greedy", True, marks=pytest.mark.long)],
+    [
+        ("probabilistic", False),
+        *(pytest.param(drawn, True, marks=pytest.mark.long) for drawn in ("probabilistic", "greedy")),
+    ],
 )
 def test_sampled_rows_draft_and_verify_beside_greedy_ones_as_eagerly(
     graphs_on_cpu: list[Replayed], drawn: str, planted: bool, monkeypatch: pytest.MonkeyPatch
@@ -290,7 +293,7 @@ def test_sampled_rows_among_greedy_ones_by_the_kernels(monkeypatch: pytest.Monke
     """Same seed and K: the graph executor draws what the eager one draws; its kernels run in Triton's interpreter."""
     recorded = record_on_cpu(monkeypatch)
     compile_nothing(monkeypatch)
-    params = [SamplingParams(max_new_tokens=12, temperature=t, seed=i) for i, t in enumerate((1.0, 0, 0.7))]
+    params = [SamplingParams(max_new_tokens=8, temperature=t, seed=i) for i, t in enumerate((1.0, 0, 0.7))]
     sizes = {"num_speculative_tokens": 3, "max_num_seqs": 2}
     eager = wrap(tiny_llama(), table_head(tiny_llama()), **sizes).generate(PROMPTS[:3], params)
     graphed = with_graphs(table_head(tiny_llama()), **sizes).generate(PROMPTS[:3], params)
@@ -394,7 +397,7 @@ def test_an_altered_model_is_refused_before_it_says_anything(graphs_on_cpu: list
     assert free_everywhere(wrapped)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stale_plan_would_be_noticed(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted defect: the verification is not planned anew."""
     graphed = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, max_num_seqs=5)

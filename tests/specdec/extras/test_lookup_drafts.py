@@ -210,8 +210,9 @@ def drafts_are_certain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("beside", "plant"),
     [
-        pytest.param(False, None, marks=pytest.mark.long),
-        *((True, None), (True, keep_q_of_the_head), (False, drafts_are_certain)),
+        *((False, None), (True, None)),
+        pytest.param(True, keep_q_of_the_head, marks=pytest.mark.long),
+        pytest.param(False, drafts_are_certain, marks=pytest.mark.long),
     ],
 )
 def test_sampled_tokens_have_the_targets_distribution(
@@ -283,7 +284,7 @@ def one_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenIndex, "propose", lambda self, most: plain(self, most)[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("plant", [advanced_by_rejected_tokens, of_another_request, one_behind])
 def test_planted_defects_change_no_token_and_are_seen_in_the_drafts(
     plant: Any, monkeypatch: pytest.MonkeyPatch

@@ -165,7 +165,7 @@ def _of_changed_logits(own: Logprobs, arrays: Any, decision: Decision) -> torch.
 NOTES = Logprobs.notes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("defect", [_one_later, _of_changed_logits])
 def test_planted_defects_are_seen(defect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Logprobs, "notes", defect)

@@ -254,7 +254,7 @@ DEFECTS: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_planted_defects_are_seen(defect: str, graphs: bool, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:

@@ -612,7 +612,7 @@ DEFECTS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("defect", DEFECTS)
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_planted_defects_are_seen(defect: str, graphs: bool, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:

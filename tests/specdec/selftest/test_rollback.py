@@ -117,7 +117,7 @@ WRONG_INDEX: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("defect", WRONG_INDEX)
 def test_wrong_arithmetic_of_the_engine_shows_in_the_tokens(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = model_of("qwen3_next")

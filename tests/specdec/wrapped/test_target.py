@@ -78,7 +78,7 @@ def build(kind: str, options: dict[str, Any]) -> PreTrainedModel:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    [n if n in ("llama", "qwen2", "gemma2", "gpt_oss") else pytest.param(n, marks=pytest.mark.slow) for n in RIGHT],
+    [pytest.param(n, marks=[pytest.mark.long] * (n in ("qwen3", "mistral", "olmo2"))) for n in RIGHT],
 )
 def test_a_supported_family_comes_out_right(kind: str) -> None:
     model = build(kind, RIGHT[kind])

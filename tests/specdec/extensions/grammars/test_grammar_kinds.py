@@ -99,7 +99,8 @@ def one_position_late(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("k", "plant"),
     [
-        *((3, None), (3, hotter), (3, one_position_late)),
+        (3, None),
+        *(pytest.param(3, plant, marks=pytest.mark.long) for plant in (hotter, one_position_late)),
         *(pytest.param(0, plant, marks=pytest.mark.long) for plant in (None, hotter, one_position_late)),
     ],
 )
