@@ -26,7 +26,6 @@ from tests.specdec.compiler.test_compiling import Block
 
 HALF, TOKENS = torch.bfloat16, 5
 Run = Callable[..., torch.Tensor]
-Case = tuple[Run, tuple[torch.Tensor, ...]]
 
 
 @pytest.fixture(autouse=True)
@@ -85,42 +84,6 @@ def rewritten(run: Run, *args: torch.Tensor) -> tuple[torch.Tensor, Counter[str]
     backend = aot_autograd(fw_compiler=compile_inference, decompositions=select_decomp_table())
     with torch.no_grad(), dynamo.patch(specialize_float=True):
         return torch.compile(run, fullgraph=True, backend=backend)(*args), counted.after
-
-
-def rewritten_together(cases: dict[str, Case]) -> Counter[str]:
-    """Operators after our pass, of all cases: six in a graph, each on inputs of its own.
-
-    Six, because compiling one graph costs as much as each case in it, and a large one takes longer than its parts.
-    """
-    counts: Counter[str] = Counter()
-    every = list(cases.values())
-    for start in range(0, len(every), 6):
-        own = [(run, tuple(x.clone() for x in args)) for run, args in every[start : start + 6]]
-        found, after = rewritten(
-            in_a_row([(run, len(args)) for run, args in own]), *(x for _, args in own for x in args)
-        )
-        for ours, (run, args) in zip(found, own, strict=True):
-            assert_alike(ours, run(*args))
-        counts += after
-    return counts
-
-
-def in_a_row(functions: Sequence[tuple[Run, int]]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """One function that calls all of these, each on so many of its arguments."""
-
-    def call(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results, first = [], 0
-        for run, count in functions:
-            results.append(run(*args[first : first + count]))
-            first += count
-        return tuple(results)
-
-    return call
-
-
-def with_operator(name: str, cases: dict[str, Case]) -> list[str]:
-    """Cases that have the operator in a graph of their own: what to look at where one of them has it."""
-    return [case for case, (run, args) in cases.items() if rewritten(run, *args)[1][name]]
 
 
 def assert_alike(ours: torch.Tensor, eager: torch.Tensor) -> None:
@@ -205,7 +168,7 @@ def mean_square(x: torch.Tensor) -> torch.Tensor:
     return x.pow(2).mean(-1, keepdim=True)
 
 
-def other_norms() -> dict[str, Case]:
+def other_norms() -> dict[str, tuple[Run, torch.Tensor]]:
     norm, x = Norm(), hidden()
     weight = norm.weight
 
@@ -232,7 +195,7 @@ def other_norms() -> dict[str, Case]:
         wide = x.float()
         return weight * (wide.flip(-1) * torch.rsqrt(mean_square(wide) + 1e-5)).to(x.dtype)
 
-    cases: dict[str, tuple[Run, torch.Tensor]] = {
+    return {
         "weight plus one": (plus_one, x),
         "float32": (Norm(torch.float32), hidden(dtype=torch.float32)),
         "weight of another dtype": (Norm(torch.float32), x),
@@ -251,29 +214,35 @@ def other_norms() -> dict[str, Case]:
         "scale read twice": (scale_read_twice, x),
         "matmul with another": (matmul_with_another, x),
     }
-    return {name: (run, (x,)) for name, (run, x) in cases.items()}
 
 
 @pytest.mark.slow
-def test_other_norms_stay() -> None:
-    cases = other_norms()
-    after = rewritten_together(cases)
-    assert (after["rms_norm"], after["rsqrt"]) == (0, len(cases)), with_operator("rms_norm", cases)
+@pytest.mark.parametrize("name", sorted(other_norms()))
+def test_other_norms_stay(name: str) -> None:
+    run, x = other_norms()[name]
+    out, after = rewritten(run, x)
+    assert (after["rms_norm"], after["rsqrt"]) == (0, 1)
+    assert_alike(out, run(x))
 
 
 @pytest.mark.slow
-def test_other_sums_are_no_residuals() -> None:
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda x: x + x[0, 0],
+        lambda x: torch.add(x, x.flip(-1), alpha=-3),
+        lambda x: x + x.shape[1],
+        lambda x: x + 0.5,
+        lambda x: (x.float() + x.flip(-1).float()).to(x.dtype),
+    ],
+    ids=["broadcast", "weighed", "number of tokens", "constant", "in float32"],
+)
+def test_other_sums_are_no_residuals(add: Run) -> None:
     """The norm after them is one operator by itself."""
-    norm, x = Norm(), (hidden(),)
-    cases: dict[str, Case] = {
-        "broadcast": (lambda x: norm(x + x[0, 0]), x),
-        "weighed": (lambda x: norm(torch.add(x, x.flip(-1), alpha=-3)), x),
-        "number of tokens": (lambda x: norm(x + x.shape[1]), x),
-        "constant": (lambda x: norm(x + 0.5), x),
-        "in float32": (lambda x: norm((x.float() + x.flip(-1).float()).to(x.dtype)), x),
-    }
-    after = rewritten_together(cases)
-    assert (after["rms_norm"], after["add_rms_norm"]) == (len(cases), 0), with_operator("add_rms_norm", cases)
+    norm, x = Norm(), hidden()
+    out, after = rewritten(lambda x: norm(add(x)), x)
+    assert (after["rms_norm"], after["add_rms_norm"]) == (1, 0)
+    assert_alike(out, norm(add(x)))
 
 
 def half_rotated(x: torch.Tensor) -> torch.Tensor:
@@ -327,7 +296,7 @@ def test_queries_and_keys_are_rotated_at_once(run: Run) -> None:
     assert_alike(out, run(*args))
 
 
-def other_rotations() -> dict[str, Case]:
+def other_rotations() -> dict[str, tuple[Run, tuple[torch.Tensor, ...]]]:
     args = query_key_cos_sin()
     q, k, cos, sin = args
     half = [x[..., :8] for x in args[2:]]
@@ -359,9 +328,12 @@ def other_rotations() -> dict[str, Case]:
 
 
 @pytest.mark.slow
-def test_other_rotations_stay() -> None:
-    cases = other_rotations()
-    assert rewritten_together(cases)["rotated"] == 0, with_operator("rotated", cases)
+@pytest.mark.parametrize("name", sorted(other_rotations()))
+def test_other_rotations_stay(name: str) -> None:
+    run, args = other_rotations()[name]
+    out, after = rewritten(run, *args)
+    assert after["rotated"] == 0
+    assert_alike(out, run(*args))
 
 
 @pytest.mark.slow
@@ -394,7 +366,7 @@ def halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return x.float().chunk(2, dim=-1)
 
 
-def other_joined() -> dict[str, Case]:
+def other_joined() -> dict[str, tuple[Run, tuple[torch.Tensor, ...]]]:
     """Forms that differ from a draft head's rotation in one place."""
     q, k, cos, sin = args = heads_cos_sin()
     half = [x.to(HALF) for x in (cos, sin)]
@@ -439,9 +411,12 @@ def test_the_rotation_of_a_draft_head_is_one_operator() -> None:
 
 
 @pytest.mark.slow
-def test_other_rotations_of_both_stay() -> None:
-    cases = other_joined()
-    assert rewritten_together(cases)["rotated_together"] == 0, with_operator("rotated_together", cases)
+@pytest.mark.parametrize("name", sorted(other_joined()))
+def test_other_rotations_of_both_stay(name: str) -> None:
+    run, args = other_joined()[name]
+    out, after = rewritten(run, *args)
+    assert after["rotated_together"] == 0
+    assert_alike(out, run(*args))
 
 
 @pytest.mark.slow
@@ -474,27 +449,21 @@ def gated(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_gated_activations_are_one_operator() -> None:
-    """In either order, of tokens with and without a sequence axis."""
-
-    def other_way_round(x: torch.Tensor) -> torch.Tensor:
-        return x[..., 32:] * nn.functional.silu(x[..., :32])
-
-    shapes = (hidden(1, TOKENS, 64),), (hidden(TOKENS, 64),)
-    after = rewritten_together(
-        {f"{i} {run}": (run, x) for i, x in enumerate(shapes) for run in (gated, other_way_round)}
-    )
-    assert (after["silu_product"], after["exp"], after["mul"]) == (4, 0, 0)
-    for run, (x,) in zip((gated, other_way_round), shapes, strict=True):
+@pytest.mark.parametrize("shape", [(1, TOKENS, 64), (TOKENS, 64)])
+def test_gated_activations_are_one_operator(shape: tuple[int, ...]) -> None:
+    _, after = rewritten(gated, hidden(*shape))
+    assert (after["silu_product"], after["exp"], after["mul"]) == (1, 0, 0)
+    for run in (gated, lambda x: x[..., 32:] * nn.functional.silu(x[..., :32])):
+        x = hidden(*shape)
         out, counted = compiled(run, x)
         assert counted.after["silu_product"] == 1
         assert_alike(out, gated(x))
 
 
-def other_gates() -> dict[str, Case]:
+def other_gates() -> dict[str, tuple[Run, torch.Tensor]]:
     """What must stay the compiler's."""
     silu, split = nn.functional.silu, lambda x: x.chunk(2, -1)
-    cases: dict[str, tuple[Run, torch.Tensor]] = {
+    return {
         "float32": (gated, hidden(dtype=torch.float32)),
         "two sequences": (gated, hidden(2, TOKENS, 64)),
         "gelu": (lambda x: nn.functional.gelu(split(x)[0]) * split(x)[1], hidden()),
@@ -503,10 +472,12 @@ def other_gates() -> dict[str, Case]:
         "a number": (lambda x: silu(x) * 2, hidden()),
         "one row of ups": (lambda x: silu(split(x)[0]) * split(x)[1][:, :1], hidden()),
     }
-    return {name: (run, (x,)) for name, (run, x) in cases.items()}
 
 
 @pytest.mark.slow
-def test_other_gates_stay() -> None:
-    cases = other_gates()
-    assert rewritten_together(cases)["silu_product"] == 0, with_operator("silu_product", cases)
+@pytest.mark.parametrize("name", sorted(other_gates()))
+def test_other_gates_stay(name: str) -> None:
+    run, x = other_gates()[name]
+    out, after = rewritten(run, x)
+    assert after["silu_product"] == 0
+    assert_alike(out, run(x))
