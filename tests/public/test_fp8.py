@@ -73,7 +73,10 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "static"),
-    [(LLAMA, False), (LLAMA, True), (DEEPSEEK, False), pytest.param(QWEN, False, marks=pytest.mark.long)],
+    [
+        *((LLAMA, False), pytest.param(LLAMA, True, marks=pytest.mark.long)),
+        *((DEEPSEEK, False), pytest.param(QWEN, False, marks=pytest.mark.long)),
+    ],
     ids=["llama", "static", "deepseek", "qwen"],
 )
 def test_tokens_are_those_of_the_arithmetic_written_plainly(

@@ -198,7 +198,7 @@ def oracle(head: ToyHead, ids: torch.Tensor, states: torch.Tensor, num_drafts: i
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.long),
         {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36, "page_size": 3},
     ],
 )

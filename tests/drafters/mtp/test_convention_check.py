@@ -141,8 +141,14 @@ def test_the_command_line_passes_the_convention_on() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("std", [0.02, 0.5, 1.5])
+@pytest.mark.parametrize(
+    ("name", "std"),
+    [
+        pytest.param(name, std, marks=[pytest.mark.long] * (i % 3 != j))
+        for i, name in enumerate(FORMATS)
+        for j, std in enumerate((0.02, 0.5, 1.5))
+    ],
+)
 def test_random_weights_are_never_refused(name: str, std: float, tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     case = tiny_case(name, context=0.2)
     (head,) = load_mtp(case.write(tmp_path), mtp_target(case.model), torch.float32, "cpu")

@@ -134,7 +134,7 @@ def test_drawn_drafts_of_several_modules_are_the_oracles(
     assert {draft for ours, _ in compared for draft in ours} <= set(SOME.tolist())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_draft_id_taken_for_a_target_id_is_seen(make_modules: Make, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Planted: the loop of several modules does not map the drafts after the first."""
     wrapped = several(make_modules)

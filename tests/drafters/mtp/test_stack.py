@@ -103,8 +103,14 @@ def make(tiny_case: Callable[..., Any], tmp_path: Path) -> Callable[[str, int], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "modules"), [("deepseek_v3", 2), ("deepseek_v3", 3), ("mimo", 2), ("ernie", 4)])
-@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(SHORT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "modules", "rounds"),
+    [
+        pytest.param(*own, rounds, marks=[pytest.mark.long] * ((i + j) % 2))
+        for i, own in enumerate((("deepseek_v3", 2), ("deepseek_v3", 3), ("mimo", 2), ("ernie", 4)))
+        for j, rounds in enumerate((ROUNDS, SHORT))
+    ],
+)
 def test_rounds_over_the_caches_equal_full_recomputation(
     name: str, modules: int, rounds: Any, make: Callable[[str, int], Rows]
 ) -> None:
@@ -112,7 +118,7 @@ def test_rounds_over_the_caches_equal_full_recomputation(
     assert make(name, modules).wrong(rounds) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_uncarried_vector_shows(make: Callable[[str, int], Rows]) -> None:
     """Planted: the second round's module 1 begins with the wrong vector."""
     rows = make("deepseek_v3", 2)
@@ -121,9 +127,9 @@ def test_an_uncarried_vector_shows(make: Callable[[str, int], Rows]) -> None:
     assert rows.wrong(ROUNDS[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "module", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2]
+    "module", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long), 2]
 )
 def test_a_zeroed_page_of_any_modules_layer_shows(module: int, make: Callable[[str, int], Rows]) -> None:
     """Planted: every module has a cache of its own that the drafts depend on."""

@@ -165,7 +165,7 @@ def drafts_accepted(head: Eagle3Head, target: LlamaForCausalLM, data: TrainingDa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("calls", [4, 11])
+@pytest.mark.parametrize("calls", [pytest.param(4, marks=pytest.mark.long), 11])
 def test_a_killed_run_goes_on_with_the_same_result(
     target: LlamaForCausalLM, data: TrainingData, tmp_path: Path, calls: int
 ) -> None:
@@ -183,7 +183,7 @@ def test_a_killed_run_goes_on_with_the_same_result(
     assert names == ["head", "step-0000006", "step-0000008"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_forgets_its_optimizer_is_seen(target: LlamaForCausalLM, data: TrainingData, tmp_path: Path) -> None:
     whole, cut = fresh(target, data), fresh(target, data)
     train(CONFIG, whole, data, features_of(target), nothing, tmp_path / "whole", quiet())

@@ -188,7 +188,7 @@ def covered(rng: np.random.Generator, questions: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("questions", [5, 12])
+@pytest.mark.parametrize("questions", [5, pytest.param(12, marks=pytest.mark.long)])
 def test_few_questions_are_covered_as_often_as_is_said(questions: int) -> None:
     """Percentiles of so few cover less than they say."""
     pytest.importorskip("scipy")

@@ -288,7 +288,7 @@ def query_key_cos_sin(dtype: torch.dtype = HALF) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [rotate, read_at_once])
+@pytest.mark.parametrize("run", [pytest.param(rotate, marks=pytest.mark.long), read_at_once])
 def test_queries_and_keys_are_rotated_at_once(run: Run) -> None:
     args = query_key_cos_sin()
     out, counted = compiled(run, *args)

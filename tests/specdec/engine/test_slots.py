@@ -87,7 +87,7 @@ class Watching(TorchBackend):
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(12), deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6),
     new=st.lists(st.integers(1, 20), min_size=6, max_size=6),

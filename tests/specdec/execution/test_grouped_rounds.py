@@ -26,7 +26,7 @@ def with_graphs(model: Any, head: Any, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gemma3_text", "llama4_text"])
+@pytest.mark.parametrize("kind", ["gemma3_text", pytest.param("llama4_text", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"page_size": 16, "max_num_seqs": 5, "kv_cache_tokens": 700}, marks=pytest.mark.long)]
 )
@@ -56,7 +56,7 @@ def test_tokens_and_drafts_are_those_of_one_group_run_eagerly(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gemma3_text", "llama4_text"])
+@pytest.mark.parametrize("kind", [pytest.param("gemma3_text", marks=pytest.mark.long), "llama4_text"])
 def test_without_drafts_rounds_are_launched_before_the_read(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     kind: str,

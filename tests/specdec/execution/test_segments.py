@@ -244,8 +244,14 @@ def test_attentions_run_between_the_graphs_and_are_planned_while_the_first_one_r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("query_lens", [[4, 4, 4], VERIFICATIONS, CHUNK, MIXED, [4, 4, 30], [16] * 4], ids=str)
-@pytest.mark.parametrize("backend", ["torch", "flashinfer"])
+@pytest.mark.parametrize(
+    ("backend", "query_lens"),
+    [
+        pytest.param(backend, lens, id=f"{backend}-{lens}", marks=[pytest.mark.long] * ((i + j) % 2))
+        for i, backend in enumerate(("torch", "flashinfer"))
+        for j, lens in enumerate(([4, 4, 4], VERIFICATIONS, MIXED, CHUNK, [16] * 4, [4, 4, 30]))
+    ],
+)
 def test_results_and_cache_are_those_without_padding(backend: str, query_lens: list[int], kernels: None) -> None:
     make, dtype = (TorchBackend, torch.float32) if backend == "torch" else (FlashInferBackend, torch.bfloat16)
     metadata, tokens = metadata_of(query_lens, 50), sum(query_lens)

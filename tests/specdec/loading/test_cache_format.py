@@ -71,7 +71,7 @@ def test_scales_of_the_checkpoint_are_used_and_shown(kind: str, tmp_path: Path) 
         assert plain.describe()["kv_cache_scales"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wrong_scale_in_the_file_shows(tmp_path: Path) -> None:
     """One that cuts values off, as if the tensor of another model stood there."""
     wrong = [PAIRS[0], (1e-7, 1e-7), PAIRS[2]]

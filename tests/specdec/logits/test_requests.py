@@ -210,8 +210,10 @@ def test_tokens_from_graphs_are_too(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("drafts", "graphs"),
+    [(3, False), (0, True), *(pytest.param(*own, marks=pytest.mark.long) for own in ((0, False), (3, True)))],
+)
 def test_rows_that_are_opened_again_keep_their_options(drafts: int, graphs: bool, request: Any) -> None:
     """After preemptions, and after interrupts."""
     if graphs:
@@ -252,7 +254,7 @@ DEFECTS: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_planted_defects_are_seen(defect: str, graphs: bool, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
@@ -302,7 +304,8 @@ def sampled_oracle(prompt: list[int], completion: Any, options: Mapping[str, Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("drafts", "graphs"), [(0, False), (3, False), (3, True), pytest.param(0, True, marks=pytest.mark.long)]
+    ("drafts", "graphs"),
+    [(0, False), (3, True), *(pytest.param(*n, marks=pytest.mark.long) for n in ((3, False), (0, True)))],
 )
 @torch.no_grad()
 def test_sampled_tokens_are_decided_by_transformers_distribution(drafts: int, graphs: bool, request: Any) -> None:

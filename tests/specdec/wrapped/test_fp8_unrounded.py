@@ -51,9 +51,15 @@ def test_a_deep_model_passes_though_a_last_bit_moves_many_roundings(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("sizes", [SMALL, QWEN], ids=["linear", "experts"])
-@pytest.mark.parametrize("defect", ["slot", "position"])
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "defect"),
+    [
+        pytest.param(sizes, dtype, defect, id=f"{name}-{dtype}-{defect}", marks=[pytest.mark.long] * ((i + j + k) % 2))
+        for i, (name, sizes) in enumerate((("linear", SMALL), ("experts", QWEN)))
+        for j, dtype in enumerate((torch.bfloat16, torch.float32))
+        for k, defect in enumerate(("slot", "position"))
+    ],
+)
 def test_a_wrong_slot_or_position_is_refused_by_the_ordinary_limit(
     tmp_path: Path, sizes: dict[str, Any], dtype: torch.dtype, defect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,7 @@ def build(kind: str, options: dict[str, Any]) -> PreTrainedModel:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    [n if n in ("llama", "qwen2", "gemma2", "gpt_oss") else pytest.param(n, marks=pytest.mark.slow) for n in RIGHT],
+    [pytest.param(n, marks=[pytest.mark.long] * (n in ("qwen3", "mistral", "olmo2"))) for n in RIGHT],
 )
 def test_a_supported_family_comes_out_right(kind: str) -> None:
     model = build(kind, RIGHT[kind])
@@ -286,7 +286,7 @@ def test_the_probe_does_not_change_the_model() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float64])
 @pytest.mark.parametrize(
-    "kind", ["llama", "gpt_oss", *(pytest.param(k, marks=pytest.mark.slow) for k in ("gemma2", "mixtral"))]
+    "kind", ["llama", "gpt_oss", *(pytest.param(k, marks=pytest.mark.long) for k in ("gemma2", "mixtral"))]
 )
 def test_rounding_does_not_fail_the_self_test(kind: str, dtype: torch.dtype) -> None:
     if kind in ("mixtral", "gpt_oss") and dtype == torch.float64:

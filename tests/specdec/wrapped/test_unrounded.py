@@ -79,7 +79,7 @@ def target(model: Any) -> Target:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["FP8 by token", pytest.param("FP8 by tensor, static", marks=pytest.mark.long), "torchao"]
+    "name", ["FP8 by token", *(pytest.param(n, marks=pytest.mark.long) for n in ("FP8 by tensor, static", "torchao"))]
 )
 def test_a_deep_model_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """32 layers: as near as the model that is not quantised (0.12); with rounding 0.42, 0.41 and 0.24."""
@@ -91,8 +91,13 @@ def test_a_deep_model_passes(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["FP8 by token", "torchao"])
-@pytest.mark.parametrize("defect", ["slot", "position"])
+@pytest.mark.parametrize(
+    ("name", "defect"),
+    [
+        *(("FP8 by token", "slot"), ("torchao", "position")),
+        *(pytest.param(*own, marks=pytest.mark.long) for own in (("FP8 by token", "position"), ("torchao", "slot"))),
+    ],
+)
 def test_a_wrong_slot_or_position_is_refused(
     name: str, defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ def eagle3(**options: Any) -> Any:
     [
         ({}, {"kv_cache_tokens": 232, "max_num_seqs": 2, "max_num_batched_tokens": 12}),
         ({"kv_cache_layout": "HND", "enable_prefix_caching": True}, {}),
-        ({"num_speculative_tokens": 0}, {}),
+        pytest.param({"num_speculative_tokens": 0}, {}, marks=pytest.mark.long),
         ({"kv_cache_dtype": "fp8", "kv_cache_scales": [(0.05, 0.03)] * 4, "draft_sampling": "greedy"}, {}),
     ],
     ids=["other sizes", "HND, prefixes", "no drafts", "fp8"],
@@ -604,7 +604,7 @@ def test_what_cannot_be_opened_is_not_replaced_by_another_transport() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_rounds_in_vain_do_not_write_to_pages_that_were_filled(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that a stop string has ended is in the launched round; its pages are free, and are given to who comes."""
     p, d = eagle3(), eagle3(max_num_seqs=4, max_num_batched_tokens=40)
