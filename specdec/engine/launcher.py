@@ -1,4 +1,4 @@
-"""Launcher, Lookahead: launch a round (schedule, pages, transfer, draft loop, verification), also ahead of a commit."""
+"""Launcher: launches a round (schedule, pages, transfer, draft loop, verification), also ahead of a commit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import RoundTables, TargetArrays, WindowedTable, target_after, target_arrays
 from specdec.wrapped.group import ALONE, Group
 
-Sent = TypeVar("Sent")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,9 @@ class VerifyingRound(LaunchedRound):
 class Launcher:
     """Launches rounds of an executor over one row table.
 
+    A round that is launched before the one in flight is read or committed has pages reserved for any outcome, and the
+    rows of that one in their order, so `RowTable.previous` stays as it is.
+
     Attributes:
         executor: how rounds run on the device. group: the processes that launch the same rounds.
     """
@@ -74,6 +77,7 @@ class Launcher:
         self._num_drafts = 0 if scheduler.head_pages is None else config.num_speculative_tokens
         self._counters = counters
         self._queue_verification = queue_verification
+        self._reserved: RoundTables | None = None
 
     def launch(
         self, last: VerifyingRound | None = None, committed: Committed | None = None, draft: Draft | None = None
@@ -94,7 +98,7 @@ class Launcher:
             loop = draft_input(committed.verified, schedule, self._table, tables.head, self._page_size)
         in_order = self._drafts_are_placed(schedule) if last is None else draft is not None
         target = target_arrays(schedule, self._table, tables, in_order_of_last=in_order)
-        device = self.send(partial(self.executor.send, loop), target, schedule.rows)
+        device = self.send(target, schedule.rows, partial(self.executor.send, loop))
         self._table.mark_batch(schedule.rows)  # only now: the arrays are made from places in the last batch
         if loop is not None and last is not None:
             draft = self.executor.draft(device, last.verification.aux_hidden_states)
@@ -139,7 +143,7 @@ class Launcher:
             own = (self._table, tables.head, self._page_size, False)
             loop = draft_input(committed.verified, schedule, *own)
             target = target_arrays(schedule, self._table, tables)
-            device = self.send(partial(self.executor.send, loop), target, schedule.rows)
+            device = self.send(target, schedule.rows, partial(self.executor.send, loop))
             draft, places = self.executor.draft(device, last.verification.aux_hidden_states), np.arange(len(places))
             assert draft is not None
         return draft, places
@@ -182,28 +186,11 @@ class Launcher:
         own = None if head is None else head.table[:, :width]
         return RoundTables(pages.table[:, :width], own, self._page_size, windowed)
 
-    def send(
-        self, launch: Callable[[TargetArrays, SamplingRound | None], Sent], target: TargetArrays, rows: np.ndarray
-    ) -> Sent:
-        """Send a round of these RowTable rows [B] by `launch`."""
+    def send(self, target: TargetArrays, rows: np.ndarray, to: Callable[[TargetArrays, SamplingRound | None], T]) -> T:
+        """Send a round of these RowTable rows [B] in one copy. to: the executor's way; gets how tokens are drawn."""
         if self.group.size > 1:
             self.group.before_launch(target)
-        return launch(target, sampling_round(target, rows, self._table) if self._table.any_sampled(rows) else None)
-
-
-class Lookahead:
-    """Launches the next round before the round in flight is read or committed, with pages reserved for any outcome.
-
-    Such a round has the rows of the one before in their order, so `RowTable.previous` stays as it is.
-    """
-
-    def __init__(self, launcher: Launcher, scheduler: Scheduler, table: RowTable, num_drafts: int) -> None:
-        """num_drafts: K, 0 without a head."""
-        self._launcher = launcher
-        self._scheduler = scheduler
-        self._table = table
-        self._more_tokens = 1 + 2 * num_drafts
-        self._reserved: RoundTables | None = None
+        return to(target, sampling_round(target, rows, self._table) if self._table.any_sampled(rows) else None)
 
     def before_read(self, current: VerifyingRound) -> LaunchedRound | None:
         """Reserve pages for the round after a drafted or chained verification; after a chained one, launch that round.
@@ -214,13 +201,15 @@ class Lookahead:
         verification, rows = current.verification, current.schedule.rows
         if isinstance(verification, ChainedVerification) and self._table.must_be_read(rows):
             return None
-        self._reserved = self._reserve(current.schedule)
+        self._reserved = None
+        if self._scheduler.reserve_next(current.schedule):
+            self._reserved = self.tables(current.schedule, 1 + 2 * self._num_drafts).rows(rows)
         if self._reserved is None or not isinstance(verification, ChainedVerification):
             return None
         none = np.zeros(len(rows), np.int64)
         target = target_after(current.target, self._table, self._reserved, none, none)
-        device, following = self._launcher.send(verification.launch_next, target, rows)
-        return self._launcher.launched(current.schedule, target, device, None, following)
+        device, following = self.send(target, rows, verification.launch_next)
+        return self.launched(current.schedule, target, device, None, following)
 
     def before_commit(self, current: VerifyingRound, outcome: Outcome, draft: Draft | None) -> LaunchedRound | None:
         """Launch the round that verifies `draft`, if all rows go on: none meets an eos id, each has a draft, and none
@@ -232,10 +221,5 @@ class Lookahead:
         if not drafts.all() or ending_tokens(outcome.tokens, accepted + 1, self._table.eos[rows]).any():
             return None
         target = target_after(current.target, self._table, self._reserved, drafts, accepted, outcome.tokens)
-        device = self._launcher.send(partial(self._launcher.executor.send, None), target, rows)
-        return self._launcher.launched(Schedule(rows, current.schedule.num_new, drafts), target, device, draft)
-
-    def _reserve(self, schedule: Schedule) -> RoundTables | None:
-        if not self._scheduler.reserve_next(schedule):
-            return None
-        return self._launcher.tables(schedule, self._more_tokens).rows(schedule.rows)
+        device = self.send(target, rows, partial(self.executor.send, None))
+        return self.launched(Schedule(rows, current.schedule.num_new, drafts), target, device, draft)

@@ -3,7 +3,7 @@
 Rounds in which every row verifies have a fixed shape; others run by segments (`ragged.py`), and then the same steps.
 
 The draft prefill is launched right after the verification, before the host knows what was accepted (see
-`drafters/loops/chain_passes.py` and `module_passes.py`): the device is busy while the host lays out the draft steps; it
+`drafters/loops/fixed_forms.py`): the device is busy while the host lays out the draft steps; it
 plans each while the one before runs. This takes two transfers per round instead of one, three with sampled rows.
 """
 

@@ -22,9 +22,8 @@ from specdec.errors import UnsupportedModelError
 from specdec.ops.fp8 import BLOCK, FP8, fp8_linear
 from specdec.ops.mixtures.choice import own_form
 from specdec.ops.mixtures.paired import expert_matmul
-from specdec.selftest.eager_reference import errors_named
-from specdec.wrapped.fp8 import Fp8Layers
-from specdec.wrapped.mxfp4 import Mxfp4Experts
+from specdec.selftest.eager_reference import errors_named, relative_errors
+from specdec.wrapped.quantised_layers import Fp8Layers, Mxfp4Experts
 
 _BATCH_TOKENS = 32
 """Tokens of a call: above the 16 that integer matmuls of cuBLAS need."""
@@ -58,8 +57,8 @@ def neighbour_test(model: PreTrainedModel) -> None:
             batch = x * scale
             batch[0] = x[0]
             with errors_named(model, f"{name} ({type(layer).__name__}) reads {_BATCH_TOKENS} tokens"):
-                results.append(run(batch)[0].double())
-        difference = _relative(results[1], results[0])
+                results.append(run(batch)[0])
+        difference = float(relative_errors(results[1], results[0]))
         if not difference <= _SAME:  # "not <=": NaN is an error, too
             raise UnsupportedModelError(
                 f"{type(model).__name__} is quantised so that a token's result depends on what else is in the batch: "
@@ -78,7 +77,7 @@ def rounds_activations(model: nn.Module) -> bool:
         run, x = _runner(layer, model)
         bias = run(torch.zeros_like(x)).double()
         whole, parts = run(x + x.flip(0)), (run(x).double() + run(x.flip(0)).double() - bias)
-        if not _relative(whole.double(), parts) <= _LINEAR:
+        if not relative_errors(whole.flatten(), parts.flatten()) <= _LINEAR:
             return True
     return False
 
@@ -101,10 +100,6 @@ def _runner(layer: Any, model: Any) -> tuple[Callable[[torch.Tensor], torch.Tens
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_BATCH_TOKENS, layer.in_features, generator=generator).to(model.device, model.dtype)
     return lambda tokens: layer(tokens[None])[0], x
-
-
-def _relative(ours: torch.Tensor, right: torch.Tensor) -> float:
-    return float((ours - right).square().mean().sqrt() / right.square().mean().sqrt())
 
 
 def _cause(layer: Any) -> str:
@@ -215,7 +210,7 @@ def _summed(x: torch.Tensor, static: torch.Tensor | None, weight: torch.Tensor, 
 def _compare(name: str, ours: torch.Tensor, right: torch.Tensor, allowed: float = _TOLERANCE) -> None:
     """[T, O] each, block by block of rows."""
     errors = [
-        float((a - b).norm() / b.norm().clamp_min(torch.finfo(torch.float32).tiny))
+        float(relative_errors(a.flatten(), b.flatten()))
         for a, b in zip(ours.split(BLOCK, 1), right.split(BLOCK, 1), strict=True)
     ]
     if not (worst := max(errors)) <= allowed:

@@ -13,8 +13,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from benchmarks.routing import HeldRoutes, expert_work
 from benchmarks.shapes import Pair, random_pair
 from specdec.ops.mixtures.choice import CAPTURABLE, capturable_experts, own_form, using_capturable_experts
-from specdec.wrapped import fp8
-from specdec.wrapped.mxfp4 import Mxfp4Experts
+from specdec.wrapped import quantised_layers
+from specdec.wrapped.quantised_layers import Mxfp4Experts
 
 CPU = torch.device("cpu")
 LAYERS, PER_TOKEN, EXPERT = 3, 6, 3 * 256 * 128
@@ -81,10 +81,10 @@ def test_a_model_without_experts_has_none() -> None:
 @pytest.fixture
 def own_forms() -> Iterator[None]:
     """What holding routes replaces is put back."""
-    before = fp8.own_form
+    before = quantised_layers.own_form
     yield
     ALL_EXPERTS_FUNCTIONS.register(CAPTURABLE, capturable_experts)
-    fp8.own_form = before
+    quantised_layers.own_form = before
 
 
 def _keeping(graphs: list[torch.fx.GraphModule]) -> Any:

@@ -105,7 +105,7 @@ def test_matmuls_are_those_of_float32(tokens: int, rows: int, width: int) -> Non
 @pytest.mark.parametrize("splits", [2, 5, 8])
 def test_splits_add_up_to_the_same_bits_every_time(tiling: tuple[Any, ...], splits: int) -> None:
     """Also beside other tokens; whole and cut steps; scales of one number for the whole weight."""
-    from specdec.ops.fp8_kernel import Tiling, launch_fp8_matmul
+    from specdec.ops.fp8_kernel import Fp8Tiling, launch_fp8_matmul
 
     torch.manual_seed(0)
     for width in (4096, 14_336, 1000):
@@ -113,7 +113,7 @@ def test_splits_add_up_to_the_same_bits_every_time(tiling: tuple[Any, ...], spli
         weight = torch.randn(1000, width, device=CUDA).to(FP8)
         one = torch.rand(1, 1, device=CUDA).expand(8, -(-width // 128))
         for scale in (torch.rand(8, -(-width // 128), device=CUDA) + 0.2, one):
-            given, tile = (weight, scale, torch.float32), Tiling(*tiling, splits)
+            given, tile = (weight, scale, torch.float32), Fp8Tiling(*tiling, splits)
             ours = launch_fp8_matmul(x, x_scale, *given, tile)
             assert error(ours, reference_matmul(x, x_scale, weight, scale)) < 2e-3
             assert all(torch.equal(ours, launch_fp8_matmul(x, x_scale, *given, tile)) for _ in range(20))

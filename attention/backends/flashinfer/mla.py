@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from attention.backends.building import Build, in_background
-from attention.backends.flashinfer.mla_plan import LATENT_DIM, Layout, SplitKV, Tiles, write_all, write_lengths
+from attention.backends.flashinfer.mla_plan import LATENT_DIM, PlanLayout, SplitKV, Tiles, write_all, write_lengths
 from attention.backends.limits import HALF
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
@@ -137,9 +137,9 @@ class MlaKernel:
         """The tiles of rows with these queries."""
         return Tiles.of(query_start_loc, self.num_heads, self.sms)
 
-    def layout(self, tiles: Tiles, items: int) -> Layout:
+    def layout(self, tiles: Tiles, items: int) -> PlanLayout:
         """The layout of a plan with room for `items` work items."""
-        return Layout.of(tiles, items, self.sms)
+        return PlanLayout.of(tiles, items, self.sms)
 
     def run(self, plan: MlaPlan, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor) -> None:
         """query [T, Hq, 576], out [T, Hq, 512]."""

@@ -23,7 +23,7 @@ from specdec.ops.mixtures.mxfp4_kernel import activated, few_mxfp4, launch_few, 
 
 
 @dataclass(frozen=True)
-class Tiling:
+class RoutedTiling:
     """Sizes of a program's tiles: pairs, rows of a result (of gate and of up each), columns; warps, and stages of its
     pipeline. A tile of weights is the left factor of the product, and pairs are its columns."""
 
@@ -145,19 +145,19 @@ def _routed_kernel(  # type: ignore[no-untyped-def]
 
 
 _FP8 = (
-    (Tiling(16, 32, 128, 4, 4), Tiling(16, 64, 128, 4, 3)),
-    (Tiling(32, 64, 128, 4, 4), Tiling(32, 64, 128, 4, 4)),
-    (Tiling(64, 64, 128, 4, 4), Tiling(64, 128, 128, 4, 4)),
+    (RoutedTiling(16, 32, 128, 4, 4), RoutedTiling(16, 64, 128, 4, 3)),
+    (RoutedTiling(32, 64, 128, 4, 4), RoutedTiling(32, 64, 128, 4, 4)),
+    (RoutedTiling(64, 64, 128, 4, 4), RoutedTiling(64, 128, 128, 4, 4)),
 )
 _MXFP4 = (
-    (Tiling(16, 32, 64, 4, 4), Tiling(16, 64, 64, 4, 4)),
-    (Tiling(32, 64, 64, 4, 3), Tiling(32, 64, 64, 4, 3)),
-    (Tiling(64, 64, 64, 4, 3), Tiling(64, 64, 64, 4, 3)),
-    (Tiling(128, 64, 64, 4, 3), Tiling(128, 64, 64, 4, 3)),
+    (RoutedTiling(16, 32, 64, 4, 4), RoutedTiling(16, 64, 64, 4, 4)),
+    (RoutedTiling(32, 64, 64, 4, 3), RoutedTiling(32, 64, 64, 4, 3)),
+    (RoutedTiling(64, 64, 64, 4, 3), RoutedTiling(64, 64, 64, 4, 3)),
+    (RoutedTiling(128, 64, 64, 4, 3), RoutedTiling(128, 64, 64, 4, 3)),
 )
 
 
-def tilings_of(pairs: int, experts: int, form: str = "half") -> tuple[Tiling, Tiling]:
+def tilings_of(pairs: int, experts: int, form: str = "half") -> tuple[RoutedTiling, RoutedTiling]:
     """For gate and up, and for down: tiles for twice as many pairs as an expert has on average.
 
     Of 94 tilings on an H200 within some percent of the best for the experts of Qwen3-30B-A3B, Qwen3-Next-80B and
@@ -169,12 +169,12 @@ def tilings_of(pairs: int, experts: int, form: str = "half") -> tuple[Tiling, Ti
     if form == "mxfp4":
         return _MXFP4[0 if mean <= 8 else 1 if mean <= 24 else 2 if mean <= 48 else 3]
     if mean <= 8:
-        return Tiling(16, 64, 128, 4, 3), Tiling(16, 64 if pairs < 512 else 128, 128, 4, 3)
+        return RoutedTiling(16, 64, 128, 4, 3), RoutedTiling(16, 64 if pairs < 512 else 128, 128, 4, 3)
     if mean <= 24:
-        return Tiling(32, 128, 128, 8, 3), Tiling(32, 64, 128, 4, 3)
+        return RoutedTiling(32, 128, 128, 8, 3), RoutedTiling(32, 64, 128, 4, 3)
     if mean <= 48:
-        return Tiling(64, 64, 64, 4, 3), Tiling(64, 128, 64, 4, 3)
-    return Tiling(128, 64, 64, 8, 3), Tiling(128, 128, 64, 8, 3)
+        return RoutedTiling(64, 64, 64, 4, 3), RoutedTiling(64, 128, 64, 4, 3)
+    return RoutedTiling(128, 64, 64, 8, 3), RoutedTiling(128, 128, 64, 8, 3)
 
 
 def launch_routed(
@@ -185,7 +185,7 @@ def launch_routed(
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     gating: Gating = PLAIN,
-    tilings: tuple[Tiling, Tiling] | None = None,
+    tilings: tuple[RoutedTiling, RoutedTiling] | None = None,
     padding: tuple[torch.Tensor, int] | None = None,
 ) -> torch.Tensor:
     """See `specdec.ops.mixtures.routed.routed_experts`; x is contiguous. tilings: default `tilings_of`, or
@@ -223,7 +223,7 @@ def _launch(
     bias: torch.Tensor | None,
     sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     out: torch.Tensor,
-    tiling: Tiling,
+    tiling: RoutedTiling,
     gating: Gating | None,
     ordered: bool,
     grouped: bool,
@@ -244,7 +244,7 @@ def _launch(
     )  # fmt: skip
 
 
-_OTHER = Tiling(16, 64, 64, 4, 5)
+_OTHER = RoutedTiling(16, 64, 64, 4, 5)
 """Of ten choices for DeepSeek-V2-Lite's experts on an H200 the best over 1 … 128 tokens of 6 experts."""
 
 

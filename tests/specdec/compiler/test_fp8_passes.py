@@ -20,7 +20,7 @@ from specdec.compiler.siblings import fuse_siblings
 from specdec.ops.elementwise import add_rms_norm, rms_norm, silu_product
 from specdec.ops.fp8 import add_rms_norm_fp8, fp8_quantise, rms_norm_fp8, silu_product_fp8
 from specdec.wrapped.alterations import Alterations
-from specdec.wrapped.fp8 import Fp8Layers
+from specdec.wrapped.quantised_layers import Fp8Layers
 from tests.fp8 import quantised
 from tests.specdec.compiler.test_passes import Norm, any_tokens, operators
 

@@ -16,7 +16,7 @@ from specdec.compiler.siblings import SiblingFp8Linear, fuse_siblings
 from specdec.ops.fp8 import FP8, fp8_linear, fp8_matmul, fp8_quantise, fp8_quantise_by, reference_matmul
 from specdec.ops.mixtures.paired import expert_matmul
 from specdec.wrapped.alterations import Alterations
-from specdec.wrapped.fp8 import Fp8Layers
+from specdec.wrapped.quantised_layers import Fp8Layers
 from tests.fp8 import multiplied_out, quantised, rounded
 
 interpreted = pytest.mark.skipif(
@@ -114,11 +114,11 @@ def test_kernels_that_end_in_8_bits_are_the_two_they_are_made_of(width: int) -> 
 @pytest.mark.parametrize("weight_first", [False, True])
 def test_the_kernel_that_multiplies(tokens: int, rows: int, width: int, weight_first: bool) -> None:
     """Rows that fill no tile, blocks that are cut, tokens in two tiles."""
-    from specdec.ops.fp8_kernel import Tiling, launch_fp8_matmul
+    from specdec.ops.fp8_kernel import Fp8Tiling, launch_fp8_matmul
 
     x, x_scale, weight, scale = operands(tokens, rows, width)
     right = reference_matmul(x, x_scale, weight, scale)
-    tiling = Tiling(16, 64 if weight_first else 32, weight_first, 4, 2)
+    tiling = Fp8Tiling(16, 64 if weight_first else 32, weight_first, 4, 2)
     assert error(launch_fp8_matmul(x, x_scale, weight, scale, torch.float32, tiling), right) < 1e-6
     wrong = launch_fp8_matmul(x, x_scale, weight, scale.roll(1, 1), torch.float32, tiling)
     assert error(wrong, right) > 0.05
@@ -135,7 +135,7 @@ def test_several_programs_share_the_columns_of_a_row(
     from specdec.ops import fp8_kernel
 
     x, x_scale, weight, scale = operands(3, 100, width)
-    tiling, seen = fp8_kernel.Tiling(16, 64, True, 4, 2, at_once, splits), []
+    tiling, seen = fp8_kernel.Fp8Tiling(16, 64, True, 4, 2, at_once, splits), []
     kernel: Any = fp8_kernel.sum_kernel
 
     class Spy:

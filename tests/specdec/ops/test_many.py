@@ -36,7 +36,10 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "chosen", "experts", "hidden", "inner"),
-    [(2, 1, 8, 64, 32), (5, 3, 8, 40, 48), (60, 4, 6, 80, 40), (90, 2, 3, 64, 24), (20, 8, 130, 32, 40)],
+    [
+        *((5, 3, 8, 40, 48), (60, 4, 6, 80, 40), (20, 8, 130, 32, 40)),
+        *(pytest.param(*own, marks=pytest.mark.long) for own in ((2, 1, 8, 64, 32), (90, 2, 3, 64, 24))),
+    ],
 )
 def test_each_pair_is_its_experts(tokens: int, chosen: int, experts: int, hidden: int, inner: int) -> None:
     """Odd widths, experts without tokens, whole tiles and halves; one program has more than one tile."""
