@@ -74,7 +74,8 @@ def from_layer(attend: Attend, first_layer: int) -> Attend:
 
 def paged_attend(runner: GroupRunner, planned: PlannedBatch, first_layer: int = 0) -> Attend:
     """Attention over the head's paged cache for one planned batch; `first_layer`: see `from_layer`."""
-    return from_layer(partial(runner.attend, planned), first_layer)
+    attend = partial(runner.attend, planned)
+    return from_layer(attend, first_layer) if first_layer else attend
 
 
 def passes_attend(runner: GroupRunner, planned: Sequence[PlannedBatch]) -> Attend:

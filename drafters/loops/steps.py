@@ -41,6 +41,7 @@ class StepTokens:
         numbers, widths: [K-1, 1] the number of each step, and its tokens a row.
         ahead: [K-1, 1] first position of a row in each step, after its committed length; may be negative.
         owner, within: [T] the row of each token, and its index in the row. cell: [T] index of both in [K-1, rows].
+        slices: the tokens of each step.
     """
 
     numbers: np.ndarray
@@ -49,6 +50,7 @@ class StepTokens:
     owner: np.ndarray
     within: np.ndarray
     cell: np.ndarray
+    slices: tuple[slice, ...]
 
 
 @lru_cache(_KEPT)
@@ -65,6 +67,7 @@ def step_tokens(rows: int, num_steps: int, num_modules: int) -> StepTokens:
     widths = np.minimum(numbers, num_modules)
     lens = np.repeat(widths, rows)
     cell = np.repeat(np.arange(len(lens)), lens)
+    stops = np.cumsum(widths * rows).tolist()
     return StepTokens(
         numbers=numbers,
         widths=widths,
@@ -72,6 +75,7 @@ def step_tokens(rows: int, num_steps: int, num_modules: int) -> StepTokens:
         owner=cell % max(rows, 1),
         within=offsets_within(lens),
         cell=cell,
+        slices=tuple(slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)),
     )
 
 
@@ -109,12 +113,6 @@ def _write_step_pages(page_indices: np.ndarray, table: np.ndarray, counts: np.nd
             page_indices[step, :used] = page_indices[step - 1, :used]
         else:
             used = write_pages(page_indices[step], table, own)
-
-
-def _slices(query_start_loc: np.ndarray) -> list[slice]:
-    """The tokens of each step; query_start_loc: [K-1, rows+1]."""
-    counts = query_start_loc[:, -1]
-    return [slice(stop - count, stop) for stop, count in zip(np.cumsum(counts).tolist(), counts.tolist(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,7 @@ def step_arrays(rows: DraftingRows, num_modules: int = 1) -> StepArrays:
     _write_step_pages(pages, table, counts)
     sent, query_lens = replace(sent, page_indices=pages, block_table=table), np.diff(sent.query_start_loc)
     computed, batches = first.astype(np.int32), []
-    for step, own in enumerate(_slices(sent.query_start_loc)):
+    for step, own in enumerate(tokens.slices):
         batch = HostBatch(
             query_start_loc=sent.query_start_loc[step],
             seq_lens=sent.seq_lens[step],
@@ -214,7 +212,7 @@ class StepSection:
             return ()
         whole: BatchArrays[torch.Tensor] = self.arrays.of(staged.views)
         per_step = [getattr(whole, name).unbind(0) for name in _PER_STEP]
-        lens = [batch.num_tokens for batch in batches]
+        lens = [len(batch.positions) for batch in batches]
         tokens = (whole.slot_mapping.split(lens), whole.positions.split(lens))
         steps = []
         for host, *views in zip(batches, *per_step, *tokens, strict=True):
@@ -244,7 +242,7 @@ class _Place:
                 page_size=shape.page_size,
                 page_indptr=arrays.page_indptr[step],
             )
-            for step, own in enumerate(_slices(arrays.query_start_loc))
+            for step, own in enumerate(tokens.slices)
         )
 
 

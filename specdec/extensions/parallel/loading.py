@@ -18,6 +18,7 @@ from transformers.utils import is_accelerate_available
 from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError, SpecdecError, UnsupportedModelError
 from specdec.extensions.parallel import messages
 from specdec.extensions.parallel.collectives import Collectives, HelperThread
+from specdec.extensions.parallel.engine import LeadingEngine
 from specdec.extensions.parallel.plan import plan_for
 from specdec.extensions.parallel.ranks import Ranks
 from specdec.extensions.parallel.symmetric import join_group
@@ -63,7 +64,7 @@ def load_divided(load: Load[T], target: Any, draft: Any, options: LoadOptions) -
     )
     link = start_ranks(options.tensor_parallel_size, device)
     assert link.workers.collectives is not None
-    ranks = Ranks(0, options.tensor_parallel_size, device, link.workers.collectives, link)
+    ranks = Ranks(0, options.tensor_parallel_size, device, link.workers.collectives, link, LeadingEngine, _moving)
     try:
         with link.workers.lock, link.workers.loading(), ranks.together():
             link.send(message)
@@ -76,6 +77,12 @@ def load_divided(load: Load[T], target: Any, draft: Any, options: LoadOptions) -
             raise
         raise found from error
     return model
+
+
+def _moving() -> tuple[Any, Any]:
+    from specdec.extensions.parallel.among_ranks import LeadingRequests, RanksLink
+
+    return LeadingRequests, RanksLink
 
 
 def check_shares(checkpoint: Checkpoint, size: int) -> None:
