@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from attention.recurrence.functions import recurrences_of
-from attention.recurrence.layer_spec import fold_rule
 from attention.recurrence.runner import StateRunner
-from attention.recurrence.state_cache import StateGroup
+from attention.recurrence.states import StateGroup, fold_rule
 from specdec.config import EngineConfig, state_slots
 from specdec.extras.recurrent_states import RecurrentStates
 from specdec.loading.groups import Rows
